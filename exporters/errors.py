@@ -1,0 +1,33 @@
+"""The errors of the exporters.
+
+ExporterError
+├── UnknownFormat        no exporter of that name
+├── StructureError       a call whose arguments or outputs don't have the structure that was exported
+├── RouteRefused         one route to a format didn't give a right file; the exporter goes on with the next one
+├── ExportError          every route to a format failed; the message names each route with its reason
+└── ProviderFallback     nodes of an ONNX session run on the CPU where the GPU was asked for
+"""
+
+
+class ExporterError(Exception):
+    """Base of the errors of the exporters; the message is one sentence for the user."""
+
+
+class UnknownFormat(ExporterError):
+    """No exporter of that name."""
+
+
+class StructureError(ExporterError):
+    """A call whose arguments or outputs don't have the structure that was exported."""
+
+
+class RouteRefused(ExporterError):
+    """One route to a format didn't give a right file."""
+
+
+class ExportError(ExporterError):
+    """Every route to a format failed."""
+
+
+class ProviderFallback(ExporterError):
+    """Nodes of an ONNX session run on the CPU where the GPU was asked for."""

@@ -1,0 +1,394 @@
+"""ONNX: a file that onnxruntime and every other ONNX runtime reads.
+
+Three routes, in order: torch's exporter, the same without its optimizer, and the old exporter that goes by TorchScript.
+A file is taken when the ONNX checker passes, when its open dims are those that change in the model, and when onnxruntime
+gives the model's values at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+
+from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
+from exporters.errors import ProviderFallback, RouteRefused
+from exporters.isolation import silent, undisturbed
+from exporters.proof import Evidence, Route, first_right, gather, prove, refusing
+from exporters.torchscript_deprecation import torchscript_allowed
+
+# Protobuf holds 2 GiB at most; what the weights leave is for the graph. Larger weights go into a file of their own.
+EXTERNAL_DATA_FROM = 1_800_000_000
+
+# Their outputs have as many rows as the data says: that all calls gave the same number proves nothing.
+_DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
+
+# Nodes that compute nothing: a runtime on the GPU has them on the CPU by design.
+_NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
+
+_CPU = "CPUExecutionProvider"
+_CUDA = "CUDAExecutionProvider"
+
+
+class OnnxExporter(Exporter):
+    """`model.onnx`, with `model.onnx.data` beside it where the weights are too large for one file."""
+
+    name: ClassVar[str] = "onnx"
+    file_name: ClassVar[str] = "model.onnx"
+
+    def export(self, request: ExportRequest, directory: Path) -> Artifact:
+        evidence = gather(request)
+        captures: dict[str, Callable[[Path], ir.Model]] = {
+            "dynamo": lambda _: _dynamo(evidence, request.opset, optimize=True),
+            "dynamo-unoptimized": lambda _: _dynamo(evidence, request.opset, optimize=False),
+            "torchscript": lambda folder: _by_torchscript(evidence, request.opset, folder),
+        }
+
+        def route(name: str) -> Route:
+            return Route(name, lambda folder: self._proven(captures[name], evidence, folder))
+
+        artifact = first_right(self.name, evidence, [route(name) for name in captures], directory)
+        inputs, outputs = _read_specs(artifact.path, evidence)
+        return replace(artifact, inputs=inputs, outputs=outputs)
+
+    @staticmethod
+    def load(path: Path, device: str) -> LoadedArtifact:
+        return _LoadedOnnx(path, torch.device(device))
+
+    def _proven(self, capture: Callable[[Path], ir.Model], evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+        with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
+            model = capture(folder)
+            _strip(model)
+            _name_open_dims(model, evidence)
+        with refusing("the file can't be written"):
+            files = _save(model, folder / self.file_name)
+        _check_dims(files[0], evidence)
+        with refusing("the ONNX checker refuses the file"), silent():
+            onnx.checker.check_model(str(files[0]), full_check=True)
+        prove(evidence, _session_for_proof(files[0]))
+        return files
+
+
+def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> ir.Model:
+    # A dim given by name raises where the capture fixes it; a Dim or Dim.AUTO would be fixed without a word.
+    shapes = tuple(
+        {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)} or None
+        for spec in evidence.input_specs
+    )
+    program = torch.onnx.export(
+        evidence.adapter,
+        clones(evidence.inputs[0]),
+        input_names=evidence.adapter.input_names,
+        output_names=evidence.adapter.output_names,
+        opset_version=opset,
+        dynamo=True,
+        dynamic_shapes=shapes if any(shapes) else None,
+        optimize=optimize,
+        verbose=False,
+    )
+    if program is None:
+        raise RouteRefused("torch.onnx.export gave no program")
+    return program.model
+
+
+def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> ir.Model:
+    adapter = evidence.adapter
+    axes = {
+        spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
+        for spec in (*evidence.input_specs, *evidence.output_specs)
+    }
+    # By way of a file: above 2 GiB this exporter writes the weights beside it. The folder goes when the export is done.
+    raw = folder / "raw"
+    raw.mkdir()
+    # The exporter puts a module in training mode into eval unless told otherwise.
+    mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
+    with _without_native_log():
+        torch.onnx.export(
+            adapter,
+            clones(evidence.inputs[0]),
+            str(raw / "model.onnx"),
+            input_names=list(adapter.input_names),
+            output_names=list(adapter.output_names),
+            opset_version=opset,
+            dynamo=False,
+            dynamic_axes={name: dims for name, dims in axes.items() if dims},
+            verbose=False,
+            **mode,
+        )
+    return ir.load(raw / "model.onnx")
+
+
+@contextmanager
+def _without_native_log() -> Iterator[None]:
+    """Keep the old exporter from printing the graph that it fails on.
+
+    It does so whatever `verbose` says (it takes the function that asks whether its log is on for the answer), and to the
+    process's stdout, past sys.stdout.
+    """
+    log = getattr(torch._C, "_jit_onnx_log", None)
+    if log is None:
+        yield
+        return
+    torch._C._jit_onnx_log = lambda *_: None
+    try:
+        yield
+    finally:
+        torch._C._jit_onnx_log = log
+
+
+def _strip(model: ir.Model) -> None:
+    """Drop what tells of the machine and the source that the model was made from, and name every node."""
+    model.doc_string = None
+    model.metadata_props.clear()
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        graph.doc_string = None
+        graph.metadata_props.clear()
+        for value in graph.inputs:
+            _strip_value(value)
+        for index, node in enumerate(graph.all_nodes()):
+            node.doc_string = None
+            node.metadata_props.clear()
+            node.name = node.name or f"{node.op_type}_{index}"
+            for value in node.outputs:
+                _strip_value(value)
+    for initializer in model.graph.initializers.values():
+        _strip_value(initializer)
+
+
+def _strip_value(value: ir.Value) -> None:
+    value.doc_string = None
+    value.metadata_props.clear()
+
+
+def _name_open_dims(model: ir.Model, evidence: Evidence) -> None:
+    """Give the outputs' dims the sizes and names that the model shows; these are labels, the values prove them.
+
+    The old exporter loses sizes on the way and makes up names for them. A fixed dim that must be open stays: it is the
+    sign of a batch that was baked in.
+    """
+    data_dependent = any(node.op_type in _DATA_DEPENDENT for node in model.graph.all_nodes())
+    symbols = {size for spec in evidence.input_specs for size in spec.shape if isinstance(size, str)}
+    for value, spec in zip(model.graph.outputs, evidence.output_specs, strict=True):
+        shape = value.shape
+        if shape is None or len(shape) != len(spec.shape):
+            value.shape = ir.Shape(spec.shape)
+            continue
+        dims: list[int | str] = []
+        for dim, (found, size) in enumerate(zip(shape, spec.shape, strict=True)):
+            if isinstance(found, int):
+                dims.append(found)
+            elif size in symbols or (isinstance(size, int) and not data_dependent):
+                dims.append(size)
+            else:
+                dims.append(found.value or f"{spec.name}_dim_{dim}")
+        value.shape = ir.Shape(dims)
+
+
+def _save(model: ir.Model, path: Path) -> tuple[Path, ...]:
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    if size < EXTERNAL_DATA_FROM:
+        ir.save(model, path)
+        return (path,)
+    weights = path.with_name(f"{path.name}.data")
+    ir.save(model, path, external_data=weights.name)
+    return (path, weights)
+
+
+def _check_dims(path: Path, evidence: Evidence) -> None:
+    """Refuse a file whose open dims aren't those that change in the model."""
+    graph = onnx.load(path, load_external_data=False).graph
+    for side, values, specs in (
+        ("input", graph.input, evidence.input_specs),
+        ("output", graph.output, evidence.output_specs),
+    ):
+        names = [value.name for value in values]
+        if names != [spec.name for spec in specs]:
+            raise RouteRefused(f"the file's {side}s are {', '.join(names)}")
+        for value, spec in zip(values, specs, strict=True):
+            dims = _dims(value)
+            if len(dims) != len(spec.shape):
+                raise RouteRefused(f"{side} `{spec.name}` has {len(dims)} dims in place of {len(spec.shape)}")
+            for dim, (found, expected) in enumerate(zip(dims, spec.shape, strict=True)):
+                if isinstance(expected, str) and isinstance(found, int):
+                    raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is fixed to {found} and must be open")
+                if isinstance(expected, int) and isinstance(found, int) and found != expected:
+                    raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is {found} in place of {expected}")
+
+
+def _read_specs(path: Path, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The signature as written: an open dim may be an expression there, such as "2*batch"."""
+    graph = onnx.load(path, load_external_data=False).graph
+    inputs, outputs = (
+        tuple(replace(spec, shape=_dims(value)) for value, spec in zip(values, specs, strict=True))
+        for values, specs in ((graph.input, evidence.input_specs), (graph.output, evidence.output_specs))
+    )
+    return inputs, outputs
+
+
+def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
+    dims = value.type.tensor_type.shape.dim
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
+
+
+def _session_for_proof(path: Path) -> LoadedArtifact:
+    """The file on the CPU, or on the GPU where the CPU has no kernel for it (some operators in half precision)."""
+    with refusing("onnxruntime can't load the file"):
+        try:
+            # Errors are told by exceptions; onnxruntime's own lines on stderr would only repeat them.
+            return _LoadedOnnx(path, torch.device("cpu"), log_severity=4)
+        except ort.capi.onnxruntime_pybind11_state.NotImplemented:
+            if not torch.cuda.is_available():
+                raise
+            return _LoadedOnnx(path, torch.device("cuda"), log_severity=4)
+
+
+class _LoadedOnnx:
+    def __init__(self, path: Path, device: torch.device, *, log_severity: int = 3) -> None:
+        self._target = torch.device(device.type, device.index or 0)
+        self.device = device.type
+        options = ort.SessionOptions()
+        options.log_severity_level = log_severity
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        self._session = ort.InferenceSession(str(path), options, providers=_providers(self._target))
+        assigned = _assigned_nodes(self._session)
+        self.placement = None if assigned is None else _count(assigned)
+        if device.type != "cpu":
+            _require_cuda(self._session, assigned, path)
+        self._inputs = [(node.name, _element_type(node.type)) for node in self._session.get_inputs()]
+        self._outputs = [(node.name, node.type == "tensor(bool)") for node in self._session.get_outputs()]
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if len(tensors) != len(self._inputs):
+            raise ValueError(f"The file takes {len(self._inputs)} tensors, not {len(tensors)}.")
+        place = (self._target.type, self._target.index)
+        # Bound by address, which takes every dtype (numpy has no bfloat16) and copies nothing.
+        held = [tensor.detach().to(self._target).contiguous() for tensor in tensors]
+        binding = self._session.io_binding()
+        for (name, element_type), tensor in zip(self._inputs, held, strict=True):
+            if (given := _ELEMENT_TYPES.get(tensor.dtype)) != element_type:
+                wanted = onnx.TensorProto.DataType.Name(element_type).lower()
+                raise ValueError(f"Input `{name}` of the file is {wanted}, and {tensor.dtype} was given ({given}).")
+            binding.bind_input(name, *place, element_type, list(tensor.shape), tensor.data_ptr())
+        for name, _ in self._outputs:
+            binding.bind_output(name, *place)
+        if self._target.type == "cuda":
+            # onnxruntime has a stream of its own: the inputs must be there before it starts.
+            torch.cuda.current_stream(self._target).synchronize()
+        self._session.run_with_iobinding(binding)
+        outputs = (torch.utils.dlpack.from_dlpack(value).clone() for value in binding.get_outputs())
+        return tuple(
+            output.view(torch.bool) if is_bool and output.dtype != torch.bool else output
+            for output, (_, is_bool) in zip(outputs, self._outputs, strict=True)
+        )
+
+
+_ELEMENT_TYPES = {
+    torch.float32: onnx.TensorProto.FLOAT,
+    torch.float64: onnx.TensorProto.DOUBLE,
+    torch.float16: onnx.TensorProto.FLOAT16,
+    torch.bfloat16: onnx.TensorProto.BFLOAT16,
+    torch.int8: onnx.TensorProto.INT8,
+    torch.int16: onnx.TensorProto.INT16,
+    torch.int32: onnx.TensorProto.INT32,
+    torch.int64: onnx.TensorProto.INT64,
+    torch.uint8: onnx.TensorProto.UINT8,
+    torch.uint16: onnx.TensorProto.UINT16,
+    torch.uint32: onnx.TensorProto.UINT32,
+    torch.uint64: onnx.TensorProto.UINT64,
+    torch.bool: onnx.TensorProto.BOOL,
+}
+
+
+def _element_type(text: str) -> int:
+    """The ONNX element type of onnxruntime's "tensor(float)"."""
+    name = text.removeprefix("tensor(").removesuffix(")").upper()
+    return int(onnx.TensorProto.DataType.Value(name))
+
+
+def _providers(device: torch.device) -> list[Any]:
+    if device.type == "cpu":
+        return [_CPU]
+    if device.type != "cuda":
+        raise ProviderFallback(f"ONNX files run on the CPU or by CUDA; {device.type!r} is neither.")
+    if _CUDA not in ort.get_available_providers():
+        raise ProviderFallback(
+            f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
+        )
+    # TF32 rounds float32 products to 10 bits; results must be those of the model.
+    return [(_CUDA, {"device_id": str(device.index), "use_tf32": "0"}), _CPU]
+
+
+AssignedNode = tuple[str, str, str]
+"""Provider, node name, operator type."""
+
+
+def _assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
+    """Where each node of the optimized graph runs; None where this onnxruntime can't tell."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return None
+    return [
+        (subgraph.ep_name, node.name, node.op_type)
+        for subgraph in session.get_provider_graph_assignment_info()
+        for node in subgraph.get_nodes()
+    ]
+
+
+def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for provider, _, _ in nodes:
+        counts[provider] = counts.get(provider, 0) + 1
+    return counts
+
+
+def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | None, path: Path) -> None:
+    if _CUDA not in session.get_providers():
+        raise ProviderFallback(
+            f"onnxruntime {ort.__version__} couldn't start its CUDA provider and would run on the CPU; "
+            f"its CUDA and cuDNN versions must fit those that are installed."
+        )
+    if assigned is None:
+        raise ProviderFallback(f"onnxruntime {ort.__version__} can't tell where its nodes run; 1.24 or later can.")
+    graph = onnx.load(path, load_external_data=False).graph
+    judge_placement(assigned, shape_only_nodes(graph))
+
+
+def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]) -> None:
+    """Accept a placement whose computations are all on CUDA.
+
+    On the CPU may be: nodes that compute nothing (`Shape`, `Constant`, copies), and `shape_only` nodes, by name.
+    onnxruntime puts those there on purpose: shapes are needed by the host.
+
+    Raises:
+        ProviderFallback: another node is elsewhere, or no node is on CUDA.
+    """
+    fallen = [
+        f"`{name}` ({op_type})"
+        for provider, name, op_type in assigned
+        if provider != _CUDA and op_type not in _NO_COMPUTATION and name not in shape_only
+    ]
+    if fallen:
+        more = f" and {len(fallen) - 5} more" if len(fallen) > 5 else ""
+        raise ProviderFallback(f"onnxruntime runs {', '.join(fallen[:5])}{more} on the CPU, not on the GPU.")
+    if not any(provider == _CUDA for provider, _, _ in assigned):
+        raise ProviderFallback("onnxruntime runs no node of the file on the GPU.")
+
+
+def shape_only_nodes(graph: onnx.GraphProto) -> frozenset[str]:
+    """Names of the nodes that read no tensor data: shapes, constants, and what is computed from these alone."""
+    known = {initializer.name for initializer in graph.initializer}
+    names = set()
+    for node in graph.node:
+        has_body = any(attribute.HasField("g") for attribute in node.attribute)
+        reads_none = not has_body and all(name in known for name in node.input if name)
+        if node.op_type in ("Shape", "Size") or reads_none:
+            names.add(node.name)
+            known.update(node.output)
+    return frozenset(names)

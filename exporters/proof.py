@@ -1,0 +1,277 @@
+"""A file is right when it gives what the model gives, at every call: the loose check that chooses between routes.
+
+It finds what a wrong capture does (a batch size or a branch that was baked in, a missing output), so that the next route
+is tried. How close the numbers must be is not judged here.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exporters.base import Adapter, Artifact, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
+from exporters.isolation import silent, undisturbed
+
+# Largest error, relative to the largest value of the output, that rounding could explain.
+_ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_ROUNDING_ELSEWHERE = 1e-3
+
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the model gave at every call, and which dims of its inputs and outputs are open.
+
+    `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
+    """
+
+    adapter: Adapter
+    inputs: tuple[tuple[torch.Tensor, ...], ...]
+    outputs: tuple[tuple[torch.Tensor, ...], ...]
+    unstable: frozenset[int]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What couldn't be checked."""
+        names = [f"`{self.adapter.output_names[index]}`" for index in sorted(self.unstable)]
+        return tuple(
+            f"Output {name} differs between two runs of the model; only its shape was checked." for name in names
+        )
+
+
+def gather(request: ExportRequest) -> Evidence:
+    """Run the model at every call of the request.
+
+    Raises:
+        StructureError: the calls don't fit each other, or can't be left open in the way the request asks.
+    """
+    args, kwargs = request.calls[0]
+    adapter = Adapter(request.model, args, kwargs, input_names=request.input_names, output_names=request.output_names)
+    inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
+    open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch)
+    with undisturbed(adapter), silent():
+        outputs = tuple(adapter.run(tensors) for tensors in inputs)
+        again = adapter.run(inputs[0])
+    unstable = frozenset(
+        index
+        for index, (first, second) in enumerate(zip(outputs[0], again, strict=True))
+        if first.shape != second.shape or not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
+    )
+    symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
+    return Evidence(
+        adapter,
+        inputs,
+        outputs,
+        unstable,
+        tuple(
+            TensorSpec(
+                name,
+                dtype_name(tensor),
+                tuple(open_dims.get((index, dim), (size, ()))[0] for dim, size in enumerate(tensor.shape)),
+            )
+            for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
+        ),
+        _output_specs(adapter.output_names, outputs, symbols),
+    )
+
+
+def prove(evidence: Evidence, loaded: LoadedArtifact) -> None:
+    """Run the file at every call.
+
+    Raises:
+        RouteRefused: it fails, or gives other shapes, dtypes or values than the model.
+    """
+    for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True):
+        sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+        with refusing(f"the file fails on inputs of {sizes}"):
+            outputs = loaded(*(tensor.detach().clone() for tensor in inputs))
+        if len(outputs) != len(expected):
+            raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
+        for index, (name, ours, theirs) in enumerate(
+            zip(evidence.adapter.output_names, expected, outputs, strict=True)
+        ):
+            if problem := difference(ours, theirs, values=index not in evidence.unstable):
+                raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
+
+
+def difference(expected: torch.Tensor, got: torch.Tensor, *, values: bool = True) -> str | None:
+    """How `got` differs from `expected` beyond rounding, in words; None where it doesn't."""
+    if got.shape != expected.shape:
+        return f"its shape is {list(got.shape)} in place of {list(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"its dtype is {dtype_name(got)} in place of {dtype_name(expected)}"
+    if not values or expected.numel() == 0:
+        return None
+    if not (expected.is_floating_point() or expected.is_complex()):
+        wrong = int((expected.cpu() != got.cpu()).sum())
+        # A tie that rounding decides moves single elements of an argmax; a wrong capture moves many.
+        return f"{wrong} of {expected.numel()} elements differ" if wrong > expected.numel() // 100 else None
+    left, right = (_as_float64(tensor) for tensor in (expected, got))
+    finite = torch.isfinite(left)
+    if not torch.equal(torch.nan_to_num(left[~finite]), torch.nan_to_num(right[~finite])):
+        return "NaN or infinity stand in other places"
+    if not finite.any():
+        return None
+    error = (left[finite] - right[finite]).abs().max().item()
+    scale = left[finite].abs().max().item()
+    # Written so that a NaN is not within the bound.
+    within = error <= _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) * scale + 1e-30
+    return None if within else f"its values are off by {error:.2g} where the largest is {scale:.2g}"
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`float32` for torch.float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to a format; `write` puts the files into an empty folder, proves them, and returns them, main file first.
+
+    `write` raises RouteRefused where the result isn't right.
+    """
+
+    name: str
+    write: Callable[[Path], tuple[Path, ...]]
+
+
+def first_right(name: str, evidence: Evidence, routes: Sequence[Route], directory: Path) -> Artifact:
+    """The artifact of the first route that isn't refused; its files are moved into `directory` when they are proven.
+
+    Raises:
+        ExportError: every route was refused.
+        OSError: a file couldn't be written.
+    """
+    refused: list[tuple[str, str]] = []
+    for route in routes:
+        with _staging(directory) as staging:
+            try:
+                written = route.write(staging)
+            except RouteRefused as refusal:
+                refused.append((route.name, str(refusal)))
+                continue
+            files = tuple(path.replace(directory / path.name) for path in written)
+        return Artifact(
+            name,
+            files[0],
+            files,
+            route.name,
+            tuple(refused),
+            evidence.input_specs,
+            evidence.output_specs,
+            evidence.notes,
+        )
+    routes_by_reason: dict[str, list[str]] = {}
+    for tried, reason in refused:
+        routes_by_reason.setdefault(reason, []).append(tried)
+    reasons = "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
+    raise ExportError(f"The model can't be exported to {name} ({reasons}).")
+
+
+@contextmanager
+def refusing(what: str | None = None) -> Iterator[None]:
+    """Turn whatever is raised inside into RouteRefused: foreign code that captures a model fails in every way there is.
+
+    What says nothing about the route passes: a lack of memory, a full disk, and what isn't an Exception (an interrupt).
+    """
+    try:
+        yield
+    except (RouteRefused, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            raise
+        reason = one_line(error)
+        raise RouteRefused(f"{what}: {reason}" if what else reason) from error
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of the error that started it, without paths of this machine."""
+    while error.__cause__ is not None and not isinstance(error, ExporterError):
+        error = error.__cause__
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    if line.startswith("The following operation failed in the TorchScript interpreter"):
+        line = lines[-1]
+    elif line.endswith(":") and len(lines) > 1:
+        line = f"{line} {lines[1]}"
+    elif " " not in line:  # a KeyError holds the key alone
+        line = f"{type(error).__name__}: {line}"
+    line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
+    return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
+
+
+@contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir=directory, prefix=".export-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _open_inputs(
+    names: tuple[str, ...], inputs: tuple[tuple[torch.Tensor, ...], ...], dynamic: bool
+) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
+    """Name and sizes of each open dim, by (input, dim). Dims of equal sizes in all calls share a name."""
+    found: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+    symbols: dict[tuple[int, ...], str] = {}
+    for index, name in enumerate(names):
+        shapes = [tensors[index].shape for tensors in inputs]
+        if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
+            raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
+        if len({tensors[index].dtype for tensors in inputs}) > 1:
+            raise StructureError(f"Input `{name}` changes its dtype between the calls.")
+        if len(set(shapes)) == 1:
+            continue
+        if not dynamic:
+            raise StructureError(f"Input `{name}` changes its shape between the calls of a static export.")
+        sizes = tuple(shape[0] for shape in shapes)
+        if sizes[0] < 2:
+            raise StructureError(
+                f"Input `{name}` has a batch of {sizes[0]} in the first call; tracing needs two rows or more."
+            )
+        symbol = symbols.setdefault(sizes, f"{name}_batch" if symbols else "batch")
+        found[index, 0] = (symbol, sizes)
+    return found
+
+
+def _output_specs(
+    names: tuple[str, ...], outputs: tuple[tuple[torch.Tensor, ...], ...], symbols: dict[tuple[int, ...], str]
+) -> tuple[TensorSpec, ...]:
+    specs = []
+    for index, name in enumerate(names):
+        tensors = [flat[index] for flat in outputs]
+        if len({tensor.dim() for tensor in tensors}) > 1:
+            raise StructureError(f"Output `{name}` changes its number of dims between the calls.")
+        shape: list[int | str] = []
+        for dim, sizes in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
+            constant = len(set(sizes)) == 1
+            shape.append(sizes[0] if constant else symbols.get(sizes, f"{name}_dim_{dim}"))
+        specs.append(TensorSpec(name, dtype_name(tensors[0]), tuple(shape)))
+    return tuple(specs)
+
+
+def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.to(torch.complex128))
+    return tensor.to(torch.float64)

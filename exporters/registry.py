@@ -1,0 +1,77 @@
+"""The formats by name: our own and those that other packages bring by the entry points `optimize_export.exporters`.
+
+An entry point is named after its format and loads a subclass of `Exporter`.
+"""
+
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from exporters.base import Exporter, LoadedArtifact
+from exporters.errors import ExporterError, UnknownFormat
+from exporters.onnx import OnnxExporter
+from exporters.torchscript import TorchScriptExporter
+
+_GROUP = "optimize_export.exporters"
+_OWN: dict[str, type[Exporter]] = {cls.name: cls for cls in (TorchScriptExporter, OnnxExporter)}
+
+
+def exporter_names() -> tuple[str, ...]:
+    """All formats, ours first. Code of other packages isn't imported.
+
+    Raises:
+        ExporterError: two packages bring a format of the same name.
+    """
+    return (*_OWN, *_from_others())
+
+
+def exporter_named(name: str) -> Exporter:
+    """The exporter of a format.
+
+    Raises:
+        UnknownFormat: there is none of that name; the message lists those there are.
+        ExporterError: two packages bring a format of the same name, or the entry point can't be used.
+    """
+    others = _from_others()
+    if name in _OWN:
+        return _OWN[name]()
+    if name not in others:
+        raise UnknownFormat(f"There is no format {name!r}; there are {', '.join((*_OWN, *others))}.")
+    return _loaded(others[name])
+
+
+def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifact:
+    """The file at `path`, ready to run on "cpu" or "cuda".
+
+    Raises:
+        UnknownFormat: there is no such format.
+        ProviderFallback: the device was asked for and isn't the one that would compute.
+    """
+    return exporter_named(format).load(path, device)
+
+
+def _from_others() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=_GROUP):
+        if point.name in _OWN:
+            raise ExporterError(f"The format {point.name!r} is brought by optimize-export and by {_owner(point)}.")
+        if point.name in found and point.value != found[point.name].value:
+            owners = f"{_owner(found[point.name])} and by {_owner(point)}"
+            raise ExporterError(f"The format {point.name!r} is brought by {owners}.")
+        found[point.name] = point
+    return found
+
+
+def _owner(point: EntryPoint) -> str:
+    return f"{point.dist.name if point.dist is not None else 'an unknown package'} ({point.value})"
+
+
+def _loaded(point: EntryPoint) -> Exporter:
+    try:
+        cls = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ExporterError(f"The format {point.name!r} of {_owner(point)} can't be imported: {error}.") from error
+    if not (isinstance(cls, type) and issubclass(cls, Exporter)):
+        raise ExporterError(f"The format {point.name!r} of {_owner(point)} isn't a subclass of exporters.Exporter.")
+    if cls.name != point.name:
+        raise ExporterError(f"The format {point.name!r} of {_owner(point)} calls itself {cls.name!r}.")
+    return cls()

@@ -1,0 +1,303 @@
+"""The tree that a call's arguments, or a model's outputs, are made of: flattened to tensors and put together again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from exporters.errors import StructureError
+
+Key = str | int
+
+# What may stand in a file as a value that never changes. Anything else could hide a tensor.
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    range,
+    slice,
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNode:
+    """A tensor; the flat tuple holds it."""
+
+    path: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantNode:
+    """A value that is part of the file and must be the same in every call."""
+
+    path: tuple[Key, ...]
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ContainerNode:
+    """A dict, list, tuple, registered pytree or dataclass with its children in a fixed order."""
+
+    path: tuple[Key, ...]
+    type: type
+    keys: tuple[Key, ...]
+    children: tuple[Node, ...]
+    rebuild: Callable[[list[Any]], Any]
+
+
+Node = TensorNode | ConstantNode | ContainerNode
+
+
+class Structure:
+    """The structure of one example value.
+
+    `side` is "argument" or "output" and is only used in messages.
+    """
+
+    def __init__(self, example: Any, *, side: str) -> None:
+        self.side = side
+        self.root = self._read(example, ())
+        self.paths: tuple[tuple[Key, ...], ...] = tuple(node.path for node in _tensors(self.root))
+
+    def flatten(self, value: Any, *, constants: bool = True) -> tuple[torch.Tensor, ...]:
+        """The tensors of `value`, in this structure's order.
+
+        With `constants=False` what stands where the example had a constant isn't looked at: while a graph is being
+        recorded it may be a stand-in.
+
+        Raises:
+            StructureError: `value` has another structure, or another constant.
+        """
+        flat: list[torch.Tensor] = []
+        self._match(self.root, value, flat, constants)
+        return tuple(flat)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value of this structure that holds `tensors`."""
+        remaining = iter(tensors)
+        value = _rebuild(self.root, remaining)
+        if next(remaining, None) is not None or len(tensors) != len(self.paths):
+            raise StructureError(f"{len(tensors)} tensors were given where the model takes {len(self.paths)}.")
+        return value
+
+    def describe(self, names: Sequence[str]) -> Any:
+        """The structure as JSON: a tensor as its name, a constant as its value, a container as its type and items."""
+        return _describe(self.root, iter(names))
+
+    def spell(self, path: tuple[Key, ...]) -> str:
+        """How a user would write the place: argument `mask`, output `hidden[1]`."""
+        if not path:
+            return f"the {self.side}"
+        first, *rest = path
+        return f"{self.side} `{first}{''.join(f'[{key!r}]' for key in rest)}`"
+
+    def _read(self, value: Any, path: tuple[Key, ...]) -> Node:
+        if isinstance(value, torch.Tensor):
+            return TensorNode(path)
+        if isinstance(value, _CONSTANTS):
+            return ConstantNode(path, value)
+        opened = _open(value)
+        if opened is None:
+            raise StructureError(self._unknown(value, path))
+        keys, children, rebuild = opened
+        nodes = tuple(self._read(child, (*path, key)) for key, child in zip(keys, children, strict=True))
+        return ContainerNode(path, type(value), keys, nodes, rebuild)
+
+    def _match(self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool) -> None:
+        if isinstance(node, TensorNode):
+            if not isinstance(value, torch.Tensor):
+                raise StructureError(f"{self.spell(node.path)} was a tensor when exported and is {_kind(value)} here.")
+            flat.append(value)
+            return
+        if isinstance(node, ConstantNode):
+            if constants and not _same_constant(node.value, value):
+                raise StructureError(
+                    f"{self.spell(node.path)} was {node.value!r} when exported and is {_kind(value)} here; "
+                    f"only tensors can change from call to call."
+                )
+            return
+        opened = _open(value)
+        if opened is None or type(value) is not node.type:
+            raise StructureError(
+                f"{self.spell(node.path)} was a {node.type.__name__} when exported and is {_kind(value)} here."
+            )
+        keys, children, _ = opened
+        if set(keys) != set(node.keys):
+            missing, extra = _listed(set(node.keys) - set(keys)), _listed(set(keys) - set(node.keys))
+            difference = " and ".join(
+                text for text in (missing and f"lacks {missing}", extra and f"adds {extra}") if text
+            )
+            raise StructureError(f"{self.spell(node.path)} {difference}, compared with the call that was exported.")
+        by_key = dict(zip(keys, children, strict=True))
+        for key, child in zip(node.keys, node.children, strict=True):
+            self._match(child, by_key[key], flat, constants)
+
+    def _unknown(self, value: Any, path: tuple[Key, ...]) -> str:
+        what = f"{self.spell(path)} is a {type(value).__name__}, which can't be taken apart into tensors"
+        if self.side == "argument":
+            return f"{what}; give tensors, numbers, strings, dicts, lists, tuples or dataclasses."
+        if "Cache" in type(value).__name__:
+            return f"{what}; leave it out of the outputs (for example with use_cache=False)."
+        return f"{what}; leave it out of the outputs, or register it with torch.utils._pytree.register_pytree_node."
+
+
+def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the model's signature, in the order they were given."""
+    names = _positional_names(model, len(args))
+    bound = dict(zip(names, args, strict=True))
+    for name, value in kwargs.items():
+        if name in bound:
+            raise StructureError(f"argument `{name}` is given twice, by position and by name.")
+        bound[name] = value
+    return bound
+
+
+def input_names(paths: Iterable[tuple[Key, ...]]) -> tuple[str, ...]:
+    """Identifiers for arguments: `mask`, `past_key_values_0_1`."""
+    return _unique(_identifier(path) for path in paths)
+
+
+def output_names(paths: Iterable[tuple[Key, ...]], taken: Sequence[str]) -> tuple[str, ...]:
+    """Identifiers for outputs: `logits`, `hidden_states_1`, `output`, `output_0`; never one of `taken`."""
+    names = []
+    for path in paths:
+        unnamed = not path or isinstance(path[0], int)
+        name = _identifier(("output", *path) if unnamed else path)
+        names.append(f"{name}_out" if name in taken else name)
+    return _unique(names, taken)
+
+
+def _positional_names(model: nn.Module, count: int) -> list[str]:
+    parameters = _forward_parameters(model)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+    return names[:count] + [f"{rest}_{i}" for i in range(count - len(names))]
+
+
+def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
+    if isinstance(model, torch.jit.ScriptModule):
+        scripted: Any = model.forward
+        arguments = scripted.schema.arguments[1:]
+        return [inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments]
+    # The class's forward comes first: one put on the instance often takes only *args.
+    of_class = type(model).forward is not nn.Module.forward
+    try:
+        parameters = list(inspect.signature(type(model).forward if of_class else model.forward).parameters.values())
+    except (TypeError, ValueError):  # a forward that isn't Python: nothing to read the names from
+        return []
+    return parameters[1:] if of_class else parameters
+
+
+def _open(value: Any) -> tuple[tuple[Key, ...], list[Any], Callable[[list[Any]], Any]] | None:
+    """Keys, children and the way back of a container; None for what isn't one."""
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    if not (len(children) == 1 and children[0] is value):
+        return _keys(value, len(children)), children, lambda parts: pytree.tree_unflatten(parts, spec)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    fields = tuple(field.name for field in dataclasses.fields(value))
+
+    def rebuild(parts: list[Any]) -> Any:
+        # Not through __init__: it may have other parameters than the fields, or compute them.
+        new = copy.copy(value)
+        for name, part in zip(fields, parts, strict=True):
+            object.__setattr__(new, name, part)
+        return new
+
+    return fields, [getattr(value, name) for name in fields], rebuild
+
+
+def _keys(value: Any, count: int) -> tuple[Key, ...]:
+    if isinstance(value, Mapping):
+        keys = tuple(key if isinstance(key, int) else str(key) for key in value)
+    elif hasattr(value, "_fields"):
+        keys = tuple(value._fields)
+    elif dataclasses.is_dataclass(value) and len(dataclasses.fields(value)) == count:
+        keys = tuple(field.name for field in dataclasses.fields(value))
+    else:
+        keys = tuple(range(count))
+    return keys if len(set(keys)) == count else tuple(range(count))
+
+
+def _tensors(node: Node) -> Iterable[TensorNode]:
+    if isinstance(node, TensorNode):
+        yield node
+    elif isinstance(node, ContainerNode):
+        for child in node.children:
+            yield from _tensors(child)
+
+
+def _rebuild(node: Node, tensors: Any) -> Any:
+    if isinstance(node, TensorNode):
+        return next(tensors, None)
+    if isinstance(node, ConstantNode):
+        return node.value
+    return node.rebuild([_rebuild(child, tensors) for child in node.children])
+
+
+def _describe(node: Node, names: Any) -> Any:
+    if isinstance(node, TensorNode):
+        return {"tensor": next(names)}
+    if isinstance(node, ConstantNode):
+        plain = node.value is None or type(node.value) in (bool, int, str)
+        return {"constant": node.value if plain else repr(node.value)}
+    items = [[key, _describe(child, names)] for key, child in zip(node.keys, node.children, strict=True)]
+    return {"type": f"{node.type.__module__}.{node.type.__qualname__}", "items": items}
+
+
+def _same_constant(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    return bool(left == right) or (left != left and right != right)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    return repr(value) if isinstance(value, _CONSTANTS) else f"a {type(value).__name__}"
+
+
+def _listed(keys: Iterable[Key]) -> str:
+    return ", ".join(f"`{key}`" for key in sorted(keys, key=str))
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python identifier."""
+    name = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
+    return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+def _identifier(path: tuple[Key, ...]) -> str:
+    return identifier("_".join(str(key) for key in path))
+
+
+def _unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
+    used, unique = set(taken), []
+    for name in names:
+        candidate, count = name, 0
+        while candidate in used:
+            count += 1
+            candidate = f"{name}_{count}"
+        used.add(candidate)
+        unique.append(candidate)
+    return tuple(unique)

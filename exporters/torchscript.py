@@ -1,0 +1,187 @@
+"""TorchScript: a file that `torch.jit.load` and libtorch run without the model's source.
+
+Traced through the adapter where that is right at every call, else scripted. Never by way of `torch.export`: its module
+gives a trace with the batch size baked in.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, clones
+from exporters.errors import RouteRefused
+from exporters.isolation import silent, undisturbed
+from exporters.proof import Evidence, Route, first_right, gather, prove, refusing
+from exporters.structure import ContainerNode, Node, TensorNode
+from exporters.torchscript_deprecation import torchscript_allowed
+
+# torch.jit.save aligns every record to this many bytes, so that weights can be mapped into memory.
+_ALIGNMENT = 64
+
+# Bytes of weights.
+SAVED_THROUGH_MEMORY = 500_000_000
+
+
+class TorchScriptExporter(Exporter):
+    """`model.torchscript.pt`."""
+
+    name: ClassVar[str] = "torchscript"
+    file_name: ClassVar[str] = "model.torchscript.pt"
+
+    def export(self, request: ExportRequest, directory: Path) -> Artifact:
+        evidence = gather(request)
+
+        def traced(folder: Path) -> tuple[Path, ...]:
+            with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
+                module = torch.jit.trace(evidence.adapter, clones(evidence.inputs[0]), check_trace=False)
+            return self._proven(module, evidence, folder)
+
+        def scripted(folder: Path) -> tuple[Path, ...]:
+            with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
+                module = _script(evidence.adapter)
+            return self._proven(module, evidence, folder)
+
+        return first_right(self.name, evidence, (Route("trace", traced), Route("script", scripted)), directory)
+
+    @staticmethod
+    def load(path: Path, device: str) -> LoadedArtifact:
+        with torchscript_allowed():
+            module = torch.jit.load(str(path), map_location=device)
+        return _LoadedTorchScript(module.eval(), device)
+
+    def _proven(self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+        path = folder / self.file_name
+        _save(module, path)
+        with refusing("the file can't be loaded"):
+            loaded = self.load(path, str(evidence.device))
+        with undisturbed(evidence.adapter), silent():
+            prove(evidence, loaded)
+        return (path,)
+
+
+class _LoadedTorchScript:
+    placement: dict[str, int] | None = None
+
+    def __init__(self, module: torch.jit.ScriptModule, device: str) -> None:
+        self._module = module
+        self.device = device
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            outputs = self._module(*(tensor.to(self.device) for tensor in tensors))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _script(adapter: Adapter) -> torch.jit.ScriptModule:
+    """The model scripted, behind a generated forward that takes and gives flat tensors, as the adapter does."""
+    model = adapter.model
+    if changed := next((name for name, module in model.named_modules() if "forward" in vars(module)), None):
+        raise RouteRefused(f"module `{changed}` has a forward of its own, and scripting would take that of its class")
+    if "forward" in vars(model):
+        raise RouteRefused("the model has a forward of its own, and scripting would take that of its class")
+    names = [f"input_{index}" for index in range(len(adapter.input_names))]
+    args, kwargs = adapter.call_arguments([_Source(name) for name in names])
+    arguments = [_spell(value) for value in args] + [f"{name}={_spell(value)}" for name, value in kwargs.items()]
+    outputs = list(_reads(adapter.outputs.root, "result"))
+    holder = nn.Module()
+    holder.training = model.training
+    holder.model = model
+    scripted = torch.jit.script(holder)
+    scripted.define(
+        f"def forward(self, {', '.join(names)}):\n"
+        f"    result = self.model({', '.join(arguments)})\n"
+        f"    return {', '.join(outputs)}\n"
+    )
+    return scripted
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Stands for a tensor where the arguments are spelled out: the name of the parameter that holds it."""
+
+    name: str
+
+
+def _spell(value: Any) -> str:
+    """`value` as TorchScript source."""
+    if isinstance(value, _Source):
+        return value.name
+    if value is None or type(value) in (bool, int, float, str):
+        return repr(value)
+    if type(value) is list:
+        return f"[{', '.join(map(_spell, value))}]"
+    if type(value) is tuple:
+        return f"({''.join(f'{_spell(item)}, ' for item in value)})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {_spell(item)}' for key, item in value.items())}}}"
+    raise RouteRefused(f"an argument is a {type(value).__name__}, which has no TorchScript source")
+
+
+def _reads(node: Node, source: str) -> Iterator[str]:
+    """TorchScript source that reads each tensor below `node` out of `source`."""
+    if isinstance(node, TensorNode):
+        yield source
+    elif isinstance(node, ContainerNode):
+        indexed = issubclass(node.type, Mapping | list | tuple) and not hasattr(node.type, "_fields")
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from _reads(child, f"{source}[{key!r}]" if indexed else f"{source}.{key}")
+
+
+def _save(module: torch.jit.ScriptModule, path: Path) -> None:
+    """Write the archive without its debug records, which hold paths and lines of this machine's sources, and without the
+    inputs of the trace, which are the user's data.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    raw = path.with_suffix(".raw")
+    weights = sum(tensor.nbytes for tensor in module.state_dict().values())
+    # torch's own writer ends the process when the disk is full. Through memory it can't; that takes three times the
+    # weights for a moment, so large ones are written by it after all, to a place that was made sure of.
+    with refusing("the module can't be saved"), torchscript_allowed(), silent():
+        if weights <= SAVED_THROUGH_MEMORY:
+            raw.write_bytes(module.save_to_buffer())
+        else:
+            _reserve(raw, weights + weights // 8)
+            torch.jit.save(module, str(raw))
+    _copy_without_traces(raw, path)
+    raw.unlink()
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Fail as any writing does, with an OSError, where `path` can't take `size` bytes."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    path.unlink()
+
+
+def _copy_without_traces(source: Path, target: Path) -> None:
+    """Copy a TorchScript archive record by record, into a top folder named after neither file."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
+        for record in archive.infolist():
+            name = "model/" + record.filename.partition("/")[2]
+            if name.endswith(".debug_pkl") or name.startswith("model/traced_inputs"):
+                continue
+            entry = zipfile.ZipInfo(name)
+            entry.file_size = record.file_size
+            entry.extra = _padding(copy.start_dir, name)
+            with archive.open(record) as reader, copy.open(entry, "w") as writer:
+                while chunk := reader.read(1 << 20):
+                    writer.write(chunk)
+
+
+def _padding(offset: int, name: str) -> bytes:
+    """An extra field of the local header that makes the record's data start at a multiple of the alignment."""
+    header = 30 + len(name.encode())
+    size = -(offset + header + 4) % _ALIGNMENT
+    return b"FB" + size.to_bytes(2, "little") + b"\0" * size

@@ -1,0 +1,52 @@
+"""Make a PyTorch module faster, put it into deployable files, and prove that it still computes the same.
+
+    fast = optimize(model, example_inputs=(x,))
+    bundle = export(fast, example_inputs=(x,), output="dist/model")
+
+The names below are imported when they are first used: the command answers `--help` without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optimizer.api import export, optimize, report_of
+    from optimizer.bundle import Bundle, open_bundle, verify_bundle
+    from optimizer.parity import ParityReport, check_parity
+    from optimizer.report import Report
+
+__all__ = [
+    "Bundle",
+    "ParityReport",
+    "Report",
+    "check_parity",
+    "export",
+    "open_bundle",
+    "optimize",
+    "report_of",
+    "verify_bundle",
+]
+
+_HOMES = {
+    "export": "optimizer.api",
+    "optimize": "optimizer.api",
+    "report_of": "optimizer.api",
+    "Bundle": "optimizer.bundle",
+    "open_bundle": "optimizer.bundle",
+    "verify_bundle": "optimizer.bundle",
+    "ParityReport": "optimizer.parity",
+    "check_parity": "optimizer.parity",
+    "Report": "optimizer.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,432 @@
+"""`optimize` and `export`: what the user calls."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from exporters.base import Adapter, Artifact, ExportRequest
+from exporters.registry import exporter_named
+from optimizer.bundle import (
+    Bundle,
+    artifact_entry,
+    check_target,
+    describe_device,
+    weights_hash,
+    write_bundle,
+    write_golden,
+)
+from optimizer.errors import DeviceError, OptimizeFailed, ParityError, UsageError
+from optimizer.inputs import ExampleInputs, Samples
+from optimizer.manifest import plain, to_json_text
+from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
+from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
+from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
+from optimizer.report import Progress, ProgressFunction, Report, no_progress
+from optimizer.working_copy import Mode, WorkingCopy, working_copy
+from passes.base import Context, Pass, device_of
+from passes.registry import make_passes
+
+__all__ = ["export", "optimize", "report_of"]
+
+FORMATS = ("torchscript", "onnx")
+REPORT = "report.json"
+
+
+def optimize(
+    model: nn.Module,
+    passes: Sequence[Pass | str] | None = None,
+    *,
+    example_inputs: ExampleInputs | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+    mode: Mode = "inference",
+    device: torch.device | str | None = None,
+    strict: bool = False,
+    batch_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    progress: ProgressFunction | None = None,
+) -> nn.Module:
+    """The same function, faster.
+
+    The result is an instance of the model's class with its attributes, methods and tree. The caller's module isn't
+    changed, and its weights aren't copied: what no pass changed is shared. In inference the result is in eval, whatever
+    mode the caller's module is in.
+
+    With example inputs every pass is checked: each change where it was made, and the whole against the original at two
+    batch sizes. A pass that makes a difference beyond the rounding of the original is rolled back, one that raises is
+    left out; `result.report` (or `report_of(result)`) tells. Without example inputs nothing is run and nothing verified.
+
+    Args:
+        model: any module.
+        passes: names, instances or both, run in this order; None is the preset of the mode: all that is exact,
+            exportable and free of compile time.
+        example_inputs: the positional arguments of one call, a tuple; a single tensor; or a function
+            `f(batch_size, generator) -> tuple`.
+        example_kwargs: the keyword arguments of that call.
+        mode: "inference" or "training".
+        device: where the result is to run; by default where the model is. Another device takes a copy of the weights.
+        strict: raise where a pass fails or is rolled back.
+        batch_sizes: of these, the first other than that of the example inputs is the second one to be tried.
+        seed: of the further example inputs that are drawn.
+        progress: is told what is being done.
+
+    Raises:
+        UsageError: an argument that makes no sense.
+        PassesError: a pass that isn't known, can't stand where it stands, or can't be had here.
+        LoadError: the model raises on the example inputs.
+        OptimizeFailed: with `strict`, a pass failed or was rolled back.
+    """
+    started = time.perf_counter()
+    _check_model(model)
+    if mode not in ("inference", "training"):
+        raise UsageError(f"mode is 'inference' or 'training', not {mode!r}")
+    chosen = make_passes(passes, mode)
+    target = device_of(model) if device is None else _resolved(str(device), require_gpu=False)
+    samples = _samples(example_inputs, example_kwargs, seed, target)
+    calls = () if samples is None else ((samples.given.args, samples.given.kwargs),)
+    check_requirements(chosen, Context(mode, target, calls))
+    original = _on_device(model, target)
+    copy = _copy_of(original, mode)
+    pipeline = Pipeline(copy, original, samples, target, strict, batch_sizes, progress or no_progress)
+    pipeline.measure_original()
+    program = pipeline.capture()
+    before, coverage = size_of(program), coverage_record(program)
+    pipeline.run(program, chosen)
+    parity = pipeline.verify(program)
+    report = Report(
+        model=type(model).__name__,
+        mode=mode,
+        device=str(target),
+        torch=torch.__version__,
+        coverage=coverage,
+        passes=pipeline.records,
+        parity=parity,
+        before=before,
+        after=size_of(program),
+        notes=[*copy.notes, *pipeline.notes],
+    )
+    _note_what_was_seen(report, model, mode, parity)
+    if strict and parity is not None and parity.verdict == "failed":
+        raise OptimizeFailed(f"the unchanged model doesn't answer as itself: {parity.reason}")
+    sources = _sources(copy, pipeline, program.paths)
+    report.seconds = time.perf_counter() - started
+    attach(copy.root, Provenance(original, report, sources))
+    if mode == "inference":
+        copy.root.__dict__["train"] = StaysInEval(copy.root)
+    return copy.root
+
+
+class StaysInEval:
+    """Stands in the `__dict__` of an inference result as its `train`: the result stays in eval, and says so once."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        self.warned = False
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if mode and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"this {type(self.owner).__name__} was optimized for inference and stays in eval: train the original, or"
+                " use optimize(model, mode='training')",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self.owner
+
+
+def export(
+    model: nn.Module,
+    *,
+    example_inputs: ExampleInputs | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+    output: str | Path,
+    formats: Sequence[str] = FORMATS,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    static_batch: bool = False,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    device: str = "auto",
+    require_gpu: bool = False,
+    force: bool = False,
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    seed: int = 0,
+    source: str | None = None,
+    progress: ProgressFunction | None = None,
+) -> Bundle:
+    """Write the model into a bundle of artifacts, each of them proven to compute what the original computes.
+
+    What is exported is the model as it stood before any pass that leaves no graph (torch-compile). The original is the
+    module that was given to `optimize`; for a module that doesn't come from there it is the module itself.
+
+    Args:
+        model: a result of `optimize`, or any module; it is exported in eval.
+        example_inputs, example_kwargs: as for `optimize`.
+        output: the folder of the bundle; written as a whole or not at all.
+        formats: of `exporters.registry.exporter_names()`.
+        batch_sizes: at which every artifact is compared with the original, beside that of the example inputs.
+        static_batch: fix the batch size of the example inputs in the files.
+        input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
+        device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
+        require_gpu: raise where there is none.
+        force: replace a bundle that stands at `output`.
+        atol, rtol: tolerances in place of the measured noise; a number, or a dict by output name.
+        seed: of the further example inputs that are drawn.
+        source: where the model comes from, for the manifest.
+        progress: is told what is being done.
+
+    Raises:
+        UsageError, LoadError: as for `optimize`.
+        ExporterError: an unknown format, or one that couldn't be exported; the message names the reasons.
+        ExportFailed: the original was changed after `optimize`.
+        DeviceError: there is no GPU where one is required.
+        ParityError: an artifact computes something else; nothing is written.
+        BundleError: the folder can't be written.
+    """
+    _check_model(model)
+    check_target(output, force=force)
+    exporters = [exporter_named(name) for name in _unique(formats)]
+    target = _resolved(device, require_gpu=require_gpu)
+    provenance = provenance_of(model)
+    if provenance is not None:
+        provenance.check_sources()
+    tell = progress or no_progress
+    samples = _samples(example_inputs, example_kwargs, seed, target)
+    if samples is None:
+        raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model")
+    exported = _exportable(model, target)
+    original = exported if provenance is None or provenance.original is None else provenance.original
+    original = _on_device(original, target)
+    notes = [] if original is not exported else ["the artifacts are compared with the exported module itself"]
+    tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
+    sizes = _sizes(samples, batch_sizes, static=static_batch)
+    reference = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
+    request = _request(exported, samples, reference, static_batch, input_names, output_names)
+    adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+
+    def fill(folder: Path) -> Mapping[str, Any]:
+        entries = []
+        reports: dict[str, ParityReport] = {}
+        for number, exporter in enumerate(exporters):
+            tell(Progress("export", number, len(exporters), exporter.name))
+            artifact = exporter.export(request, folder)
+            tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
+            reports[exporter.name] = _judged(artifact, reference, adapter, target, atol, rtol)
+            entries.append(artifact_entry(artifact, folder, reports[exporter.name].to_json()))
+        tell(Progress("export", len(exporters), len(exporters), ""))
+        _raise_unless_ok(reports, entries)
+        tell(Progress("bundle", 0, 1, str(output)))
+        golden = write_golden(
+            folder,
+            reference.golden_entries(),
+            reference.noises,
+            flatten=adapter.flatten_inputs,
+            input_names=adapter.input_names,
+            output_names=adapter.output_names,
+            device=target,
+            atol=atol,
+            rtol=rtol,
+        )
+        report = None if provenance is None else provenance.report
+        if report is not None:
+            (folder / REPORT).write_text(to_json_text(plain(report.to_json())), encoding="utf-8")
+        return {
+            "device": describe_device(target),
+            "mode": "inference",
+            "seed": seed,
+            "model": _describe(original, source),
+            "input_structure": adapter.input_structure,
+            "output_structure": adapter.output_structure,
+            "artifacts": entries,
+            "parity": _overall(reports, reference),
+            "golden": golden,
+            "coverage": None if report is None else report.coverage.to_json(),
+            "passes": [] if report is None else [record.to_json() for record in report.passes],
+            "notes": notes,
+        }
+
+    bundle = write_bundle(output, fill, force=force)
+    tell(Progress("bundle", 1, 1, str(output)))
+    return bundle
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model must be an nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UsageError(
+            "the model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
+            " pass"
+        )
+
+
+def _samples(
+    example_inputs: ExampleInputs | None, example_kwargs: dict[str, Any] | None, seed: int, device: torch.device
+) -> Samples | None:
+    if example_inputs is None and not example_kwargs:
+        return None
+    return Samples(() if example_inputs is None else example_inputs, example_kwargs, seed=seed, device=device)
+
+
+def _resolved(device: str, *, require_gpu: bool) -> torch.device:
+    available = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if available else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"there is no device {device!r}: it is auto, cpu or cuda") from None
+    if (require_gpu or resolved.type == "cuda") and not available:
+        raise DeviceError("a GPU is required, and torch finds none here: use device='cpu', or a machine that has one")
+    if require_gpu and resolved.type != "cuda":
+        raise DeviceError(f"a GPU is required, and the device asked for is {resolved}: use device='cuda'")
+    return resolved
+
+
+def _on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    if device_of(model).type == device.type:
+        return model
+    return working_copy(model, "inference").root.to(device)
+
+
+def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
+    copy = working_copy(model, mode)
+    _strip(copy.root)
+    if mode == "inference":
+        copy.root.eval()
+    return copy
+
+
+def _exportable(model: nn.Module, device: torch.device) -> nn.Module:
+    """The module before any compiled call, without what `optimize` attached, in eval, on the device."""
+    copy = working_copy(model, "inference").root
+    _strip(copy)
+    return copy.eval().to(device)
+
+
+def _strip(root: nn.Module) -> None:
+    detach(root)
+    if isinstance(root.__dict__.get("train"), StaysInEval):
+        del root.__dict__["train"]
+
+
+def _note_what_was_seen(report: Report, model: nn.Module, mode: Mode, parity: ParityReport | None) -> None:
+    if mode == "inference" and any(module.training for module in model.modules()):
+        report.notes.append("the model is in training mode; the result, and what it was compared with, is in eval")
+    if parity is None:
+        report.notes.append("nothing was verified: give optimize() example inputs")
+    else:
+        report.notes.extend(note for note in parity.notes if note not in report.notes)
+
+
+def _sources(copy: WorkingCopy, pipeline: Pipeline, paths: Mapping[int, list[str]]) -> tuple[Source, ...]:
+    found: dict[int, Source] = {}
+    for result in pipeline.kept:
+        for ref in (ref for change in result.changes for ref in change.sources):
+            reference = copy.source_of(ref.owner, ref.name)
+            tensor = None if reference is None else reference()
+            if tensor is not None:
+                path = next(iter(paths.get(id(ref.owner), [])), "")
+                found[id(tensor)] = Source(f"{path}.{ref.name}".lstrip("."), tensor, tensor._version)
+    return tuple(found.values())
+
+
+def _unique(formats: Sequence[str]) -> list[str]:
+    names = [formats] if isinstance(formats, str) else list(formats)
+    if not names:
+        raise UsageError("formats names no format: give one at least, such as 'onnx'")
+    return list(dict.fromkeys(names))
+
+
+def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
+    if static or not samples.dynamic:
+        return None if samples.batch_size is None else [samples.batch_size]
+    if any(not isinstance(size, int) or size < 1 for size in batch_sizes):
+        raise UsageError(f"batch sizes are whole numbers from 1 on, not {list(batch_sizes)}")
+    own = [samples.batch_size] if samples.batch_size is not None else []
+    return list(dict.fromkeys([*own, *batch_sizes]))
+
+
+def _request(
+    model: nn.Module,
+    samples: Samples,
+    reference: Reference,
+    static: bool,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+) -> ExportRequest:
+    worked = list(reference.batch_sizes)
+    if static or len(worked) < 2:
+        calls = [samples.given]
+    else:
+        # The first call is traced: not at one row, which is special to every tracer. Two further sizes show the rest.
+        larger = sorted(size for size in worked if size > 1)
+        own = samples.batch_size if samples.batch_size in larger else larger[0]
+        others = [size for size in (*larger, *worked) if size != own]
+        calls = [samples.at(size) for size in dict.fromkeys([own, *others[:2], *([1] if 1 in worked else [])])]
+    return ExportRequest(
+        model=model,
+        calls=tuple((call.args, call.kwargs) for call in calls),
+        dynamic_batch=len(calls) > 1,
+        input_names=None if input_names is None else tuple(input_names),
+        output_names=None if output_names is None else tuple(output_names),
+    )
+
+
+def _judged(
+    artifact: Artifact,
+    reference: Reference,
+    adapter: Adapter,
+    device: torch.device,
+    atol: Tolerance,
+    rtol: Tolerance,
+) -> ParityReport:
+    loaded = artifact.load(device.type)
+    flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
+    report = judge(reference.compare(loaded, flatten=flatten), atol=atol, rtol=rtol)
+    # A session maps the file: it must be closed before the folder is moved.
+    del loaded
+    gc.collect()
+    return report
+
+
+def _raise_unless_ok(reports: Mapping[str, ParityReport], entries: Sequence[dict[str, Any]]) -> None:
+    for name, report in reports.items():
+        if not report.ok:
+            figures = {"artifacts": [plain(entry) for entry in entries]}
+            raise ParityError(
+                f"the {name} artifact isn't shown to compute what the original does: {report.reason}", figures
+            )
+
+
+def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[str, Any]:
+    worst = max(reports.values(), key=lambda report: report.ratio)
+    return {
+        "ok": all(report.ok for report in reports.values()),
+        "verdict": worst.verdict,
+        "reason": worst.reason,
+        "reference": worst.reference,
+        "batch_sizes": list(reference.batch_sizes),
+        "draws": worst.draws,
+        "factor": worst.factor,
+        "settings": worst.settings,
+    }
+
+
+def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:
+    state = model.state_dict()
+    return {
+        "class": type(model).__name__,
+        "source": source or type(model).__module__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)),
+        "weights_sha256": weights_hash(state),
+    }

@@ -1,0 +1,472 @@
+"""The folder that is deployed: written whole or not at all, opened, and verified without the original model.
+
+bundle/
+    manifest.json           what is in it and what was measured
+    SHA256SUMS              the hashes of all files, for `sha256sum -c`
+    README.md               how to run the artifacts without this program
+    golden.safetensors      inputs and reference outputs
+    model.onnx, …           the artifacts, and whatever else the writer puts there
+"""
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from exporters.base import Artifact, LoadedArtifact, TensorSpec
+from exporters.errors import ExporterError
+from exporters.registry import load_artifact
+from optimizer import exchange
+from optimizer.errors import BundleError, DeviceError, OptimizeExportError
+from optimizer.golden import GoldenCall, read_golden, write_golden
+from optimizer.manifest import (
+    MANIFEST,
+    README,
+    SCHEMA_NAME,
+    SCHEMA_VERSION,
+    SUMS,
+    check_manifest,
+    creation_time,
+    describe_device,
+    describe_environment,
+    describe_program,
+    is_inside_path,
+    local_roots,
+    plain,
+    read_manifest,
+    to_json_text,
+    usage_text,
+    weights_hash,
+    without_local_paths,
+)
+from optimizer.verify import VerifyReport, entries_below, file_digest, sums_text, unlisted, verify_contents
+
+__all__ = [
+    "Bundle",
+    "BundleParity",
+    "GoldenCall",
+    "VerifyReport",
+    "artifact_entry",
+    "check_target",
+    "describe_device",
+    "open_bundle",
+    "read_golden",
+    "usage_text",
+    "verify_bundle",
+    "weights_hash",
+    "write_bundle",
+    "write_golden",
+]
+
+# The order of the manifest's fields; others that `fill` returns come after these, before the files.
+_ORDER = (
+    "schema",
+    "created",
+    "program",
+    "environment",
+    "device",
+    "mode",
+    "seed",
+    "model",
+    "input_structure",
+    "output_structure",
+    "artifacts",
+    "parity",
+    "golden",
+    "coverage",
+    "passes",
+    "notes",
+)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@dataclass(frozen=True)
+class BundleParity:
+    """What the manifest says of parity: the verdict over all artifacts, and the figures of each by its format."""
+
+    ok: bool
+    verdict: str
+    reason: str
+    artifacts: Mapping[str, Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle on disk. Its files are read when they are asked for, and verified by `verify_bundle` only."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        return tuple(_artifact(self.path, entry) for entry in self.manifest["artifacts"])
+
+    @property
+    def parity(self) -> BundleParity:
+        overall = self.manifest["parity"]
+        figures = {entry["format"]: entry["parity"] for entry in self.manifest["artifacts"]}
+        return BundleParity(overall["ok"], overall["verdict"], overall["reason"], figures)
+
+    def load(self, format: str, device: str = "cpu") -> LoadedArtifact:
+        """The artifact of a format, ready to be called with flat tensors. BundleError where the bundle has none."""
+        for entry in self.manifest["artifacts"]:
+            if entry["format"] == format:
+                return load_artifact(format, self.path / entry["path"], device)
+        formats = ", ".join(entry["format"] for entry in self.manifest["artifacts"])
+        raise BundleError(f"{self.path} has no artifact of the format {format!r}; it has {formats}.")
+
+    def golden(self) -> tuple[GoldenCall, ...]:
+        """The golden inputs and reference outputs. BundleError where they can't be read."""
+        return read_golden(self.path, self.manifest["golden"])
+
+
+def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
+    def specs(tensors: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in tensors)
+
+    return Artifact(
+        format=entry["format"],
+        path=folder / entry["path"],
+        files=tuple(folder / path for path in entry["files"]),
+        route=entry["route"],
+        refused=tuple((refused["route"], refused["reason"]) for refused in entry["refused"]),
+        inputs=specs(entry["inputs"]),
+        outputs=specs(entry["outputs"]),
+        notes=tuple(entry["notes"]),
+    )
+
+
+def artifact_entry(artifact: Artifact, folder: Path, parity: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One entry of the manifest's `artifacts`, for an artifact written below `folder`; `write_bundle` adds the hashes."""
+
+    def specs(tensors: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors]
+
+    return {
+        "format": artifact.format,
+        "path": artifact.path.relative_to(folder).as_posix(),
+        "files": [path.relative_to(folder).as_posix() for path in artifact.files],
+        "route": artifact.route,
+        "refused": [{"route": route, "reason": reason} for route, reason in artifact.refused],
+        "inputs": specs(artifact.inputs),
+        "outputs": specs(artifact.outputs),
+        "notes": list(artifact.notes),
+        "parity": parity,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- opening, judging
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open a bundle by its folder or by its `manifest.json`.
+
+    Finishes first what a crash of the writer may have left halfway. BundleError, one sentence, where there is no bundle or
+    its manifest is broken or of another schema version.
+    """
+    folder = _absolute(path)
+    if folder.name == MANIFEST and not folder.is_dir():
+        folder = folder.parent
+    with _speaking(folder, "opened"):
+        exchange.recover(folder)
+    if not os.path.lexists(folder):
+        raise BundleError(f"There is no bundle at {folder}: no such folder.")
+    if not folder.is_dir():
+        raise BundleError(f"{folder} is not a bundle: it is a file, and a bundle is a folder with a {MANIFEST}.")
+    return Bundle(folder, read_manifest(folder))
+
+
+def verify_bundle(path: str | Path, *, device: str = "cpu", require_gpu: bool = False) -> VerifyReport:
+    """Check every file of a bundle, and run its artifacts on the golden inputs.
+
+    `device` is "cpu", "cuda" or "auto" (cuda where there is one). The report names each file that is missing, changed or unknown, and each
+    output that lies too far from the reference. An artifact whose file was changed is not loaded. A TorchScript file is a
+    program: verify only bundles that you trust. BundleError where there is no readable manifest, DeviceError where the
+    device is missing.
+    """
+    bundle = open_bundle(path)
+    return verify_contents(bundle.path, bundle.manifest, _device(device, require_gpu), load_artifact)
+
+
+def _device(device: str, require_gpu: bool) -> str:
+    if device not in {"cpu", "cuda", "auto"}:
+        raise DeviceError(f"A bundle can't be verified on {device!r}: name cpu, cuda or auto.")
+    if require_gpu and device == "cpu":
+        raise DeviceError("A GPU is required, and the device asked for is cpu: name cuda or auto.")
+    if torch.cuda.is_available():
+        return "cpu" if device == "cpu" else "cuda"
+    if require_gpu or device == "cuda":
+        raise DeviceError("A GPU is required, and torch finds none here: verify on the cpu, or where there is one.")
+    return "cpu"
+
+
+# -------------------------------------------------------------------------------------------------- where it may stand
+
+
+def check_target(target: str | Path, *, force: bool = False) -> None:
+    """BundleError, one sentence, where a bundle couldn't be written at `target`. Asked before any work is done.
+
+    Free are: a path where nothing stands, and an empty folder. With `force` also a bundle, unless it holds files that the
+    program didn't write. Never: any other folder, a file, a symbolic link, a mount point, a folder inside another bundle,
+    and the current folder, the home folder or a folder that holds one of them.
+    """
+    folder = _absolute(target)
+    with _speaking(folder, "written"):
+        exchange.recover(folder)
+        _check_standing(folder, folder, force=force)
+        _check_surroundings(folder)
+        _check_writable(folder)
+
+
+def _absolute(path: str | Path) -> Path:
+    """An absolute path whose last part isn't followed if it is a link."""
+    given = Path(path)
+    if "\0" in str(given):
+        raise BundleError(f"{str(given)!r} is no path: it holds a null character.")
+    try:
+        if given.name in {"", ".."}:
+            return given.resolve()
+        return given.parent.resolve() / given.name
+    # A loop of links: RuntimeError before Python 3.13.
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{given} can't be resolved: {error}.") from error
+
+
+def _check_standing(folder: Path, target: Path, *, force: bool) -> None:
+    """BundleError where what stands at `folder` may not be replaced; the message names `target`."""
+    try:
+        status = os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(status.st_mode):
+        raise BundleError(f"{target} is a symbolic link, which is not replaced: name the folder itself.")
+    if not stat.S_ISDIR(status.st_mode):
+        raise BundleError(f"{target} is a file, which is not replaced: name a folder.")
+    if os.path.ismount(folder):
+        raise BundleError(f"{target} is a mount point, which can't be exchanged: name a folder inside it.")
+    if exchange.is_empty_folder(folder):
+        return
+    if not (folder / MANIFEST).is_file():
+        raise BundleError(f"{target} is a folder with other things in it, which is not replaced: name another one.")
+    try:
+        manifest = read_manifest(folder)
+    except BundleError as error:
+        raise BundleError(f"{target} is not replaced, because it can't be recognised as a bundle ({error})") from error
+    if not force:
+        raise BundleError(f"{target} is a bundle already: use force to replace it, or name another folder.")
+    if extra := unlisted(folder, manifest):
+        names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+        raise BundleError(f"{target} holds what this program didn't write ({names}): move that elsewhere first.")
+
+
+def _check_surroundings(target: Path) -> None:
+    home = Path(os.path.expanduser("~")).resolve()
+    for kept, what in ((Path.cwd(), "the current folder"), (home, "the home folder")):
+        if target == kept or target in kept.parents:
+            raise BundleError(f"{target} is or holds {what}, which is not replaced: name a folder of its own.")
+    for parent in target.parents:
+        if _is_bundle(parent):
+            raise BundleError(f"{target} lies inside the bundle {parent}: name a folder outside of it.")
+
+
+def _is_bundle(folder: Path) -> bool:
+    if not (folder / MANIFEST).is_file():
+        return False
+    try:
+        read_manifest(folder)
+    except BundleError:
+        return False
+    return True
+
+
+def _check_writable(target: Path) -> None:
+    standing = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not standing.is_dir():
+        raise BundleError(f"{target} can't be written, because {standing} is not a folder: name another one.")
+    limit = os.pathconf(standing, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    if too_long := [part for part in target.parts if len(os.fsencode(part)) > limit]:
+        raise BundleError(f"The name {too_long[0][:40]}… is too long: a name may have {limit} bytes.")
+    probe = standing / exchange.staging_name(target)
+    probe.mkdir()
+    probe.rmdir()
+
+
+# -------------------------------------------------------------------------------------------------------- writing it
+
+
+def write_bundle(target: str | Path, fill: Callable[[Path], Mapping[str, Any]], *, force: bool = False) -> Bundle:
+    """Write a bundle in one step: `target` is as it was before, or the whole new bundle.
+
+    `fill(folder)` writes the files into an empty folder beside the target and returns the manifest's body, without what is
+    added here: schema, creation time, program, environment, and the hashes and sizes of the files. It may write any file
+    but `manifest.json` and `SHA256SUMS`; `README.md` is written where it doesn't. What it raises goes on to the caller,
+    except that a failing disk is a BundleError; the staging folder and parents made for it are removed then. BundleError
+    too where `check_target` refuses, before `fill` is called and again before the exchange.
+    """
+    folder = _absolute(target)
+    check_target(folder, force=force)
+    with _speaking(folder, "written"):
+        exchange.remove_stale(folder)
+        with exchange.staged(folder) as staging:
+            with _disk_failures(folder, staging.folder):
+                _seal(staging.folder, fill(staging.folder))
+            try:
+                exchange.publish(staging, lambda standing: _check_standing(standing, folder, force=force))
+            except exchange.Occupied as error:
+                raise BundleError(f"The bundle was not written: {error}") from error
+    return open_bundle(folder)
+
+
+def _seal(folder: Path, body: Mapping[str, Any]) -> None:
+    """Complete a filled folder with its manifest, its hashes and its README."""
+    given = without_local_paths(plain(body), local_roots(folder))
+    manifest = {
+        **given,
+        "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+        "created": creation_time(),
+        "program": describe_program(),
+        "environment": describe_environment(),
+    }
+    if not (folder / README).exists():
+        (folder / README).write_text(usage_text(manifest), encoding="utf-8", newline="\n")
+    manifest["files"] = files = _hashed_files(folder)
+    manifest["artifacts"] = [_with_hashes(artifact, files) for artifact in manifest["artifacts"]]
+    first = [name for name in _ORDER if name in manifest]
+    manifest = {
+        name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")
+    }
+    check_manifest(manifest)
+    (folder / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8", newline="\n")
+    digests = {file["path"]: file["sha256"] for file in files} | {MANIFEST: file_digest(folder / MANIFEST)}
+    (folder / SUMS).write_text(sums_text(digests), encoding="utf-8", newline="\n")
+    _share(folder)
+
+
+def _hashed_files(folder: Path) -> list[dict[str, Any]]:
+    files = []
+    for path, status in sorted(entries_below(folder).items()):
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode) or not is_inside_path(path) or path in {MANIFEST, SUMS}:
+            raise BundleError(f"{path} can't be a file of a bundle: it is no plain file, or its name isn't allowed.")
+        files.append({"path": path, "sha256": file_digest(folder / path), "bytes": status.st_size})
+    return files
+
+
+def _with_hashes(artifact: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sizes = {file["path"]: file["bytes"] for file in files}
+    digests = {file["path"]: file["sha256"] for file in files}
+    missing = [path for path in artifact["files"] if path not in sizes]
+    if missing or artifact["path"] not in digests:
+        raise BundleError(
+            f"The artifact {artifact['format']} names {(missing or [artifact['path']])[0]}, which wasn't written."
+        )
+    added = {"sha256": digests[artifact["path"]], "bytes": sum(sizes[path] for path in artifact["files"])}
+    return {**{name: artifact[name] for name in ("format", "path", "files")}, **added, **artifact}
+
+
+def _share(folder: Path) -> None:
+    """Give every file the permissions that the user's umask gives: some writers make files that only the owner reads."""
+    if os.name != "posix":
+        return
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path, status in entries_below(folder).items():
+        if stat.S_ISREG(status.st_mode):
+            (folder / path).chmod(mode)
+
+
+# ------------------------------------------------------------------------------------------------------- when it fails
+
+
+@contextmanager
+def _speaking(target: Path, done: str) -> Iterator[None]:
+    """Turn an OSError into a BundleError of one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise BundleError(f"The bundle {target} can't be {done}: {_cause(error)}.") from error
+
+
+def _cause(error: OSError) -> str:
+    where = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
+    known = {
+        errno.EACCES: "this user may not write there; choose another folder or change its permissions",
+        errno.EPERM: "the system doesn't allow it; choose another folder",
+        errno.EROFS: "the file system is read-only; choose another folder",
+        errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
+        errno.ENOTDIR: "a part of the path is a file; choose another folder",
+        errno.EBUSY: "the folder is in use by the system; choose another one",
+        errno.ENOSPC: "the disk is full; free some space or choose another folder",
+        errno.EDQUOT: "the disk quota is used up; free some space or choose another folder",
+        errno.EFBIG: "a file is larger than the system allows here; raise the limit or choose another folder",
+    }
+    return known.get(error.errno or 0, error.strerror or str(error)) + where
+
+
+@contextmanager
+def _disk_failures(target: Path, folder: Path) -> Iterator[None]:
+    """Turn what a failing disk makes the writers raise into a BundleError of one sentence.
+
+    The libraries that write artifacts wrap the system's error in errors of their own; its number or its text is looked for
+    in the whole chain. The sizes are taken while the files are still there.
+    """
+    try:
+        yield
+    except Exception as error:
+        code = _disk_error(error)
+        if code == errno.ENOSPC:
+            raise BundleError(_disk_full(target, folder)) from error
+        if code is not None:
+            raise BundleError(
+                f"The bundle {target} can't be written: {_cause(OSError(code, os.strerror(code)))}."
+            ) from error
+        if isinstance(error, SafetensorError):
+            raise BundleError(f"The bundle {target} can't be written: {error}.") from error
+        raise
+
+
+def _disk_error(error: BaseException) -> int | None:
+    """The number of the disk's error that an exception stems from; None where there is none."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
+            return link.errno
+        found = None if isinstance(link, BundleError) else re.search(r"\(os error (\d+)\)", str(link))
+        if found and int(found[1]) in _DISK_ERRORS:
+            return int(found[1])
+        if isinstance(link, OptimizeExportError | ExporterError | RuntimeError) and (code := _named_error(str(link))):
+            return code
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _named_error(text: str) -> int | None:
+    return next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
+
+
+def _disk_full(target: Path, folder: Path) -> str:
+    written = sum(status.st_size for status in entries_below(folder).values() if stat.S_ISREG(status.st_mode))
+    free = shutil.disk_usage(folder).free
+    return (
+        f"The bundle {target} can't be written: the disk is full ({_size(free)} are free beside the {_size(written)} "
+        "written so far, which is too little); free some space or choose another folder."
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,444 @@
+"""The command `optimize-export`: reads the options, shows progress and results, and knows the exit codes.
+
+This is the only module that prints. torch is imported late, by `_torch_side`, so that `--help` answers at once.
+While anything of the user's runs, whatever it writes to stdout goes to stderr: stdout holds the result and nothing else.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+from click.core import ParameterSource
+
+from optimizer.errors import BundleError, OptimizeExportError, UsageError
+from optimizer.options import (
+    DEFAULT_BATCH_SIZES,
+    DEFAULT_FORMATS,
+    ExportOptions,
+    ListOptions,
+    Options,
+    VerifyOptions,
+    default_output,
+    parse_batch_sizes,
+    parse_names,
+)
+from optimizer.user_code import import_own_packages
+
+if TYPE_CHECKING:
+    from optimizer.report import Progress
+
+PROGRAM = "optimize-export"
+EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+
+_MODES = {"verify": "--verify", "list_passes": "--list-passes"}
+_COMMON = {"as_json", "quiet", "debug"}
+_ALLOWED = {"verify": _COMMON | {"verify", "device", "require_gpu"}, "list_passes": _COMMON | {"list_passes"}}
+
+_EPILOG = """
+\b
+Examples:
+  optimize-export model.py
+  optimize-export model.py:build_model --input 2x3x224x224 --output dist/net
+  optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
+  optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
+  optimize-export --verify dist/net
+
+\b
+Inputs (--input), one for each argument of forward:
+  2x3x224x224                 float32, standard normal
+  float32[2,3,224,224]        any torch dtype, also f16, bf16, i64, ...; float32[] is a scalar
+  x=float32[2,3]:-1..1        a keyword argument, evenly between -1 and 1
+  ids=int64[2,128]:0..30000   integers from 0 to 29999; without a range from 0 to 9
+
+\b
+Exit codes:
+  0    done
+  1    a defect of the program itself
+  2    an option, or a combination of options, that makes no sense
+  3    the model, its weights or its inputs couldn't be loaded
+  4    a requested format couldn't be exported
+  5    the required device is missing
+  6    the result doesn't compute what the original computes; nothing was published
+  7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
+  8    the bundle couldn't be written, read or verified
+  130  interrupted (Ctrl-C); 143 where it was terminated
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; `argv` is `sys.argv[1:]` if not given."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    voice = _Voice(as_json="--json" in arguments, quiet="--quiet" in arguments, debug="--debug" in arguments)
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(_sigterm_unwinds())
+        try:
+            code = _run(arguments, voice)
+        except (KeyboardInterrupt, click.Abort) as interrupt:
+            code = voice.fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", interrupt)
+        except _Terminated as termination:
+            code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
+        except click.ClickException as error:
+            code = voice.fail(EXIT_USAGE, "UsageError", error.format_message(), error)
+        except OptimizeExportError as error:
+            code = voice.fail(error.exit_code, type(error).__name__, str(error), error)
+        except Exception as error:  # noqa: BLE001 - the last line of defence: a defect is told in one sentence, too
+            code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
+    if argv is None:
+        _silence_stdout()
+    return code
+
+
+def _run(arguments: list[str], voice: "_Voice") -> int:
+    options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+    if not isinstance(options, ExportOptions | VerifyOptions | ListOptions):
+        return 0  # --help and --version have printed
+    with _stdout_goes_to_stderr():
+        document = _work(options, voice)
+    code = int(document.get("exit_code", 0))
+    return code if voice.show(document) else code or BundleError.exit_code
+
+
+def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
+    with _Stages(shown=not voice.quiet) as stages:
+        engine = _torch_side()
+        if isinstance(options, ListOptions):
+            return dict(engine.list_passes())
+        if isinstance(options, VerifyOptions):
+            return dict(engine.verify(options))
+        return dict(engine.export_model(options, stages))
+
+
+def _torch_side() -> ModuleType:
+    """Everything that needs torch; after this call none of the program's modules is imported any more."""
+    import_own_packages()
+    from optimizer import command as engine
+
+    return engine
+
+
+# The options ----------------------------------------------------------------------------------------------------------
+
+
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"{PROGRAM} {_installed(PROGRAM)} (torch {_installed('torch')})")
+        context.exit()
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.command(
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    no_args_is_help=False,
+)
+@click.argument("model", required=False)
+@click.option("--model", "name", metavar="NAME", help="The model in the file: an instance, a class or a factory.")
+@click.option("--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); once for each.")
+@click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
+@click.option("--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none for no pass.")
+@click.option("--formats", metavar="LIST", default=",".join(DEFAULT_FORMATS), show_default=True, help="What to write.")
+@click.option("--output", metavar="DIR", help="The folder of the bundle.  [default: dist/<name of the file>]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to run and to check; auto takes the GPU where there is one.",
+)
+@click.option("--require-gpu", is_flag=True, help="Fail where there is no GPU, instead of checking on the CPU.")
+@click.option(
+    "--batch-sizes",
+    metavar="LIST",
+    default=",".join(map(str, DEFAULT_BATCH_SIZES)),
+    show_default=True,
+    help="The batch sizes to check.",
+)
+@click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
+@click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
+@click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
+@click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="For all random values.",
+)
+@click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
+@click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
+@click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
+@click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
+@click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@click.pass_context
+def command(context: click.Context, /, **values: Any) -> Options:
+    """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
+
+    MODEL is a file (model.py, model.py:NAME) or package.module:factory. Without a NAME it is the `model` of the file,
+    else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
+    example_inputs or get_example_inputs() of the file, or those of --input.
+    """
+    mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
+    if mode is not None:
+        _refuse_others(context, mode)
+    if mode == "list_passes":
+        return ListOptions()
+    if values["require_gpu"] and values["device"] == "cpu":
+        raise UsageError("--require-gpu and --device cpu contradict each other.")
+    if mode == "verify":
+        if not values["verify"]:
+            raise UsageError("--verify names no folder.")
+        return VerifyOptions(Path(values["verify"]), values["device"], values["require_gpu"])
+    return _export_options(context, values)
+
+
+def _refuse_others(context: click.Context, mode: str) -> None:
+    """A mode takes none of the options that it would ignore."""
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    others = [parameter for parameter in context.command.params if parameter.name in set(given) - _ALLOWED[mode]]
+    if others:
+        called = [param.opts[0] if isinstance(param, click.Option) else "MODEL" for param in others]
+        raise UsageError(f"{_MODES[mode]} doesn't go with {', '.join(called)}.")
+
+
+def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
+    model = values["model"]
+    if model is None:
+        raise UsageError(f"MODEL is missing: give a Python file such as model.py ({PROGRAM} --help shows more).")
+    sizes_given = context.get_parameter_source("batch_sizes") is not ParameterSource.DEFAULT
+    if values["static_batch"] and sizes_given:
+        raise UsageError("--static-batch and --batch-sizes contradict each other.")
+    passes = values["passes"]
+    return ExportOptions(
+        model=model,
+        name=values["name"],
+        inputs=values["inputs"],
+        weights=Path(values["weights"]) if values["weights"] is not None else None,
+        passes="" if passes is not None and passes.strip() == "none" else passes,
+        formats=parse_names("--formats", values["formats"]),
+        output=Path(values["output"]) if values["output"] else default_output(model),
+        device=values["device"],
+        require_gpu=values["require_gpu"],
+        batch_sizes=parse_batch_sizes(values["batch_sizes"]),
+        static_batch=values["static_batch"],
+        input_names=_optional_names("--input-names", values["input_names"]),
+        output_names=_optional_names("--output-names", values["output_names"]),
+        strict=values["strict"],
+        force=values["force"],
+        seed=values["seed"],
+    )
+
+
+def _optional_names(option: str, text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else parse_names(option, text)
+
+
+# stdout and signals ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _stdout_goes_to_stderr() -> Iterator[None]:
+    """For Python's `print`, for C libraries and for child processes."""
+    kept_stream = sys.stdout
+    _flush(kept_stream)
+    kept_descriptor = _duplicate(1)
+    sys.stdout = sys.stderr
+    if kept_descriptor is not None:
+        os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        _flush(sys.stdout)
+        sys.stdout = kept_stream
+        if kept_descriptor is not None:
+            os.dup2(kept_descriptor, 1)
+            os.close(kept_descriptor)
+
+
+def _duplicate(descriptor: int) -> int | None:
+    """None where the descriptor, or stderr, is closed."""
+    try:
+        os.fstat(2)
+        return os.dup(descriptor)
+    except OSError:
+        return None
+
+
+def _flush(stream: TextIO | None) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()  # type: ignore[union-attr]
+
+
+def _silence_stdout() -> None:
+    """At the end of the process: what the user's code prints at exit goes to stderr, and a closed pipe is no error."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception, so that staging folders are taken away."""
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    def raise_terminated(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, raise_terminated)
+    except ValueError:  # signals belong to the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# Progress -------------------------------------------------------------------------------------------------------------
+
+
+class _Stages:
+    """A bar per stage on a terminal, else a line per stage; on stderr."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._bars: Any = None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Stages":
+        if self._shown and sys.stderr is not None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description:<8}"), BarColumn(24), TimeElapsedColumn())
+            doing = TextColumn("{task.fields[text]}", markup=False)
+            self._bars = Progress(*columns, doing, console=Console(stderr=True))
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, progress: "Progress") -> None:
+        if not self._shown:
+            return
+        if self._bars is None:
+            if progress.stage not in self._tasks:
+                self._tasks[progress.stage] = None
+                _say(f"{progress.stage}: {progress.text}")
+            return
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = self._bars.add_task(progress.stage, total=progress.total or None, text="")
+        # Stages take turns (each artifact is written, then checked): only the current one says what it does.
+        for stage, task in self._tasks.items():
+            if stage != progress.stage:
+                self._bars.update(task, text="")
+        current = self._tasks[progress.stage]
+        self._bars.update(current, completed=progress.done, total=progress.total or None, text=progress.text)
+
+
+# What is said ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Voice:
+    as_json: bool
+    quiet: bool
+    debug: bool
+
+    def show(self, document: Mapping[str, Any]) -> bool:
+        """The result on stdout; what is wrong with it on stderr. False where stdout couldn't be written."""
+        written = True
+        if self.as_json:
+            written = _print_json(document)
+        elif not self.quiet:
+            written = _print_tables(document)
+        elif "bundle" in document:
+            written = _print_line(str(document["bundle"]))
+        problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
+        for problem in problems:
+            _say(f"error: {problem}")
+        return written
+
+    def fail(self, code: int, kind: str, sentence: str, error: BaseException) -> int:
+        """Say an error in one line on stderr, and as the JSON document where that is asked for; returns the code."""
+        sentence = " ".join(sentence.split())
+        if self.debug:
+            traceback.print_exception(error)
+        if self.as_json:
+            details = {"code": code, "kind": kind, "message": sentence}
+            _print_json({"ok": False, "exit_code": code, "error": details})
+        _say(sentence if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else f"error: {sentence}")
+        return code
+
+
+def _defect(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return (
+        f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; "
+        f"please report it with what --debug shows."
+    )
+
+
+def _say(sentence: str) -> None:
+    """One line on stderr, whoever reads it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(
+            f"{PROGRAM}: {sentence}".encode(_encoding(sys.stderr), "backslashreplace").decode(_encoding(sys.stderr)),
+            file=sys.stderr,
+        )
+
+
+def _print_json(document: Mapping[str, Any]) -> bool:
+    return _print_line(json.dumps(document, indent=2, allow_nan=False))
+
+
+def _print_line(text: str) -> bool:
+    """On stdout; a reader that has gone away (`| head`), or was never there, is no error. False for a full disk."""
+    encoding = _encoding(sys.stdout)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        _silence_stdout()
+        if error.errno in (errno.EPIPE, errno.EBADF):
+            return True
+        _say(f"error: the result couldn't be written to stdout: {error.strerror}.")
+        return False
+    return True
+
+
+def _print_tables(document: Mapping[str, Any]) -> bool:
+    from optimizer.result_table import as_text
+
+    terminal = sys.stdout.isatty()
+    return _print_line(as_text(document, terminal=terminal, encoding=_encoding(sys.stdout)))
+
+
+def _encoding(stream: TextIO) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"

@@ -1,0 +1,199 @@
+"""What the command does once its options are read: load, optimize, export, verify; each returns a JSON document.
+
+The one module that `cli` imports late. Whatever can be known before work is checked before the user's code runs.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat
+from exporters.registry import exporter_named
+from optimizer.api import export, optimize, report_of
+from optimizer.bundle import Bundle, check_target, verify_bundle
+from optimizer.errors import (
+    BundleError,
+    DeviceError,
+    ExportFailed,
+    OptimizeExportError,
+    OptimizeFailed,
+    ParityError,
+    UsageError,
+)
+from optimizer.input_spec import parse_input
+from optimizer.loading import Loaded, load, parse_target
+from optimizer.manifest import plain
+from optimizer.options import LOAD_STAGE, ExportOptions, VerifyOptions
+from optimizer.report import Progress
+from optimizer.trial import check_runs
+from optimizer.user_code import names_restored
+from passes.base import Pass
+from passes.errors import (
+    DuplicatePass,
+    PassesError,
+    PassOptionError,
+    PassOrderError,
+    UnknownPass,
+)
+from passes.registry import describe_passes, make_passes, parse_passes
+
+Document = dict[str, Any]
+
+_USAGE = (UnknownPass, DuplicatePass, PassOptionError, PassOrderError, UnknownFormat, StructureError)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
+    """Make the bundle. Raises the errors of `optimizer.errors`, and none of those of the other packages.
+
+    Where an artifact computes something else nothing is published, and the document has the figures and `exit_code` 6.
+    """
+    try:
+        with _own_errors(), names_restored():
+            return _make(options, progress)
+    except ParityError as error:
+        return _parity_failed(error)
+
+
+def verify(options: VerifyOptions) -> Document:
+    """Check a bundle again; `exit_code` is 8 where files are damaged and 6 where an artifact computes something else."""
+    with _own_errors():
+        report = verify_bundle(options.bundle, device=options.device, require_gpu=options.require_gpu)
+    document = report.to_json()
+    code = 0 if report.ok else ParityError.exit_code if report.intact else BundleError.exit_code
+    return {"ok": report.ok, "exit_code": code, "bundle": str(options.bundle), **document}
+
+
+def list_passes() -> Document:
+    """Names, summaries and options of the passes that are installed."""
+    with _own_errors():
+        known = [asdict(description) for description in describe_passes()]
+    for each in known:
+        each["options"] = {name: _default(value) for name, value in each["options"].items()}
+    return {"ok": True, "exit_code": 0, "available_passes": known}
+
+
+def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
+    started = time.perf_counter()
+    passes = _check(options)
+    device = _device(options.device, require_gpu=options.require_gpu)
+    loaded = _load(options, progress)
+    fast = optimize(
+        loaded.model,
+        passes,
+        example_inputs=loaded.example_inputs,
+        example_kwargs=loaded.example_kwargs,
+        device=device,
+        strict=options.strict,
+        batch_sizes=None if options.static_batch else options.batch_sizes,
+        seed=options.seed,
+        progress=progress,
+    )
+    bundle = export(
+        fast,
+        example_inputs=loaded.example_inputs,
+        example_kwargs=loaded.example_kwargs,
+        output=options.output,
+        formats=options.formats,
+        batch_sizes=options.batch_sizes,
+        static_batch=options.static_batch,
+        input_names=options.input_names,
+        output_names=options.output_names,
+        device=device,
+        require_gpu=options.require_gpu,
+        force=options.force,
+        seed=options.seed,
+        source=loaded.source,
+        progress=progress,
+    )
+    report = report_of(fast).to_json()
+    seconds = round(time.perf_counter() - started, 3)
+    return _exported(options.output, bundle, report, loaded, seconds)
+
+
+def _default(value: object) -> str | int | float | None:
+    if value is MISSING:
+        return "required"
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _check(options: ExportOptions) -> list[Pass]:
+    """See to what can be known from the options alone, and make the passes, as long as all names are ours."""
+    passes = make_passes(None if options.passes is None else parse_passes(options.passes), "inference")
+    for name in options.formats:
+        exporter_named(name)
+    for text in options.inputs:
+        parse_input(text)
+    parse_target(options.model, options.name)
+    check_target(options.output, force=options.force)
+    return passes
+
+
+def _device(asked: str, *, require_gpu: bool) -> str:
+    available = torch.cuda.is_available()
+    if available:
+        return "cpu" if asked == "cpu" else "cuda"
+    if require_gpu or asked == "cuda":
+        option = "--require-gpu" if require_gpu else "--device cuda"
+        raise DeviceError(f"There is no GPU that torch can use here, and {option} asks for one.")
+    return "cpu"
+
+
+def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loaded:
+    progress(Progress(LOAD_STAGE, 0, 2, options.model))
+    loaded = load(options.model, name=options.name, inputs=options.inputs, weights=options.weights, seed=options.seed)
+    progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
+    check_runs(loaded, seed=options.seed)
+    progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
+    return loaded
+
+
+def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, seconds: float) -> Document:
+    manifest = bundle.manifest
+    document = {
+        "ok": True,
+        "exit_code": 0,
+        "bundle": str(output),
+        "model": manifest["model"],
+        "device": manifest["device"],
+        "passes": report["passes"],
+        "coverage": report["coverage"],
+        "artifacts": manifest["artifacts"],
+        "parity": manifest["parity"],
+        "report": report,
+        "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),
+        "seconds": seconds,
+    }
+    return dict(plain(document))
+
+
+def _parity_failed(error: ParityError) -> Document:
+    told = {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
+    return dict(plain({"ok": False, "exit_code": error.exit_code, "error": told, **error.figures}))
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Give every error that the user is to read the class that has its exit code."""
+    try:
+        yield
+    except OptimizeExportError:
+        raise
+    except _USAGE as error:
+        raise UsageError(str(error)) from error
+    except PassesError as error:
+        raise OptimizeFailed(str(error)) from error
+    except ProviderFallback as error:
+        raise ParityError(str(error)) from error
+    except ExporterError as error:
+        raise ExportFailed(str(error)) from error
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise BundleError(f"The bundle couldn't be written: {error.strerror}.") from error

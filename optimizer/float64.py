@@ -1,0 +1,456 @@
+"""Run a model in float64 without a copy of it, or with its weights off by one unit in the last place.
+
+`Float64Mode` sees every torch function that is called while it is active and raises it to float64: floating tensors
+among the arguments, dtype arguments, conversions (`.float()`, `.to(torch.float16)`), factories, and what `x.dtype` says.
+`.double()` on a copy leaves the conversions that are written into a forward; here they are raised too.
+
+- Parameters are cast call by call, so that no more than one of them stands in float64 at a time.
+- Any other float tensor that isn't float64 yet (a buffer, an attribute) gets one *shadow* in float64 that serves all
+  later calls. Writes go to the shadow: the model's own buffers stay as they are.
+- Random numbers are drawn as the original draws them, in its own dtype from the same stream, and cast afterwards.
+- Autocast has no effect.
+
+It doesn't see into TorchScript, compiled code, or kernels that take float32 only: those raise, or show up in `lowered`.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_RAISED = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+_RAISED_TYPES = {
+    "torch.FloatTensor": "torch.DoubleTensor",
+    "torch.HalfTensor": "torch.DoubleTensor",
+    "torch.BFloat16Tensor": "torch.DoubleTensor",
+    "torch.cuda.FloatTensor": "torch.cuda.DoubleTensor",
+    "torch.cuda.HalfTensor": "torch.cuda.DoubleTensor",
+    "torch.cuda.BFloat16Tensor": "torch.cuda.DoubleTensor",
+}
+_CONVERSIONS = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+}
+_COMPLEX_CONVERSIONS = frozenset({"cfloat", "chalf", "cdouble"})
+# What only asks about a tensor: no need to cast it for the answer.
+_QUESTIONS = frozenset(
+    {
+        "size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "data_ptr", "get_device", "nelement",
+        "ndimension", "is_floating_point", "is_complex", "__len__", "__hash__", "requires_grad_", "is_shared",
+        "is_nonzero", "has_names", "is_inference", "is_pinned", "is_same_size", "register_hook", "retain_grad",
+    }
+)  # fmt: skip
+# Attributes of a tensor that are tensors over the same values.
+_ALIASES = frozenset({"T", "H", "mT", "mH", "data", "real", "imag"})
+_FILLS = frozenset(
+    {"normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_", "geometric_", "random_"}
+)
+_INITIALISERS = frozenset(
+    {
+        "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
+        "sparse_",
+    }
+)  # fmt: skip
+_RANDOM_FACTORIES = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "normal"})
+_DRAWS = frozenset({"bernoulli", "multinomial", "poisson", "binomial", "gumbel_softmax", "rrelu", "rrelu_"})
+# Each multiplies its input by a random mask: the mask is the answer for a tensor of ones.
+_MASKING = frozenset(
+    {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"}
+)
+_ALPHA_DROPOUTS = frozenset({"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+
+
+def raised(dtype: torch.dtype) -> torch.dtype:
+    """float64 for the smaller floats, complex128 for the smaller complexes, every other dtype itself."""
+    return _RAISED.get(dtype, dtype)
+
+
+@contextmanager
+def float64_mode(*, own_dtype: torch.dtype = torch.float32, leaf_parameters: bool = False) -> Iterator["Float64Mode"]:
+    """Inside, every torch call of this thread computes in float64.
+
+    Args:
+        own_dtype: the dtype in which the model draws its random numbers.
+        leaf_parameters: keep a float64 leaf for every parameter that is used (twice the memory of the parameters), so
+            that gradients are float64 too: `mode.shadow(parameter)` is the leaf.
+    """
+    with Float64Mode(own_dtype=own_dtype, leaf_parameters=leaf_parameters) as mode:
+        yield mode
+
+
+class Float64Mode(TorchFunctionMode):
+    """The mode behind `float64_mode`; `lowered` names the functions whose float results were not float64.
+
+    `coarsest` is the machine epsilon of the least precise dtype that was raised: what the original's own rounding is
+    to be measured by, whatever the dtype of its outputs.
+    """
+
+    def __init__(self, *, own_dtype: torch.dtype = torch.float32, leaf_parameters: bool = False) -> None:
+        super().__init__()
+        self.own_dtype = own_dtype
+        self.leaf_parameters = leaf_parameters
+        self.lowered: set[str] = set()
+        self.coarsest = 0.0
+        # The original is kept with its shadow, else its id could name another tensor later.
+        self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._default_dtype = torch.float32
+
+    def __enter__(self) -> "Float64Mode":
+        # Promotion of integers, `torch.zeros(3)` and `torch.tensor(0.1)` follow the default dtype.
+        self._default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(raised(self._default_dtype))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.set_default_dtype(self._default_dtype)
+
+    def saw(self, dtype: torch.dtype) -> None:
+        """Note a dtype that was raised."""
+        if dtype in _RAISED:
+            self.coarsest = max(self.coarsest, torch.finfo(dtype).eps)
+
+    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What stands for this tensor in float64, if the run used or wrote it; None else."""
+        kept = self._shadows.get(id(tensor))
+        return None if kept is None else kept[1]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with _without_autocast(self.saw):
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = _name_of(func)
+        if name in ("__get__", "__set__"):
+            return self._attribute(func, args)
+        if name in _QUESTIONS:
+            return func(*args, **kwargs)
+        if name in ("set_default_dtype", "set_default_tensor_type"):
+            return None
+        if name in _CONVERSIONS or name in _COMPLEX_CONVERSIONS:
+            dtype = torch.complex128 if name in _COMPLEX_CONVERSIONS else torch.float64
+            self.saw(_CONVERSIONS.get(name, torch.float32))
+            return self._raise(args[0]).to(dtype, **kwargs)
+        if name == "view" and any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
+            return self._reinterpreted(func, args, kwargs)
+        if (draw := self._random(name, func, args, kwargs)) is not None:
+            return draw()
+        if _only_moves(name, args, kwargs) and self._is_plain_parameter(args[-1 if name == "embedding" else 0]):
+            return self._raise_result(name, func(*args, **kwargs))
+        written = _written(name, args, kwargs)
+        new_args = _map(args, functools.partial(self._raise_argument, written=written))
+        new_kwargs = _map(kwargs, functools.partial(self._raise_argument, written=written))
+        result = func(*new_args, **new_kwargs)
+        for given, used in ((args[:1], new_args[:1]), ((kwargs.get("out"),), (new_kwargs.get("out"),))):
+            # `self.total += x` binds what comes back to the buffer's name: that stays the model's own tensor.
+            if written and given and result is used[0]:
+                return given[0]
+        return self._raise_result(name, result)
+
+    def _attribute(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        tensor = args[0]
+        if attribute in _ALIASES:
+            keep = attribute == "data" and _name_of(func) == "__set__"
+            tensor = self._raise_argument(tensor, written=(id(tensor),) if keep else ())
+            return func(tensor, *_map(args[1:], self._raise_argument))
+        result = func(*args)
+        if isinstance(result, torch.dtype):
+            return raised(result)
+        return self._raise(result) if isinstance(result, torch.Tensor) else result
+
+    def _reinterpreted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bits read as another type are the bits of the original's own type."""
+        tensor = args[0]
+        if tensor.dtype is torch.float64 and self.own_dtype is not torch.float64:
+            tensor = tensor.to(self.own_dtype)
+        return self._raise_result("view", func(tensor, *args[1:], **kwargs))
+
+    def _random(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        """How to do a call that draws random numbers; None where it draws none."""
+        if name in _RANDOM_FACTORIES:
+            return lambda: self._factory(name, func, args, kwargs)
+        if name in _FILLS or name in _INITIALISERS:
+            return lambda: self._fill(func, args, kwargs)
+        if name in _MASKING and _drops(args, kwargs):
+            return lambda: self._masked(name, func, args, kwargs)
+        if (
+            name in _DRAWS
+            or (name in _ALPHA_DROPOUTS and _drops(args, kwargs))
+            or (name in _ATTENTION and _attention_drops(name, args, kwargs))
+            or (name in _RECURRENT and _recurrent_drops(args))
+        ):
+            return lambda: self._in_own_dtype(name, func, args, kwargs)
+        return None
+
+    def _factory(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own_args = _map(args, self._lower)
+        own_kwargs = _map(kwargs, self._lower)
+        floats = name in ("rand", "randn", "normal") and own_kwargs.get("out") is None
+        if floats and own_kwargs.get("dtype") is None and not any(isinstance(arg, torch.Tensor) for arg in own_args):
+            own_kwargs["dtype"] = self._default_dtype
+        return _map(func(*own_args, **own_kwargs), self._raise)
+
+    def _fill(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = self._raise_argument(args[0], written=(id(args[0]),))
+        if not target.is_floating_point() or self.own_dtype is torch.float64:
+            return func(target, *args[1:], **kwargs)
+        drawn = torch.empty_like(target, dtype=self.own_dtype)
+        func(drawn, *_map(args[1:], self._lower), **_map(kwargs, self._lower))
+        with torch.no_grad():
+            target.copy_(drawn)
+        return args[0]
+
+    def _masked(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = "input" if not args else None
+        given = kwargs["input"] if key else args[0]
+        values = self._raise_argument(given, written=(id(given),) if name.endswith("_") else ())
+        probability = _argument(args, kwargs, 1, "p", 0.5)
+        ones = torch.ones_like(values, dtype=self.own_dtype, requires_grad=False)
+        rest = {**kwargs, "inplace": False} if "inplace" in kwargs else dict(kwargs)
+        mask = func(**{**rest, key: ones}) if key else func(ones, *args[1:3], **rest)
+        scale = 0.0 if probability >= 1 else 1 / (1 - probability)
+        kept = (mask != 0).to(values.dtype) * scale
+        if name.endswith("_") or _argument(args, kwargs, 3, "inplace", False) is True:
+            return values.mul_(kept)
+        return values * kept
+
+    def _in_own_dtype(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in ("bernoulli", "multinomial", "poisson", "binomial"):
+            self.lowered.add(name)
+        return _map(func(*_map(args, self._lower), **_map(kwargs, self._lower)), self._raise)
+
+    def _is_plain_parameter(self, tensor: Any) -> bool:
+        """A parameter that is read as it is: neither written to in this run nor held as a float64 leaf."""
+        return isinstance(tensor, nn.Parameter) and not self.leaf_parameters and id(tensor) not in self._shadows
+
+    def _raise_argument(self, value: Any, written: tuple[int, ...] = ()) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._raise(value, keep=id(value) in written)
+        if isinstance(value, torch.dtype):
+            self.saw(value)
+            return raised(value)
+        if isinstance(value, str):
+            return _RAISED_TYPES.get(value, value)
+        if isinstance(value, type) and f"{value.__module__}.{value.__name__}" in _RAISED_TYPES:
+            return _RAISED_TYPES[f"{value.__module__}.{value.__name__}"]
+        return value
+
+    def _raise(self, tensor: Any, keep: bool = False) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _RAISED:
+            return tensor
+        if (kept := self._shadows.get(id(tensor))) is not None:
+            return kept[1]
+        self.saw(tensor.dtype)
+        parameter = isinstance(tensor, nn.Parameter)
+        if parameter and not keep and not self.leaf_parameters:
+            return tensor.to(raised(tensor.dtype))
+        if tensor.grad_fn is not None:
+            shadow = tensor.to(raised(tensor.dtype))
+        else:
+            shadow = tensor.detach().to(raised(tensor.dtype)).requires_grad_(tensor.requires_grad)
+        self._shadows[id(tensor)] = (tensor, shadow)
+        return shadow
+
+    def _raise_result(self, name: str, result: Any) -> Any:
+        def to_float64(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dtype not in _RAISED:
+                return value
+            if not isinstance(value, nn.Parameter):
+                self.lowered.add(name)
+            return value.to(raised(value.dtype))
+
+        if not _holds_low(result):
+            return result
+        if name in _MOVING:
+            return _map(result, self._raise_moved)
+        return _map(result, to_float64)
+
+    def _raise_moved(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in _RAISED:
+            return value.to(raised(value.dtype))
+        return value
+
+    def _lower(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float64 and self.own_dtype is not torch.float64:
+            return value.to(self.own_dtype)
+        return value
+
+
+class PerturbedMode(TorchFunctionMode):
+    """Each parameter that a call reads is off by about one unit in the last place, up or down at random.
+
+    A parameter is off in the same way each time it is read. Gradients reach the parameters themselves.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._offsets: dict[int, tuple[torch.Tensor, int]] = {}
+        # A prime length, so that the pattern falls differently on each row of a weight.
+        self._signs = torch.randint(0, 2, (65537,), generator=self._generator, dtype=torch.int8).mul_(2).sub_(1)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if (
+            name in ("__get__", "__set__")
+            or name in _QUESTIONS
+            or func in (torch.autograd.grad, torch.autograd.backward)
+        ):
+            return func(*args, **kwargs)
+        if _only_moves(name, args, kwargs) and isinstance(args[-1 if name == "embedding" else 0], nn.Parameter):
+            # Rows of a table are off as rows: the whole table needn't be copied for that.
+            result = func(*args, **kwargs)
+            return self._off(result, self._offset(args[-1 if name == "embedding" else 0]))
+        written = _written(name, args, kwargs)
+
+        def perturb(value: Any) -> Any:
+            if not isinstance(value, nn.Parameter) or not _is_inexact(value) or id(value) in written:
+                return value
+            return self._off(value, self._offset(value))
+
+        return func(*_map(args, perturb), **_map(kwargs, perturb))
+
+    def _offset(self, parameter: torch.Tensor) -> int:
+        known = self._offsets.get(id(parameter))
+        if known is None:
+            start = int(torch.randint(0, len(self._signs), (), generator=self._generator))
+            known = self._offsets[id(parameter)] = (parameter, start)
+        return known[1]
+
+    def _off(self, value: torch.Tensor, start: int) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor) or not _is_inexact(value) or value.numel() == 0:
+            return value
+        return off_by_one_ulp(value, self._signs, start)
+
+
+def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """`value * (1 ± eps)` with the signs (int8, any length) taken in turn from `start` on; differentiable."""
+    repeats = -(-(value.numel() + start) // len(signs))
+    pattern = signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape)
+    eps = torch.finfo(value.dtype).eps
+    return value + (value.detach() * pattern.to(value.dtype)) * eps
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _RAISED or tensor.dtype in (torch.float64, torch.complex128)
+
+
+# Functions that give elements of a tensor as they are: gather first, cast then is the same and needs less memory.
+_MOVING = frozenset({"__getitem__", "embedding", "view", "reshape", "t", "transpose", "permute", "detach", "expand"})
+
+
+def _only_moves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name == "embedding":
+        # Called with a norm, an embedding writes to its table.
+        return len(args) == 2 and all(not kwargs[key] for key in kwargs if key not in ("padding_idx",))
+    return name in _MOVING and bool(args) and not kwargs
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    # An overload of `torch.ops` is named `add.Tensor`.
+    return name.split(".", 1)[0] if isinstance(name, str) else ""
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Ids of the tensors that a call writes to."""
+    targets = []
+    if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_augmented(name)):
+        targets.append(args[0])
+    out = kwargs.get("out")
+    targets.extend(out if isinstance(out, tuple | list) else [out])
+    return tuple(id(target) for target in targets if isinstance(target, torch.Tensor))
+
+
+def _is_augmented(name: str) -> bool:
+    return name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
+
+
+def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` on each leaf of nested tuples, lists and dicts."""
+    if isinstance(tree, tuple):
+        if not tree:
+            return tree
+        items = [_map(item, change) for item in tree]
+        return type(tree)(items) if type(tree) is tuple else _same_tuple(tree, items)
+    if type(tree) is list:
+        return [_map(item, change) for item in tree]
+    if type(tree) is dict:
+        return {key: _map(item, change) for key, item in tree.items()}
+    return change(tree)
+
+
+def _same_tuple(tree: Any, items: list[Any]) -> Any:
+    """A named tuple or one of torch's return types; torch.Size has no tensors and stays."""
+    if isinstance(tree, torch.Size):
+        return tree
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def _holds_low(tree: Any) -> bool:
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype in _RAISED
+    if isinstance(tree, tuple | list):
+        return any(_holds_low(item) for item in tree)
+    return isinstance(tree, dict) and any(_holds_low(item) for item in tree.values())
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+    return kwargs.get(name, args[index] if len(args) > index else default)
+
+
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and bool(_argument(args, kwargs, 1, "p", 0.5))
+
+
+def _attention_drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name == "scaled_dot_product_attention":
+        return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
+    return bool(_argument(args, kwargs, 10, "dropout_p", 0.0)) and bool(kwargs.get("training", True))
+
+
+def _recurrent_drops(args: tuple[Any, ...]) -> bool:
+    """`_VF.lstm(input, hx, weights, has_biases, layers, dropout, train, …)`, or packed with batch sizes second."""
+    numbers = [arg for arg in args if isinstance(arg, float)]
+    flags = [arg for arg in args if isinstance(arg, bool)]
+    return bool(numbers and numbers[0]) and len(flags) > 1 and flags[1]
+
+
+@contextmanager
+def _without_autocast(saw: Callable[[torch.dtype], None]) -> Iterator[None]:
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not active:
+        yield
+        return
+    for device in active:
+        saw(torch.get_autocast_dtype(device))
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in active:
+            torch.set_autocast_enabled(device, True)

@@ -1,0 +1,185 @@
+"""Inputs and reference outputs, kept beside the artifacts so that they can be judged again without the original model.
+
+`golden.safetensors` holds one tensor per input and output of each call, named `call0/input/x`, `call0/output/logits`, and
+`call0/tied/ids` for a mask of the elements that are not compared. The order of inputs and outputs is in the manifest; a
+safetensors file has none of its own. The noise by which an answer is judged is in the manifest too.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from optimizer.errors import BundleError
+from optimizer.manifest import GOLDEN, SCHEMA_NAME, describe_device, number
+from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
+
+Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class GoldenCall:
+    """One call: flat inputs and outputs by name, in the order of the artifacts, on the CPU.
+
+    The outputs are the reference's in the dtypes that an artifact must give; `tied` has a bool mask for each integer output
+    with elements that the original itself decides by rounding, which are not compared.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    tied: Mapping[str, torch.Tensor]
+    batch_size: int | None
+    draw: int
+
+
+def write_golden(
+    folder: Path,
+    entries: Sequence[GoldenEntry],
+    noises: Mapping[str, OutputNoise],
+    *,
+    flatten: Flatten,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    device: str | torch.device = "cpu",
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+) -> dict[str, Any]:
+    """Write `golden.safetensors` into a folder and return the manifest's `golden`.
+
+    Args:
+        entries, noises: what the reference measured, with its own names of the outputs.
+        flatten: an entry's args and kwargs -> its tensors, in the order of `input_names` (`Adapter.flatten_inputs`).
+        input_names, output_names: the names in the artifacts.
+        device: where the noise was measured.
+        atol, rtol: the tolerances that the user gave in place of the noise, by the reference's names of the outputs.
+
+    Raises:
+        ValueError: there is no entry, or the number of names isn't the number of tensors.
+        OSError, SafetensorError: the file can't be written.
+    """
+    if not entries:
+        raise ValueError("golden data needs one call at least")
+    own_names = list(entries[0].outputs)
+    calls = [_named(entry, flatten, input_names, own_names, output_names) for entry in entries]
+    tensors: dict[str, torch.Tensor] = {}
+    complex_names: list[str] = []
+    for index, call in enumerate(calls):
+        for side, values in (("input", call.inputs), ("output", call.outputs), ("tied", call.tied)):
+            for name, tensor in values.items():
+                key = f"call{index}/{side}/{name}"
+                if tensor.is_complex():
+                    complex_names.append(key)
+                tensors[key] = _storable(tensor)
+    # One entry of metadata only: safetensors writes several in another order each time.
+    save_file(tensors, folder / GOLDEN, metadata={SCHEMA_NAME: json.dumps({"complex": complex_names})})
+    return {
+        "path": GOLDEN,
+        "device": describe_device(device),
+        "calls": [
+            {
+                "name": f"call{index}",
+                "batch_size": call.batch_size,
+                "draw": call.draw,
+                "inputs": list(call.inputs),
+                "outputs": list(call.outputs),
+                "tied": list(call.tied),
+            }
+            for index, call in enumerate(calls)
+        ],
+        "outputs": [
+            {**replace(noises[own], name=name).to_json(), "atol": _of(atol, own), "rtol": _of(rtol, own)}
+            for own, name in zip(own_names, output_names, strict=True)
+        ],
+    }
+
+
+def _named(
+    entry: GoldenEntry,
+    flatten: Flatten,
+    input_names: Sequence[str],
+    own_names: Sequence[str],
+    output_names: Sequence[str],
+) -> GoldenCall:
+    inputs = flatten(entry.call.args, entry.call.kwargs)
+    if len(inputs) != len(input_names) or len(own_names) != len(output_names) or list(entry.outputs) != own_names:
+        raise ValueError(
+            f"a call has {len(inputs)} inputs and the outputs {list(entry.outputs)}; "
+            f"the names are {list(input_names)} and {list(output_names)}"
+        )
+    renamed = dict(zip(own_names, output_names, strict=True))
+    return GoldenCall(
+        dict(zip(input_names, inputs, strict=True)),
+        {renamed[name]: tensor for name, tensor in entry.outputs.items()},
+        {renamed[name]: tensor for name, tensor in entry.tied.items()},
+        entry.batch_size,
+        entry.draw,
+    )
+
+
+def _of(tolerance: Tolerance, name: str) -> float | None:
+    return tolerance.get(name) if isinstance(tolerance, Mapping) else tolerance
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy with a storage of its own: safetensors refuses views that share one."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    if tensor.is_complex():
+        # safetensors has no complex128, and older ones have no complex64: they are kept as pairs of real numbers.
+        tensor = torch.view_as_real(tensor)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ...]:
+    """The calls of a bundle's folder, on the CPU; `golden` is its manifest's. BundleError where they can't be read."""
+    path = folder / golden["path"]
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            complex_names = frozenset(json.loads(file.metadata()[SCHEMA_NAME])["complex"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise BundleError(f"{path} can't be read: {error}.") from error
+    for key in complex_names & tensors.keys():
+        tensors[key] = torch.view_as_complex(tensors[key])
+
+    def side(call: Mapping[str, Any], key: str, names: str) -> dict[str, torch.Tensor]:
+        return {name: tensors[f"{call['name']}/{key}/{name}"] for name in call[names]}
+
+    try:
+        return tuple(
+            GoldenCall(
+                side(call, "input", "inputs"),
+                side(call, "output", "outputs"),
+                side(call, "tied", "tied"),
+                call["batch_size"],
+                call["draw"],
+            )
+            for call in golden["calls"]
+        )
+    except KeyError as error:
+        raise BundleError(f"{path} has no tensor {error}, which the manifest names.") from error
+
+
+def stored_noises(golden: Mapping[str, Any]) -> dict[str, OutputNoise]:
+    """The noise of each output in a manifest's `golden`."""
+    noises = {}
+    for entry in golden["outputs"]:
+        figures = {name: number(entry[name]) for name in _FIGURES}
+        noises[entry["name"]] = OutputNoise.from_json({**entry, **figures})
+    return noises
+
+
+_FIGURES = ("scale", "rms", "own_error", "own_error_rms", "response", "response_rms", "noise", "noise_rms")
+
+
+def stored_tolerances(golden: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """`atol` and `rtol` of the outputs that the user gave them for; empty where none was given."""
+    found = {
+        kind: {entry["name"]: number(entry[kind]) for entry in golden["outputs"] if entry.get(kind) is not None}
+        for kind in ("atol", "rtol")
+    }
+    return {kind: values for kind, values in found.items() if values}

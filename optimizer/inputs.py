@@ -1,0 +1,225 @@
+"""Example inputs at any batch size, and as many different draws as are asked for.
+
+A model that is checked on one input alone is hardly checked: a loop over the batch that a trace unrolled, or a branch
+on a value, shows itself at another batch size or on other data. From the user's one call this module makes more:
+
+- each tensor whose dim 0 is as large as the first tensor's gets the new batch size there;
+- floats are drawn anew from the distribution of the observed values, so mean, spread, sign and range stay;
+- integers, booleans and floats that are masks (infinite or huge values, or no more than two different ones) keep the
+  observed rows, permuted and repeated, by one permutation for the whole call, so that rows which belong together stay so.
+
+Everything follows from (seed, batch size, draw); the global random state is neither used nor changed.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from optimizer.errors import UsageError
+from optimizer.structure import leaves_of, rebuild
+
+ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
+
+_FUNCTION_BATCH = 2
+# More points than this don't describe a distribution any better, and sorting them takes time.
+_QUANTILES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Samples:
+    """Example inputs at any batch size and draw.
+
+    `example_inputs` is a tuple of the positional arguments, a single tensor, or a function
+    `f(batch_size, generator) -> tuple`; `example_kwargs` are keyword arguments. Both may hold any nesting.
+
+    Attributes:
+        given: the user's own call; for a function, the one of batch size 2, draw 0.
+        batch_size: the size of dim 0 of the first tensor that has one; None where there is none.
+        dynamic: False where no other batch size can be made.
+
+    Raises:
+        UsageError: the example inputs aren't one of the above.
+    """
+
+    given: Call
+    batch_size: int | None
+    dynamic: bool
+
+    def __init__(
+        self,
+        example_inputs: ExampleInputs,
+        example_kwargs: dict[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if example_kwargs is not None and not isinstance(example_kwargs, dict):
+            raise UsageError(
+                f"example_kwargs must be a dict of the model's keyword arguments, not {_kind(example_kwargs)}."
+            )
+        self.seed = seed
+        self.device = None if device is None else torch.device(device)
+        self._kwargs = dict(example_kwargs or {})
+        self._function: Callable[[int, torch.Generator], Any] | None = None
+        if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor | tuple):
+            self._function = example_inputs
+            self.given = self._from_function(_FUNCTION_BATCH, 0)
+        else:
+            self.given = self._placed(Call(_positional(example_inputs, "example_inputs"), self._kwargs))
+        self.batch_size = _batch_size(self.given)
+        self.dynamic = self._function is not None or bool(self.batch_size)
+
+    def at(self, batch_size: int | None = None, draw: int = 0) -> Call:
+        """The call of this batch size and draw; draw 0 of the given batch size is the user's own data.
+
+        Raises:
+            UsageError: the batch size is below 1, or another than the given one where the batch can't be changed.
+        """
+        if batch_size is None:
+            batch_size = _FUNCTION_BATCH if self._function is not None else self.batch_size
+        if batch_size is not None and batch_size < 1 and batch_size != self.batch_size:
+            raise UsageError(f"A batch size must be at least 1, not {batch_size}.")
+        if self._function is not None:
+            return self._from_function(_FUNCTION_BATCH if batch_size is None else batch_size, draw)
+        if batch_size != self.batch_size and not self.dynamic:
+            raise UsageError(
+                f"The example inputs have no batch dimension to make {batch_size} from: no tensor in them has rows."
+            )
+        if draw == 0 and batch_size == self.batch_size:
+            return self.given
+        return self._drawn(batch_size, draw)
+
+    def to(self, device: torch.device | str) -> "Samples":
+        """The same samples on another device, equal in value."""
+        return Samples(
+            self.given.args if self._function is None else self._function,
+            self._kwargs,
+            seed=self.seed,
+            device=device,
+        )
+
+    def _from_function(self, batch_size: int, draw: int) -> Call:
+        assert self._function is not None
+        generator = self._generator(batch_size, draw)
+        # A function that forgets its generator draws from the global one: that one is seeded for the time.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            made = self._function(batch_size, generator)
+        if isinstance(made, Call):
+            return self._placed(Call(made.args, {**self._kwargs, **made.kwargs}))
+        args = _positional(made, "the function given as example_inputs")
+        return self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
+
+    def _resized_kwargs(self, args: tuple[Any, ...], batch_size: int, draw: int) -> dict[str, Any]:
+        kwargs_rows = _batch_size(Call((), self._kwargs))
+        rows = _batch_size(Call(args, {}))
+        if not kwargs_rows or rows is None or kwargs_rows == rows:
+            return self._kwargs
+        return self._redraw(Call((), self._kwargs), kwargs_rows, batch_size, draw).kwargs
+
+    def _drawn(self, batch_size: int | None, draw: int) -> Call:
+        if batch_size is None or self.batch_size is None:
+            # No tensor has rows, so there is nothing to draw from: each draw is the given call.
+            return self.given
+        return self._redraw(self.given, self.batch_size, batch_size, draw)
+
+    def _redraw(self, call: Call, observed: int, batch_size: int, draw: int) -> Call:
+        generator = self._generator(batch_size, draw)
+        rows = _rows(observed, batch_size, generator)
+
+        def redraw(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != observed:
+                return tensor
+            return _redrawn(tensor, rows, generator).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = rebuild((call.args, call.kwargs), redraw)
+        return Call(args, kwargs)
+
+    def _placed(self, call: Call) -> Call:
+        if self.device is None:
+            return call
+        device = self.device
+        args, kwargs = rebuild(
+            (call.args, call.kwargs),
+            lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad),
+        )
+        return Call(args, kwargs)
+
+    def _generator(self, batch_size: int, draw: int) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}/{batch_size}/{draw}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
+    if inputs is None:
+        return ()
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if isinstance(inputs, tuple):
+        return inputs
+    if isinstance(inputs, dict):
+        raise UsageError(f"{what} must give a tuple of positional arguments; give a dict as example_kwargs.")
+    raise UsageError(
+        f"{what} must give a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}."
+    )
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _batch_size(call: Call) -> int | None:
+    for _, tensor in leaves_of((call.args, call.kwargs)).tensors():
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    return None
+
+
+def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    """Which observed row stands at each row of the new batch: each one once before any stands twice."""
+    rounds = -(-batch_size // observed)
+    return torch.cat([torch.randperm(observed, generator=generator) for _ in range(rounds)])[:batch_size]
+
+
+def _redrawn(tensor: torch.Tensor, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    source = tensor.detach()
+    if source.is_complex():
+        parts = [_redrawn(part, rows, generator) for part in (source.real, source.imag)]
+        return torch.complex(*parts).to(source.dtype)
+    if not source.is_floating_point() or _is_mask(source):
+        return source.index_select(0, rows.to(source.device))
+    observed, _ = source.to("cpu", torch.float64).flatten().sort()
+    if len(observed) > _QUANTILES:
+        observed = observed[torch.linspace(0, len(observed) - 1, _QUANTILES, dtype=torch.float64).long()]
+    shape = (len(rows), *source.shape[1:])
+    place = torch.rand(shape, generator=generator, dtype=torch.float64) * (len(observed) - 1)
+    below = place.long().clamp_(max=len(observed) - 2)
+    drawn = torch.lerp(observed[below], observed[below + 1], place - below)
+    return _in_layout_of(source, drawn.to(source.device, source.dtype))
+
+
+def _in_layout_of(source: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    if source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last) and not source.is_contiguous():
+        return drawn.contiguous(memory_format=torch.channels_last)
+    return drawn
+
+
+def _is_mask(source: torch.Tensor) -> bool:
+    """Constant, two-valued, or with values that stand for infinity."""
+    if source.numel() < 2:
+        return True
+    values = source.to("cpu", torch.float64)
+    if not torch.isfinite(values).all() or values.abs().max() > torch.finfo(source.dtype).max / 16:
+        return True
+    low, high = values.min(), values.max()
+    return bool(((values == low) | (values == high)).all()) and source.numel() > 2

@@ -1,0 +1,367 @@
+"""From what the user names on the command line to a module and its example inputs.
+
+    path/model.py            the `model` of the file; else its get_model / build_model / create_model; else the only
+                             nn.Module subclass that is defined there and needs no arguments
+    path/model.py:NAME       NAME is an instance, a class that needs no arguments or a factory
+    package.module:NAME      the same of an importable module; the current folder is on the path
+
+Every error is a `LoadError` (or `UsageError`, where an option is at fault) of one sentence that says where in the user's
+file it happened. The user's file runs as `python model.py` would run it: its folder is the first on the path, and
+`import optimizer` there finds the user's (see `user_code`). `if __name__ == "__main__":` isn't run.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from optimizer.errors import LoadError, UsageError
+from optimizer.input_spec import draw_inputs, parse_input
+from optimizer.inputs import Call, Samples
+from optimizer.sentences import errors_of_user_code, listed, type_name
+from optimizer.structure import leaves_of
+from optimizer.user_code import put_first
+from optimizer.weights import load_weights, refuse_empty_parameters, refuse_missing_weights
+
+FACTORY_NAMES = ("get_model", "build_model", "create_model")
+ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
+
+
+@dataclass
+class Loaded:
+    """A model as the user gave it, with the inputs to try it on.
+
+    `example_inputs` is a tuple, or a function of a batch size and a generator that returns a call. `source` names the model
+    without any absolute path. `notes` are sentences on what was decided on the way.
+    """
+
+    model: nn.Module
+    example_inputs: ExampleInputs | None
+    example_kwargs: dict[str, Any]
+    source: str
+    notes: tuple[str, ...] = ()
+    folder: Path = field(default_factory=Path.cwd)
+
+    def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
+        """The user's own call; a function is asked for a batch of 2."""
+        return Samples(self.example_inputs or (), self.example_kwargs, seed=seed, device=device).given
+
+
+def load(
+    spec: str, *, name: str | None = None, inputs: Sequence[str] = (), weights: Path | None = None, seed: int = 0
+) -> Loaded:
+    """Load the model that `spec` names, its weights and its example inputs.
+
+    Runs the user's code with `put_first` in force and all random generators seeded with `seed`; the user's modules stay
+    importable afterwards (`user_code.names_restored` takes them back). Raises `LoadError` where the model, the weights or
+    the inputs can't be had, and `UsageError` where an option makes no sense.
+    """
+    specs = [parse_input(text) for text in inputs]
+    target = parse_target(spec, name)
+    if weights is not None:
+        refuse_missing_weights(weights)
+    _seed_everything(seed)
+    module = target.import_module()
+    finder = _Finder(module, target)
+    model, model_name = finder.model()
+    notes: list[str] = []
+    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        notes.append(f"{model_name} is what torch.compile(module) made; the module in it is taken.")
+        model = inner
+    if weights is not None:
+        notes += load_weights(model, weights)
+    refuse_empty_parameters(model)
+    example_inputs, example_kwargs = finder.inputs()
+    if specs:
+        if example_inputs is not None or example_kwargs:
+            notes.append(f"The inputs given by --input replace those of {target.label}.")
+        example_inputs, example_kwargs = draw_inputs(specs, seed)
+    if example_inputs is None and not example_kwargs:
+        raise LoadError(
+            f"{target.label} has no example_inputs and no get_example_inputs(); add one of them to the file or give "
+            f"each input by --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
+        )
+    loaded = Loaded(model, example_inputs, example_kwargs, f"{target.label}:{model_name}", tuple(notes), target.folder)
+    _check_inputs(loaded, seed)
+    return loaded
+
+
+# MODEL ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """What MODEL names: a file or an importable module, and perhaps a name in it."""
+
+    label: str
+    folder: Path
+    file: Path | None
+    name: str | None
+
+    def import_module(self) -> ModuleType:
+        """Run the user's file or import the user's module; raises `LoadError`."""
+        sys.argv[:] = [str(self.file or self.label)]
+        sys.dont_write_bytecode = True
+        put_first(self.folder)
+        with errors_of_user_code(f"{self.label} couldn't be loaded", self.folder):
+            return self._execute() if self.file else self._import()
+
+    def _import(self) -> ModuleType:
+        try:
+            return importlib.import_module(self.label)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.label}.".startswith(f"{error.name}."):
+                raise
+            raise LoadError(
+                f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
+                f"the package installed or in the current folder)."
+            ) from error
+
+    def _execute(self) -> ModuleType:
+        assert self.file is not None
+        name = self.file.stem
+        if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+            name = "user_model_" + re.sub(r"\W", "_", name)
+        spec = importlib.util.spec_from_file_location(name, self.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(name, None)
+            raise
+        return module
+
+
+def parse_target(spec: str, name: str | None = None) -> Target:
+    """Tell the file or module from the name in it; `name` is that of `--model`. Raises `LoadError` or `UsageError`."""
+    place, own_name = _split_name(spec)
+    if own_name and name and own_name != name:
+        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; give one of them.")
+    name = own_name or name
+    if name is not None and not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{name!r} is no name of a model in a Python file; give one such as {place}:build_model.")
+    path = Path(place)
+    if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
+        return Target(place, Path.cwd(), None, name)
+    _refuse_other_files(path)
+    return Target(path.name, path.resolve().parent, path.resolve(), name)
+
+
+def _split_name(spec: str) -> tuple[str, str | None]:
+    if not spec.strip():
+        raise UsageError("MODEL is empty; give a path to a .py file, or package.module:factory.")
+    if os.path.exists(spec):
+        return spec, None
+    place, colon, name = spec.rpartition(":")
+    drive = len(place) == 1 and place.isalpha() and ("\\" in name or "/" in name)
+    if not colon or drive or "\\" in name or "/" in name or name.endswith(".py"):
+        return spec, None
+    if not name or not place:
+        raise UsageError(f"MODEL {spec!r} has nothing on one side of the colon; give one such as model.py:build_model.")
+    return place, name
+
+
+def _refuse_other_files(path: Path) -> None:
+    if path.is_dir():
+        files = sorted(file.name for file in path.glob("*.py"))
+        which = f", such as {path / files[0]}" if files else ""
+        raise LoadError(f"{path} is a folder; give the Python file in it that holds the model{which}.")
+    if not path.exists():
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
+        raise LoadError(f"There is no file {path}{hint}")
+    if path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+        raise LoadError(
+            f"{path} holds weights; MODEL is the Python file that builds the model, give these by --weights."
+        )
+    if path.suffix != ".py":
+        raise LoadError(f"{path} is no Python file (.py).")
+
+
+# What the user's module holds -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Finder:
+    module: ModuleType
+    target: Target
+
+    def model(self) -> tuple[nn.Module, str]:
+        name = self.target.name or self._chosen_name()
+        value = self._attribute(name)
+        return self._instance(value, name), name
+
+    def inputs(self) -> tuple[ExampleInputs | None, dict[str, Any]]:
+        name = next((name for name in ("example_inputs", "get_example_inputs") if hasattr(self.module, name)), None)
+        kwargs = self._keyword_inputs()
+        if name is None:
+            return None, kwargs
+        value = getattr(self.module, name)
+        if not callable(value) or isinstance(value, torch.Tensor | Mapping):
+            return self._merged(value, name, kwargs)
+        if _takes_two(value):
+            return self._drawn_by(value, name), kwargs
+        return self._merged(self._call(value, name), f"{name}()", kwargs)
+
+    def _chosen_name(self) -> str:
+        if hasattr(self.module, "model"):
+            return "model"
+        factories = [name for name in FACTORY_NAMES if callable(getattr(self.module, name, None))]
+        if factories:
+            return self._only(factories, "factories")
+        classes = [value for value in vars(self.module).values() if self._defines(value)]
+        free = list(dict.fromkeys(cls.__name__ for cls in classes if not _required_arguments(cls)))
+        if free:
+            return self._only(free, "nn.Module subclasses without arguments")
+        demanding = [f"{cls.__name__} needs {listed(_required_arguments(cls))}" for cls in classes]
+        found = f" ({'; '.join(demanding[:5])})" if demanding else ""
+        raise LoadError(
+            f"{self.target.label} has no model: there is no `model`, no {' / '.join(FACTORY_NAMES)} and no nn.Module "
+            f"subclass that needs no arguments{found}; add one of them, or name the model as {self.target.label}:NAME."
+        )
+
+    def _only(self, names: list[str], kind: str) -> str:
+        if len(names) > 1:
+            raise LoadError(
+                f"{self.target.label} has {len(names)} {kind}: {listed(names)}; choose one, "
+                f"such as {self.target.label}:{names[0]}."
+            )
+        return names[0]
+
+    def _defines(self, value: object) -> bool:
+        return (
+            isinstance(value, type)
+            and issubclass(value, nn.Module)
+            and value.__module__ == self.module.__name__
+            and value.forward is not nn.Module.forward
+            and not inspect.isabstract(value)
+        )
+
+    def _attribute(self, name: str) -> Any:
+        value: Any = self.module
+        for part in name.split("."):
+            if not hasattr(value, part):
+                here = [other for other in vars(self.module) if not other.startswith("_")]
+                near = difflib.get_close_matches(part, here, 1)
+                hint = f"; did you mean {near[0]}?" if near else "."
+                raise LoadError(f"{self.target.label} has no {name}{hint}")
+            value = getattr(value, part)
+        return value
+
+    def _instance(self, value: Any, name: str) -> nn.Module:
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, type) and not issubclass(value, nn.Module):
+            raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which is no nn.Module.")
+        if not callable(value):
+            raise LoadError(f"{name} in {self.target.label} is no nn.Module but a {type_name(value)}.")
+        required = _required_arguments(value)
+        if required:
+            kind = f"the class {value.__name__}" if isinstance(value, type) else "a function"
+            raise LoadError(
+                f"{name} in {self.target.label} is {kind} that needs arguments ({listed(required)}); "
+                f"add a function build_model() that gives them and returns the model."
+            )
+        built = self._call(value, name)
+        if isinstance(built, nn.Module):
+            return built
+        hint = "; return the model only" if isinstance(built, tuple) else ""
+        raise LoadError(f"{name}() in {self.target.label} returned a {type_name(built)} and no nn.Module{hint}.")
+
+    def _call(self, function: Callable[[], Any], name: str) -> Any:
+        with errors_of_user_code(f"{name}() in {self.target.label} failed", self.target.folder):
+            return function()
+
+    def _keyword_inputs(self) -> dict[str, Any]:
+        value = getattr(self.module, "example_kwargs", {})
+        if callable(value) and not isinstance(value, Mapping):
+            value = self._call(value, "example_kwargs")
+        if not isinstance(value, Mapping):
+            raise LoadError(f"example_kwargs in {self.target.label} is no dict but a {type_name(value)}.")
+        return self._keywords(value, "example_kwargs")
+
+    def _keywords(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise LoadError(f"{name} in {self.target.label} has the key {wrong[0]!r}, which names no argument.")
+        return dict(value)
+
+    def _merged(self, value: Any, name: str, kwargs: dict[str, Any]) -> tuple[ExampleInputs | None, dict[str, Any]]:
+        if not isinstance(value, Mapping):
+            return self._positional(value, name), kwargs
+        twice = [key for key in value if key in kwargs]
+        if twice:
+            raise LoadError(f"{twice[0]} stands in {name} and in example_kwargs of {self.target.label}; give it once.")
+        return (), {**self._keywords(value, name), **kwargs}
+
+    def _positional(self, value: Any, name: str) -> tuple[Any, ...]:
+        if isinstance(value, torch.Tensor):
+            return (value,)
+        if isinstance(value, tuple | list):
+            return tuple(value)
+        hint = "; torch.from_numpy makes a tensor of it" if isinstance(value, numpy.ndarray) else ""
+        raise LoadError(
+            f"{name} in {self.target.label} is a {type_name(value)}; it has to be a tensor, a tuple or a list of "
+            f"arguments, or a dict of keyword arguments{hint}."
+        )
+
+    def _drawn_by(self, function: Callable[..., Any], name: str) -> Callable[[int, torch.Generator], Call]:
+        def draw(batch_size: int, generator: torch.Generator) -> Call:
+            called = f"{name}({batch_size}, generator)"
+            with errors_of_user_code(f"{called} in {self.target.label} failed", self.target.folder):
+                value = function(batch_size, generator)
+            if isinstance(value, Mapping):
+                return Call((), self._keywords(value, called))
+            return Call(self._positional(value, called), {})
+
+        return draw
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether this is a function of a batch size and a generator."""
+    return len(_required_arguments(function)) == 2
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+
+
+def _check_inputs(loaded: Loaded, seed: int) -> None:
+    call = loaded.first_call(seed)
+    leaves = leaves_of((call.args, call.kwargs)).values
+    arrays = [leaf for leaf in leaves if isinstance(leaf, numpy.ndarray)]
+    if arrays:
+        raise LoadError(
+            f"The example inputs of {loaded.source} hold a numpy array; torch.from_numpy makes a tensor of it."
+        )
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise LoadError(f"The example inputs of {loaded.source} hold no tensor.")
+
+
+def _seed_everything(seed: int) -> None:
+    """A model with random weights is the same one in every run."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,521 @@
+"""What `manifest.json` says: its schema, how it is written, how it is read. docs/bundle.md explains every field.
+
+The manifest is strict JSON: numbers that JSON doesn't have are the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from optimizer.errors import BundleError
+
+MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"
+README = "README.md"
+GOLDEN = "golden.safetensors"
+SCHEMA_NAME = "optimize-export-bundle"
+SCHEMA_VERSION = 1
+
+_PROGRAM = "optimize-export"
+_LIBRARIES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "safetensors", "transformers")
+_CHUNK = 1 << 24
+_NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# ------------------------------------------------------------------------------------------------------- the schema
+
+Check = Callable[[object, str], None]
+
+
+def _wrong(where: str, expected: str, value: object) -> BundleError:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return BundleError(f"{MANIFEST} is broken: `{where}` must be {expected}, not {shown}.")
+
+
+def _kind(expected: str, *types: type) -> Check:
+    def check(value: object, where: str) -> None:
+        # JSON's true is no number, though Python's is.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise _wrong(where, expected, value)
+
+    return check
+
+
+def _record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    def check(value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise _wrong(where or MANIFEST, "an object", value)
+        prefix = f"{where}." if where else ""
+        for name, inner in required.items():
+            if name not in value:
+                raise BundleError(f"{MANIFEST} is broken: the field `{prefix}{name}` is missing.")
+            inner(value[name], prefix + name)
+        for name, inner in (optional or {}).items():
+            if name in value:
+                inner(value[name], prefix + name)
+
+    return check
+
+
+def _each(inner: Check, *, at_least: int = 0) -> Check:
+    def check(value: object, where: str) -> None:
+        if not isinstance(value, list) or len(value) < at_least:
+            raise _wrong(where, f"a list of at least {at_least}" if at_least else "a list", value)
+        for index, item in enumerate(value):
+            inner(item, f"{where}[{index}]")
+
+    return check
+
+
+def _or_null(inner: Check) -> Check:
+    def check(value: object, where: str) -> None:
+        if value is not None:
+            inner(value, where)
+
+    return check
+
+
+def _number(value: object, where: str) -> None:
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value in tuple(_NOT_NUMBERS)):
+        raise _wrong(where, "a number", value)
+
+
+def _count(value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _wrong(where, "a whole number", value)
+
+
+def _dimension(value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _wrong(where, "a whole number or the name of a dimension", value)
+
+
+def _digest(value: object, where: str) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise _wrong(where, "a SHA-256 of 64 hexadecimal digits", value)
+
+
+def is_inside_path(text: str) -> bool:
+    """Whether a text is a plain relative path with forward slashes that can't leave the folder it starts from."""
+    if not text or re.search(r"[\x00-\x1f\x7f\\:]", text):
+        return False
+    path = PurePosixPath(text)
+    return not path.is_absolute() and ".." not in path.parts and path.as_posix() == text and text != "."
+
+
+def _path(value: object, where: str) -> None:
+    if not isinstance(value, str) or not is_inside_path(value):
+        raise _wrong(where, "the path of a file inside the bundle", value)
+
+
+_text = _kind("a text", str)
+_flag = _kind("true or false", bool)
+_object = _kind("an object", dict)
+_texts = _each(_text)
+
+_tensor = _record({"name": _text, "dtype": _text, "shape": _each(_dimension)})
+_file = _record({"path": _path, "sha256": _digest, "bytes": _count})
+_parity = _record({"ok": _flag, "verdict": _text, "reason": _text})
+_artifact = _record(
+    {
+        "format": _text,
+        "path": _path,
+        "files": _each(_path, at_least=1),
+        "sha256": _digest,
+        "bytes": _count,
+        "route": _text,
+        "refused": _each(_record({"route": _text, "reason": _text})),
+        "inputs": _each(_tensor),
+        "outputs": _each(_tensor, at_least=1),
+        "notes": _texts,
+        "parity": _or_null(_parity),
+    }
+)
+_pass = _record({"name": _text, "options": _object, "status": _text})
+_golden = _record(
+    {
+        "path": _path,
+        "device": _record({"type": _text, "name": _text}),
+        "calls": _each(
+            _record(
+                {
+                    "name": _text,
+                    "batch_size": _or_null(_count),
+                    "draw": _count,
+                    "inputs": _texts,
+                    "outputs": _texts,
+                    "tied": _texts,
+                }
+            ),
+            at_least=1,
+        ),
+        "outputs": _each(
+            _record(
+                {
+                    "name": _text,
+                    "kind": _text,
+                    "dtype": _text,
+                    "scale": _number,
+                    "rms": _number,
+                    "own_error": _number,
+                    "own_error_rms": _number,
+                    "response": _number,
+                    "response_rms": _number,
+                    "noise": _number,
+                    "noise_rms": _number,
+                    "signal": _or_null(_text),
+                    "deterministic": _flag,
+                    "tied": _count,
+                    "atol": _or_null(_number),
+                    "rtol": _or_null(_number),
+                }
+            ),
+            at_least=1,
+        ),
+    }
+)
+_manifest = _record(
+    {
+        "schema": _record({"name": _text, "version": _count}),
+        "created": _text,
+        "program": _record({"name": _text, "version": _text}),
+        "environment": _record({"python": _text, "platform": _text, "libraries": _object}),
+        "device": _record({"type": _text, "name": _text}),
+        "mode": _text,
+        "seed": _count,
+        "model": _record(
+            {"class": _text, "source": _text, "parameters": _count, "bytes": _count, "weights_sha256": _digest}
+        ),
+        "passes": _each(_pass),
+        "artifacts": _each(_artifact, at_least=1),
+        "parity": _parity,
+        "golden": _golden,
+        "files": _each(_file, at_least=1),
+    },
+    {"coverage": _or_null(_object), "notes": _texts},
+)
+
+
+def check_manifest(manifest: Any) -> None:
+    """BundleError, one sentence that names the field, where a manifest isn't of this schema or contradicts itself."""
+    if not isinstance(manifest, dict):
+        raise _wrong(MANIFEST, "an object", manifest)
+    schema = manifest.get("schema")
+    if not isinstance(schema, dict) or schema.get("name") != SCHEMA_NAME:
+        raise BundleError(f"{MANIFEST} is not the manifest of a bundle of this program: it has no `schema` of it.")
+    version = schema.get("version")
+    if version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{MANIFEST} is of schema version {version!r}, and this program reads version {SCHEMA_VERSION}: "
+            "use the version of the program that wrote the bundle."
+        )
+    _manifest(manifest, "")
+    for problem in _contradictions(manifest):
+        raise BundleError(f"{MANIFEST} contradicts itself: {problem}.")
+
+
+def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:
+    files = {file["path"]: file for file in manifest["files"]}
+    if len(files) != len(manifest["files"]):
+        yield "a path stands twice in `files`"
+    if MANIFEST in files or SUMS in files:
+        yield f"`files` can't hold {MANIFEST} or {SUMS}"
+    golden = manifest["golden"]
+    if golden["path"] not in files:
+        yield f"{golden['path']} is not in `files`"
+    outputs = [output["name"] for output in golden["outputs"]]
+    for call in golden["calls"]:
+        if call["outputs"] != outputs:
+            yield f"the outputs of {call['name']} are not those of `golden.outputs`"
+    formats = [artifact["format"] for artifact in manifest["artifacts"]]
+    if len(set(formats)) != len(formats):
+        yield "a format stands twice in `artifacts`"
+    for artifact in manifest["artifacts"]:
+        for path in artifact["files"]:
+            if path not in files:
+                yield f"{path} of the artifact {artifact['format']} is not in `files`"
+        if artifact["path"] not in artifact["files"]:
+            yield f"{artifact['path']} is not one of the files of the artifact {artifact['format']}"
+        elif files[artifact["path"]]["sha256"] != artifact["sha256"]:
+            yield f"the SHA-256 of {artifact['path']} in `artifacts` is not the one in `files`"
+        if [tensor["name"] for tensor in artifact["outputs"]] != outputs:
+            yield f"the outputs of the artifact {artifact['format']} are not those of `golden.outputs`"
+
+
+# ------------------------------------------------------------------------------------------------- writing and reading
+
+
+def plain(value: Any) -> Any:
+    """A value as strict JSON has it: tuples as lists, NaN and the infinities as their names; TypeError for the rest."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, Mapping):
+        if strange := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"the key {strange[0]!r} is no text")
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(f"a {type(value).__name__} can't be written as JSON")
+
+
+def number(value: float | str) -> float:
+    """A number as the manifest has it, "NaN" and "Infinity" included."""
+    return _NOT_NUMBERS[value] if isinstance(value, str) else float(value)
+
+
+def to_json_text(value: Any) -> str:
+    """Strict JSON, keys in the order given, with a newline at the end; TypeError for what JSON can't say."""
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The checked manifest of a folder; BundleError in one sentence where there is none or it is broken."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}.") from None
+    except OSError as error:
+        raise BundleError(f"{path} can't be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is broken: it is not valid JSON ({error}).") from error
+    try:
+        check_manifest(manifest)
+    except BundleError as error:
+        raise BundleError(f"{folder} can't be used: {error}") from error
+    return dict(manifest)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def local_roots(*more: Path) -> tuple[str, ...]:
+    """The folders of this machine that nothing in a bundle may name, the longest first."""
+    names = [os.getcwd(), os.path.expanduser("~"), sys.prefix, sys.base_prefix, tempfile.gettempdir()]
+    folders = [*more, *(Path(name) for name in names if os.path.isabs(name))]
+    both = {str(path) for folder in folders for path in (folder, folder.resolve())}
+    return tuple(sorted((text for text in both if len(Path(text).parts) > 1), key=len, reverse=True))
+
+
+def without_local_paths(value: Any, roots: tuple[str, ...]) -> Any:
+    """`value` with the folders of this machine cut from every text in it: `/home/me/work/net.py:3` is `net.py:3`."""
+    if isinstance(value, str):
+        for root in roots:
+            end = rf"(?:{re.escape(os.sep)}|(?![\w.-]))"
+            value = re.sub(
+                rf"(?<![\w.-]){re.escape(root)}{end}", lambda found: "" if found[0].endswith(os.sep) else ".", value
+            )
+        return value
+    if isinstance(value, Mapping):
+        return {key: without_local_paths(item, roots) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_local_paths(item, roots) for item in value]
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------ what is in it
+
+
+def creation_time() -> str:
+    """Now in UTC, or the time of SOURCE_DATE_EPOCH, for bundles that can be made again byte by byte."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if epoch is None:
+        seconds = int(time.time())
+    elif re.fullmatch(r"\d{1,11}", epoch):
+        seconds = int(epoch)
+    else:
+        raise BundleError(f"SOURCE_DATE_EPOCH must be a whole number of seconds since 1970, not {epoch!r}.")
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def describe_program() -> dict[str, str]:
+    """The manifest's `program`."""
+    return {"name": _PROGRAM, "version": _version_of(_PROGRAM) or "unknown"}
+
+
+def describe_environment() -> dict[str, Any]:
+    """The manifest's `environment`: versions of Python and of the libraries that are installed."""
+    libraries = {name: version for name in _LIBRARIES if (version := _version_of(name))}
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}",
+        "libraries": libraries,
+    }
+
+
+def describe_device(device: str | torch.device) -> dict[str, str]:
+    """The manifest's `device`: its type ("cpu", "cuda") and the name of the processor."""
+    kind = torch.device(device)
+    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else _processor()
+    return {"type": kind.type, "name": name}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def weights_hash(state_dict: Mapping[str, Any]) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of a state dict, in the order of the names.
+
+    The device, strides and sharing of storage don't count. At most one tensor is copied at a time, and only one that isn't
+    contiguous; the others go to the CPU in pieces. An entry that is no tensor counts by its name, and by its bytes where it
+    is `bytes` or plain JSON. BundleError for a tensor whose bytes can't be read.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state_dict):
+        value = state_dict[name]
+        if not isinstance(value, torch.Tensor):
+            _hash_extra(digest, name, value)
+            continue
+        _hash_line(digest, [name, str(value.dtype).removeprefix("torch."), list(value.shape), str(value.layout)])
+        try:
+            for piece in _pieces(value.detach()):
+                digest.update(piece)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            kind = type(value).__name__
+            raise BundleError(f"the weight {name} is a {kind} whose bytes can't be read: {error}") from error
+    return digest.hexdigest()
+
+
+def _hash_line(digest: Any, header: Any) -> None:
+    digest.update(json.dumps(header).encode("ascii") + b"\n")
+
+
+def _hash_extra(digest: Any, name: str, value: Any) -> None:
+    if isinstance(value, bytes):
+        _hash_line(digest, [name, "bytes", len(value)])
+        digest.update(value)
+        return
+    try:
+        _hash_line(digest, [name, plain(value)])
+    except TypeError:
+        _hash_line(digest, [name, type(value).__qualname__])
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if tensor.is_meta:
+        return
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        yield from _pieces(whole.indices())
+        yield from _pieces(whole.values())
+        return
+    if tensor.is_quantized:
+        yield from _pieces(tensor.dequantize())
+        return
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    step = max(1, _CHUNK // max(1, tensor.element_size()))
+    for piece in flat.split(step):
+        if piece.numel():
+            yield memoryview(piece.cpu().contiguous().view(torch.uint8).numpy())
+
+
+# ---------------------------------------------------------------------------------------------------------- the README
+
+
+def usage_text(manifest: Mapping[str, Any]) -> str:
+    """A README for whoever gets the bundle: how to run its artifacts without this program. Markdown."""
+    model, parity = manifest["model"], manifest["parity"]
+    lines = [
+        f"# {model['class']}",
+        "",
+        f"Written by {manifest['program']['name']} {manifest['program']['version']} on {manifest['created']}.",
+        f"Parity with the original model: {parity['verdict']}. {parity['reason']}".rstrip(),
+        "",
+        f"`{_PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
+        f"`sha256sum -c {SUMS}` checks the files alone. A TorchScript file is a program: load only those you trust.",
+        "",
+    ]
+    for artifact in manifest["artifacts"]:
+        lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(artifact), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shape(tensor: Mapping[str, Any]) -> str:
+    return "[" + ", ".join(str(size) for size in tensor["shape"]) + "]"
+
+
+def _table(artifact: Mapping[str, Any]) -> list[str]:
+    rows = ["| | name | dtype | shape |", "|---|---|---|---|"]
+    for side in ("inputs", "outputs"):
+        rows += [f"| {side[:-1]} | `{t['name']}` | {t['dtype']} | `{_shape(t)}` |" for t in artifact[side]]
+    return rows
+
+
+def _example(artifact: Mapping[str, Any]) -> list[str]:
+    write = {"onnx": _onnx_example, "torchscript": _torchscript_example}.get(artifact["format"])
+    return ["```python", *write(artifact), "```"] if write else []
+
+
+def _sizes(tensor: Mapping[str, Any]) -> str:
+    sizes = [2 if isinstance(size, str) else size for size in tensor["shape"]]
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+
+# numpy has names for these dtypes only; other inputs are made by torch.
+_NUMPY = frozenset(
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+)
+
+
+def _onnx_example(artifact: Mapping[str, Any]) -> list[str]:
+    feeds = [
+        f'    "{t["name"]}": numpy.zeros({_sizes(t)}, dtype=numpy.{t["dtype"] + ("_" if t["dtype"] == "bool" else "")}),'
+        for t in artifact["inputs"]
+        if t["dtype"] in _NUMPY
+    ]
+    others = [
+        f"    # {t['name']}: an onnxruntime.OrtValue of {t['dtype']}, {_shape(t)}"
+        for t in artifact["inputs"]
+        if t["dtype"] not in _NUMPY
+    ]
+    return [
+        "import numpy",
+        "import onnxruntime",
+        "",
+        f'session = onnxruntime.InferenceSession("{artifact["path"]}", providers=["CPUExecutionProvider"])',
+        "outputs = session.run(None, {",
+        *feeds,
+        *others,
+        "})",
+    ]
+
+
+def _torchscript_example(artifact: Mapping[str, Any]) -> list[str]:
+    names = [t["name"] for t in artifact["inputs"]]
+    return [
+        "import torch",
+        "",
+        f'model = torch.jit.load("{artifact["path"]}").eval()',
+        *(f"{t['name']} = torch.zeros({_sizes(t)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]),
+        "with torch.inference_mode():",
+        f"    outputs = model({', '.join(names)})",
+    ]

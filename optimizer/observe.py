@@ -1,0 +1,219 @@
+"""What one call of a callable gives: its outputs, and what it changes on the way."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from optimizer.float64 import Float64Mode, raised
+from optimizer.inputs import Call
+from optimizer.preserve import kept_state, random_state
+from optimizer.structure import clone, leaves_of, rebuild
+
+Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
+
+
+@dataclass
+class Observation:
+    """The outputs of one call.
+
+    Attributes:
+        values: name -> tensor on the CPU, in the order of the output's tree; Python floats and numpy arrays as tensors.
+        kinds: name -> "output", "input" (an input that was changed in place), "gradient" or "buffer".
+        structure: the output's tree without its tensors; None where the callable answers with flat tensors.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    structure: Any = None
+
+    def add(self, kind: str, name: str, value: torch.Tensor) -> None:
+        self.values[name] = value
+        self.kinds[name] = kind
+
+    def of_kind(self, kind: str) -> list[str]:
+        return [name for name, own in self.kinds.items() if own == kind]
+
+
+def observe(
+    target: Callable[..., Any],
+    call: Call,
+    *,
+    seed: int,
+    training: bool = False,
+    flatten: Flatten | None = None,
+    mode: AbstractContextManager[Any] | None = None,
+    names: Sequence[str] | None = None,
+) -> Observation:
+    """Call `target` once with copies of the inputs; its state and the random state are afterwards as before.
+
+    With `training`, a backward pass from fixed random gradients at the float outputs follows, and the gradients of the
+    parameters and of the inputs that ask for one, and the buffers that changed, are observed too. `.grad` is not used.
+    `names` are those of the call's tensors, after the signature of `target` if left out. What `target` raises is not
+    caught.
+    """
+    args, kwargs = clone((call.args, call.kwargs))
+    names = input_names(target, call) if names is None else names
+    inputs = [tensor for _, tensor in leaves_of((args, kwargs)).tensors()]
+    before = [tensor.detach().clone() for tensor in inputs]
+    if mode is not None and isinstance(mode, Float64Mode):
+        args, kwargs = _raise_inputs(mode, args, kwargs)
+        inputs = [tensor for _, tensor in leaves_of((args, kwargs)).tensors()]
+    observation = Observation()
+    with kept_state(target), random_state(seed), torch.set_grad_enabled(training), mode or nullcontext():
+        outputs = target(*flatten(args, kwargs)) if flatten is not None else target(*args, **kwargs)
+        _add_outputs(observation, outputs, flat=flatten is not None)
+        if training:
+            _add_gradients(observation, target, outputs, inputs, names, seed, mode)
+            _add_buffers(observation, target, mode)
+    for name, tensor, old in zip(names, inputs, before, strict=True):
+        if not _same(tensor, old):
+            observation.add("input", f"{name} (changed in place)", _on_cpu(tensor))
+    return observation
+
+
+def input_names(target: Callable[..., Any], call: Call) -> list[str]:
+    """A name for each tensor of the call, after the parameters of the callable's signature where it has them."""
+    positional = _parameter_names(target)
+    args = {
+        (positional[index] if index < len(positional) else f"input_{index}"): value
+        for index, value in enumerate(call.args)
+    }
+    return [name for name, _ in leaves_of({**args, **call.kwargs}).tensors()]
+
+
+def own_dtype(target: Any, call: Call) -> torch.dtype:
+    """The float dtype that a model works in: that of most of its parameters, else of its inputs, else torch's default."""
+    parameters = target.parameters() if isinstance(target, nn.Module) else ()
+    inputs = (tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors())
+    for tensors in (parameters, inputs):
+        counts: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+        if counts:
+            return max(counts, key=lambda dtype: counts[dtype])
+    return torch.get_default_dtype()
+
+
+def _raise_inputs(mode: Float64Mode, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+        mode.saw(tensor.dtype)
+        return tensor.detach().to(raised(tensor.dtype)).requires_grad_(tensor.requires_grad)
+
+    raised_args, raised_kwargs = rebuild((args, kwargs), to_float64)
+    return raised_args, raised_kwargs
+
+
+def _parameter_names(target: Callable[..., Any]) -> list[str]:
+    function = target.forward if isinstance(target, nn.Module) else target
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _add_outputs(observation: Observation, outputs: Any, *, flat: bool) -> None:
+    leaves = leaves_of(outputs)
+    observation.structure = None if flat else leaves.structure
+    for name, value in zip(leaves.names, leaves.values, strict=True):
+        tensor = _as_tensor(value)
+        if tensor is not None:
+            observation.add("output", name, _on_cpu(tensor))
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(np.ascontiguousarray(value))
+    return None
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if plain.is_nested:
+        plain = plain.to_padded_tensor(0.0)
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    if plain.is_quantized:
+        plain = plain.dequantize()
+    if isinstance(plain, nn.Parameter) or type(plain) is not torch.Tensor:
+        plain = plain.as_subclass(torch.Tensor)
+    # A copy: the callable may keep the tensor and write to it at its next call.
+    return plain.to("cpu", copy=True).resolve_conj().resolve_neg()
+
+
+def _same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    if tensor.shape != before.shape:
+        return False
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return bool(torch.equal(_on_cpu(tensor), _on_cpu(before)))
+    now, old = tensor.detach(), before.to(tensor.dtype)
+    return bool(((now == old) | ((now != now) & (old != old))).all())
+
+
+def _add_gradients(
+    observation: Observation,
+    target: Any,
+    outputs: Any,
+    inputs: Iterable[torch.Tensor],
+    input_names: Sequence[str],
+    seed: int,
+    mode: Any,
+) -> None:
+    roots = [tensor for _, tensor in leaves_of(outputs).tensors() if tensor.requires_grad]
+    wanted = {
+        f"gradient of {name}": tensor
+        for name, tensor in zip(input_names, inputs, strict=True)
+        if tensor.requires_grad and tensor.is_leaf
+    }
+    if isinstance(target, nn.Module):
+        for name, parameter in target.named_parameters():
+            if parameter.requires_grad:
+                leaf = mode.shadow(parameter) if isinstance(mode, Float64Mode) else parameter
+                wanted[f"gradient of {_own_name(name)}"] = parameter if leaf is None else leaf
+    if not roots or not wanted:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [
+        torch.randn(root.shape, generator=generator, dtype=torch.float64).to(root.device, root.dtype) for root in roots
+    ]
+    gradients = _gradients(roots, list(wanted.values()), cotangents, in_float64=isinstance(mode, Float64Mode))
+    for name, leaf, gradient in zip(wanted, wanted.values(), gradients, strict=True):
+        # No gradient and a gradient of zeros move a parameter alike: not at all.
+        observation.add("gradient", name, _on_cpu(torch.zeros_like(leaf) if gradient is None else gradient))
+
+
+def _gradients(
+    roots: list[torch.Tensor], leaves: list[torch.Tensor], cotangents: list[torch.Tensor], *, in_float64: bool
+) -> list[torch.Tensor | None]:
+    if not in_float64:
+        return list(torch.autograd.grad(roots, leaves, cotangents, allow_unused=True))
+    # A mode is off inside the functions that it sees, and `grad` is one: a checkpointed part would be run again without
+    # it. `backward` isn't seen. What it writes to is this run's own: float64 leaves and copies of the inputs.
+    reached = [leaf for leaf in leaves if leaf.dtype in (torch.float64, torch.complex128)]
+    torch.autograd.backward(roots, cotangents, inputs=reached)
+    return [leaf.grad if any(leaf is one for one in reached) else None for leaf in leaves]
+
+
+def _own_name(name: str) -> str:
+    """The name without the prefix that `torch.compile(module)` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _add_buffers(observation: Observation, target: Any, mode: Any) -> None:
+    if not isinstance(target, nn.Module):
+        return
+    for name, buffer in target.named_buffers():
+        shadow = mode.shadow(buffer) if isinstance(mode, Float64Mode) else None
+        observation.add("buffer", f"buffer {_own_name(name)}", _on_cpu(buffer if shadow is None else shadow))

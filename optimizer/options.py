@@ -1,0 +1,92 @@
+"""What the command was asked to do, read and checked as far as that goes without torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from optimizer.errors import UsageError
+
+DEFAULT_FORMATS = ("torchscript", "onnx")
+DEFAULT_BATCH_SIZES = (1, 2, 3, 5, 8)
+# The step of the command that comes before the stages of the library.
+LOAD_STAGE = "load"
+
+_LARGEST_BATCH = 1 << 20
+_Value = TypeVar("_Value", int, str)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Make a bundle of a model. `passes` None stands for the preset, the empty text for no pass at all."""
+
+    model: str
+    output: Path
+    name: str | None = None
+    inputs: tuple[str, ...] = ()
+    weights: Path | None = None
+    passes: str | None = None
+    formats: tuple[str, ...] = DEFAULT_FORMATS
+    device: str = "auto"
+    require_gpu: bool = False
+    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    static_batch: bool = False
+    input_names: tuple[str, ...] | None = None
+    output_names: tuple[str, ...] | None = None
+    strict: bool = False
+    force: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Check a bundle again."""
+
+    bundle: Path
+    device: str = "auto"
+    require_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Show what passes there are."""
+
+
+Options = ExportOptions | VerifyOptions | ListOptions
+
+
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """`"1,2,3,5,8"` as numbers; raises `UsageError` for anything but different whole numbers from 1 on."""
+    return _different("--batch-sizes", [_batch_size(part) for part in _parts("--batch-sizes", text)])
+
+
+def parse_names(option: str, text: str) -> tuple[str, ...]:
+    """`"a,b"` as different names; raises `UsageError`."""
+    return _different(option, _parts(option, text))
+
+
+def default_output(model: str) -> Path:
+    """`dist/` and the name of the file or module."""
+    place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model
+    stem = Path(place or model).name.removesuffix(".py")
+    return Path("dist") / (stem.rpartition(".")[2] or "model")
+
+
+def _parts(option: str, text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UsageError(f"{option} {text!r} has an empty entry; separate the entries by single commas.")
+    return parts
+
+
+def _batch_size(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _LARGEST_BATCH):
+        raise UsageError(f"--batch-sizes: {text!r} is no whole number from 1 on; give some such as 1,2,3,5,8.")
+    return int(text)
+
+
+def _different(option: str, values: Sequence[_Value]) -> tuple[_Value, ...]:
+    twice = [str(value) for value in dict.fromkeys(values) if list(values).count(value) > 1]
+    if twice:
+        raise UsageError(f"{option} has {', '.join(twice)} twice.")
+    return tuple(values)

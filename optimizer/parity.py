@@ -1,0 +1,174 @@
+"""Does a candidate compute what the original computes? Measured first, judged second.
+
+The truth is the original itself, run in float64 (`optimizer.float64`). How much rounding alone may move an output, its
+*noise*, is measured: the larger of the original's own error against that truth and of its answer to changes of one unit
+in the last place of its inputs and weights. A candidate may be off by `FACTOR` times that, in the largest error and in
+the root mean square, each pooled over all batch sizes and draws. There is no other tolerance unless the user gives one.
+
+    reference = Reference.measure(model, Samples((x,)))       # runs the original, once
+    measurement = reference.compare(candidate)                # runs a candidate; plain data, JSON both ways
+    report = judge(measurement)                               # runs nothing
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.errors import LoadError, UsageError
+from optimizer.float64 import float64_mode
+from optimizer.inputs import Call, ExampleInputs, Samples
+from optimizer.observe import Observation
+from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
+from optimizer.verdict import (
+    FACTOR,
+    Measurement,
+    OutputDifference,
+    OutputNoise,
+    OutputParity,
+    ParityReport,
+    Tolerance,
+    judge,
+)
+
+__all__ = [
+    "BATCH_SIZES",
+    "FACTOR",
+    "GoldenEntry",
+    "Measurement",
+    "OutputDifference",
+    "OutputNoise",
+    "OutputParity",
+    "ParityReport",
+    "Reference",
+    "RegionParity",
+    "Tolerance",
+    "check_parity",
+    "check_region",
+    "compare_golden",
+    "float64_mode",
+    "judge",
+]
+
+
+@dataclass(frozen=True)
+class RegionParity:
+    """The judgement of one rewritten region at its own outputs; figures are those of the worst output."""
+
+    ok: bool
+    error: float
+    noise: float
+    ratio: float
+    reason: str
+    reference: str
+    report: ParityReport | None = None
+
+
+def check_parity(
+    reference: Callable[..., Any],
+    candidate: Callable[..., Any],
+    example_inputs: ExampleInputs,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    draws: int = 2,
+    seed: int = 0,
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    device: torch.device | str | None = None,
+    mode: Mode = "inference",
+) -> ParityReport:
+    """Whether `candidate` computes what `reference` computes; any two callables.
+
+    Modules are put in eval for the time (not with mode="training"); both are left as they were. With `device`, the
+    inputs go there, and a module that lives elsewhere is copied there.
+
+    Raises:
+        LoadError: the reference raises on the example inputs.
+        UsageError: the example inputs are no tuple, tensor or function, or an option makes no sense.
+    """
+    if mode not in ("inference", "training"):
+        raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
+    samples = Samples(example_inputs, example_kwargs, seed=seed, device=device)
+    measured = Reference.measure(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
+    return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol)
+
+
+def check_region(
+    f_old: Callable[..., Any],
+    f_new: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    *,
+    factor: float = FACTOR,
+    seed: int = 0,
+) -> RegionParity:
+    """Whether a rewritten part of a model answers its recorded inputs as the old part does, by the same judgement.
+
+    Outputs that carry no signal are no failure here: a part may well answer zero.
+
+    Raises:
+        UsageError: no inputs.
+    """
+    if not inputs:
+        raise UsageError("A region can't be checked without recorded inputs.")
+    original = Original(f_old, "region", seed)
+    with as_run(f_old, "inference") as settings, as_run(f_new, "inference"):
+        for number, args in enumerate(inputs):
+            original.run(number, 0, Call(tuple(args), {}), keep_call=True, label=f"recorded input {number}")
+        try:
+            reference = original.finish(None, settings, 1)
+        except LoadError as error:
+            return RegionParity(False, math.inf, 0.0, math.inf, str(error), "none")
+        report = judge(reference.compare(f_new), factor=factor)
+    failed = report.verdict == "failed"
+    judged = [output for output in report.outputs if output.judged]
+    worst = max(judged, key=lambda output: (not output.ok, output.ratio), default=None)
+    return RegionParity(
+        ok=not failed and worst is not None,
+        error=worst.max_error if worst else 0.0,
+        noise=worst.noise if worst else 0.0,
+        ratio=worst.ratio if worst else 0.0,
+        reason=report.reason if failed or worst is not None else "there is no deterministic output to compare",
+        reference=report.reference,
+        report=report,
+    )
+
+
+def compare_golden(
+    noises: Mapping[str, OutputNoise],
+    entries: Sequence[tuple[GoldenEntry, Sequence[torch.Tensor]]],
+    *,
+    factor: float = FACTOR,
+    device: str = "cpu",
+) -> ParityReport:
+    """Judge stored outputs against what a candidate answers now, by the stored noise; the original isn't needed.
+
+    Args:
+        entries: each stored call with the candidate's flat outputs, in the order of `entry.outputs`.
+        factor: how many times the noise an output may be off: on another device or dtype more than `FACTOR`.
+    """
+    comparison = Comparison(noises, flat=True)
+    for entry, got in entries:
+        own = Observation(dict(entry.outputs), dict.fromkeys(entry.outputs, "output"))
+        none = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in entry.outputs.items()}
+        kept = Kept(entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied)
+        values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
+        comparison.add(kept, Observation(values, dict.fromkeys(values, "output")))
+    sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
+    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, {})
+    return judge(comparison.finish(blank), factor=factor)
+
+
+def _placed(target: Callable[..., Any], device: torch.device | str | None) -> Callable[..., Any]:
+    if device is None or not isinstance(target, nn.Module):
+        return target
+    wanted = torch.device(device).type
+    if all(tensor.device.type == wanted for tensor in (*target.parameters(), *target.buffers())):
+        return target
+    return copy.deepcopy(target).to(device)

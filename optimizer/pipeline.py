@@ -1,0 +1,458 @@
+"""Passes as transactions: run, checked where they changed something, checked as a whole, kept or taken back."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from optimizer.errors import OptimizeFailed
+from optimizer.inputs import Call, Samples
+from optimizer.parity import ParityReport, Reference, RegionParity, check_region, float64_mode, judge
+from optimizer.preserve import eager_only, pinned_settings, random_state
+from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
+from optimizer.working_copy import Mode, WorkingCopy, private_buffers
+from passes.base import Context, Pass, PassResult
+from passes.errors import PassesError
+from passes.graph.capture import Capture, Island, ModuleGraph, capture
+from passes.graph.edits import AttributeEdit, in_place, taken_back
+from passes.graph.forward import GraphForward
+from passes.graph.interception import intercepted_calls
+from passes.graph.program import Program
+from passes.graph.recording import Recordings, agree, record
+from passes.graph.region import Region
+from passes.graph.witness import witness_inputs
+
+# What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
+_WITNESS_BYTES = 256 << 20
+
+
+@dataclass
+class _Done:
+    """A pass that stays so far."""
+
+    number: int
+    record: PassRecord
+    result: PassResult
+
+
+@dataclass
+class Pipeline:
+    """One `optimize`: from the working copy to the verified result.
+
+    Attributes:
+        copy: what is rewritten.
+        original: the caller's module, on the device that is optimized for.
+        samples: None where there are no example inputs: then nothing is run and nothing verified.
+    """
+
+    copy: WorkingCopy
+    original: nn.Module
+    samples: Samples | None
+    device: torch.device
+    strict: bool
+    batch_sizes: Sequence[int] | None
+    progress: ProgressFunction
+    notes: list[str] = field(default_factory=list)
+    records: list[PassRecord] = field(default_factory=list)
+    _reference: Reference | None = None
+    _calls: list[Call] = field(default_factory=list)
+    _formats: tuple[torch.memory_format | None, ...] = ()
+    _passes: Sequence[Pass] = ()
+    _done: list[_Done] = field(default_factory=list)
+
+    @property
+    def mode(self) -> Mode:
+        """ "inference" or "training"."""
+        return self.copy.mode
+
+    def measure_original(self) -> None:
+        """Run the original at two batch sizes or more, which all results are compared with.
+
+        Raises:
+            LoadError: it raises on the example inputs.
+        """
+        if self.samples is None:
+            return
+        self._tell("capture", 0, 3, "running the original")
+        sizes = self._two_sizes(self.samples)
+        self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=2, mode=self.mode)
+        worked = [size for size in sizes or [] if size in self._reference.batch_sizes]
+        self._calls = [self.samples.at(size) for size in worked] if sizes else [self.samples.given]
+        if len(self._calls) < 2:
+            self.notes.append("only one batch size could be run, so that constants of the batch size aren't found")
+
+    def _two_sizes(self, samples: Samples) -> list[int] | None:
+        if not samples.dynamic or samples.batch_size is None:
+            return None
+        asked = [size for size in self.batch_sizes or () if size != samples.batch_size]
+        # A batch of one is special to many models: it isn't taken for the second size.
+        other = next((size for size in asked if size > 1), 2 if samples.batch_size != 2 else 3)
+        return [samples.batch_size, other]
+
+    def capture(self) -> Program:
+        """The graphs of the working copy, each of which computes what its module does."""
+        root = self.copy.root
+        recordings = self._record()
+        self._tell("capture", 1, 3, "tracing")
+        structures = recordings.structures if recordings else None
+        called = recordings.counts if recordings else None
+        uncalled = frozenset(id(m) for m in root.modules() if called is not None and id(m) not in called)
+        captured = capture(root, structures, uncalled)
+        for module, name in captured.leaks:
+            self.copy.restore_attribute(module, name)
+        self._tell("capture", 2, 3, "comparing the graphs with the original")
+        if recordings is not None:
+            self._leave_wrong_graphs(captured)
+        self._tell("capture", 3, 3, "")
+        return Program.of(captured, recordings, self.mode)
+
+    def _record(self) -> Recordings | None:
+        root = self.copy.root
+        if not self._calls:
+            return None
+        with self._quiet(), private_buffers(root, keep_written=self.mode == "inference"):
+            try:
+                runs = [record(root, call.args, dict(call.kwargs)) for call in self._fresh_calls()]
+            except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
+                self.notes.append(f"the runs couldn't be recorded ({type(error).__name__}: {_first_line(error)})")
+                return None
+            self._formats = self._output_formats()
+        return agree(root, runs)
+
+    def _output_formats(self) -> tuple[torch.memory_format | None, ...]:
+        call = self._fresh_calls()[0]
+        leaves = pytree.tree_leaves(self.copy.root(*call.args, **call.kwargs))
+        return tuple(_format_of(leaf) for leaf in leaves)
+
+    def _fresh_calls(self) -> list[Call]:
+        """Copies of the calls, as a forward may write to its inputs."""
+        copied = [
+            pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (c.args, c.kwargs))
+            for c in self._calls
+        ]
+        return [Call(tuple(args), kwargs) for args, kwargs in copied]
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Run the working copy and leave no trace of it."""
+        with ExitStack() as stack:
+            stack.enter_context(random_state(0))
+            stack.enter_context(pinned_settings())
+            stack.enter_context(eager_only())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            yield
+
+    def _leave_wrong_graphs(self, captured: Capture) -> None:
+        """Make islands of the forwards that answer otherwise by their graph: a trace may have frozen something."""
+        root = self.copy.root
+        while captured.graphs:
+            edits = [_installed(graph) for graph in captured.graphs.values()]
+            with self._quiet(), private_buffers(root):
+                wanted = self._outputs()
+                with in_place(edits):
+                    if _same(wanted, self._outputs(tolerate=True)):
+                        return
+                culprits = self._culprits(captured)
+            if not culprits:
+                # Wrong together, right alone: nothing is known then.
+                culprits = dict.fromkeys(captured.graphs, "its graph and those of others don't go together")
+            for key, reason in culprits.items():
+                graph = captured.graphs.pop(key)
+                captured.islands[key] = Island(graph.path, graph.module, reason)
+
+    def _outputs(self, *, tolerate: bool = False) -> Any:
+        outputs = []
+        for number, call in enumerate(self._fresh_calls()):
+            torch.manual_seed(number)
+            try:
+                outputs.append(self.copy.root(*call.args, **call.kwargs))
+            except Exception as error:
+                if not tolerate:
+                    raise
+                outputs.append(error)
+        return outputs
+
+    def _culprits(self, captured: Capture) -> dict[int, str]:
+        found: dict[int, str] = {}
+        busy = False
+
+        def around(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            nonlocal busy
+            graph = captured.graphs.get(id(module))
+            if graph is None or busy or id(module) in found:
+                return call(*args, **kwargs)
+            busy = True
+            reason = self._why_wrong(graph, args, kwargs)
+            busy = False
+            if reason:
+                found[id(module)] = reason
+            return call(*args, **kwargs)
+
+        with intercepted_calls(self.copy.root, around):
+            self._outputs()
+        return found
+
+    def _why_wrong(self, graph: ModuleGraph, args: Any, kwargs: Any) -> str | None:
+        by_graph = _installed(graph)
+
+        def run(forward: Callable[..., Any]) -> Any:
+            torch.manual_seed(0)
+            own_args, own_kwargs = pytree.tree_map(_cloned, (args, kwargs))
+            return forward(*own_args, **own_kwargs)
+
+        state = torch.get_rng_state()
+        try:
+            wanted = run(graph.module.forward)
+            try:
+                with in_place([by_graph]):
+                    got = run(graph.module.forward)
+            except Exception as error:  # noqa: BLE001 - the graph is wrong, whatever it raises
+                return f"its graph raises where its forward doesn't ({type(error).__name__}: {_first_line(error)})"
+        finally:
+            torch.set_rng_state(state)
+        return None if _same(wanted, got) else "its graph answers otherwise: a trace froze something of its forward"
+
+    def run(self, program: Program, passes: Sequence[Pass]) -> None:
+        """Run the passes in order; each is kept or taken back.
+
+        Raises:
+            OptimizeFailed: with `strict`, at a pass that fails or is rolled back.
+        """
+        self._passes = passes
+        self._run_from(program, 0)
+        self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
+
+    def _run_from(self, program: Program, first: int) -> None:
+        calls = tuple((call.args, call.kwargs) for call in self._calls)
+        context = Context(self.mode, self.device, calls, self._formats)
+        for number, item in enumerate(self._passes[first:], first):
+            self._tell("optimize", number, len(self._passes) + 1, item.name)
+            self._run_one(program, number, item, context)
+
+    def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
+        started = time.perf_counter()
+        try:
+            result = item.run(program, context)
+        except PassesError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
+            if self.strict:
+                raise OptimizeFailed(f"{item.name} failed ({reason})") from error
+            return
+        record = PassRecord(
+            item.name,
+            item.options,
+            "applied" if result.changes else "unchanged",
+            changes=tuple(PlaceRecord(change.where, change.what) for change in result.changes),
+            skips=tuple(PlaceRecord(skip.where, skip.reason) for skip in result.skips),
+            seconds=_since(started),
+        )
+        self.records.append(record)
+        wrong = self._check_changes(program, record, result) if result.changes and self._calls else None
+        if wrong is not None:
+            self._roll_back(record, result, wrong)
+            return
+        self._done.append(_Done(number, record, result))
+
+    def _check_changes(self, program: Program, record: PassRecord, result: PassResult) -> str | None:
+        """Compare each change with what it replaced, on what the original flow gives it; the first wrong one, or None."""
+        regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
+        worst: float | None = None
+        while regions:
+            inputs = self._witness(program, result, regions)
+            if not inputs:
+                # Never reached in the run: there is nothing to compare.
+                break
+            for number, values in inputs.items():
+                change = result.changes[number]
+                before, after = regions.pop(number), change.after
+                assert after is not None
+
+                def old(*values: Any, region: Region = before, edits: Any = change.edits) -> Any:
+                    with taken_back(edits):
+                        return region(*values)
+
+                found = _check_algebra(old, after, values)
+                worst = max(worst or 0.0, found.ratio)
+                if not found.ok:
+                    record.parity = worst
+                    return f"{change.where or 'the root'} ({change.what}): {found.reason}"
+        record.parity = worst
+        return None
+
+    def _witness(
+        self, program: Program, result: PassResult, regions: dict[int, Region]
+    ) -> dict[int, tuple[torch.Tensor, ...]]:
+        call = self._fresh_calls()[0]
+        root = self.copy.root
+        with self._quiet(), private_buffers(root), taken_back(result.rewriter.edits):
+            return witness_inputs(
+                program,
+                regions,
+                result.rewriter.before,
+                lambda: root(*call.args, **call.kwargs),
+                limit=_WITNESS_BYTES,
+            )
+
+    def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
+        result.rewriter.roll_back()
+        record.status, record.reason = "rolled-back", reason
+        if self.strict:
+            raise OptimizeFailed(f"{record.name} was rolled back: {reason}")
+
+    def verify(self, program: Program) -> ParityReport | None:
+        """Compare the whole with the original; take back the pass that makes it wrong, as often as there is one.
+
+        Raises:
+            OptimizeFailed: with `strict`, at a pass that is rolled back.
+        """
+        if self._reference is None:
+            return None
+        while True:
+            report = self._compare()
+            if report.verdict != "failed" or not any(done.result.changes for done in self._done):
+                return report
+            self._take_back_culprit(program, report)
+
+    def _compare(self) -> ParityReport:
+        assert self._reference is not None
+        with private_buffers(self.copy.root):
+            return judge(self._reference.compare(self.copy.root))
+
+    def _take_back_culprit(self, program: Program, report: ParityReport) -> None:
+        """Find the first pass after which the result is wrong, take it back, and run those behind it once more."""
+        applied = [done for done in self._done if done.result.changes]
+        # Right without any, wrong with all: the first wrong number of passes is in (low, high].
+        low, high = 0, len(applied)
+        reasons = {high: report.reason}
+        while high - low > 1:
+            middle = (low + high) // 2
+            later = [edit for done in applied[middle:] for edit in done.result.rewriter.edits]
+            with taken_back(later):
+                seen = self._compare()
+            if seen.verdict == "failed":
+                high, reasons[middle] = middle, seen.reason
+            else:
+                low = middle
+        culprit = applied[high - 1]
+        for done in reversed(applied[high:]):
+            done.result.rewriter.roll_back()
+        self._done = [done for done in self._done if done.number < culprit.number]
+        self.records = self.records[: culprit.number + 1]
+        self._roll_back(culprit.record, culprit.result, reasons[high])
+        self._run_from(program, culprit.number + 1)
+
+    def _tell(self, stage: str, done: int, total: int, text: str) -> None:
+        self.progress(Progress(stage, done, total, text))
+
+    @property
+    def kept(self) -> list[PassResult]:
+        """The results of the passes that stay."""
+        return [done.result for done in self._done]
+
+
+def size_of(program: Program) -> Size:
+    """What the program is made of."""
+    parameters = list(program.root.parameters())
+    calls = sum(node.op in ("call_module", "call_function", "call_method") for node in program.nodes())
+    inner = sum(1 for node in program.nodes() if (m := program.module_of(node)) is not None and id(m) in program.graphs)
+    return Size(
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        calls - inner,
+    )
+
+
+def coverage_record(program: Program) -> CoverageRecord:
+    """The coverage as the report holds it."""
+    coverage = program.coverage()
+    islands = tuple(PlaceRecord(path, reason) for path, reason in coverage.islands)
+    return CoverageRecord(coverage.reached, coverage.parameterised, coverage.graphs, coverage.recorded, islands)
+
+
+def check_requirements(passes: Sequence[Pass], context: Context) -> None:
+    """See, before any work, that every pass can do what it is asked to.
+
+    Raises:
+        RequirementNotMet: one can't.
+    """
+    for item in passes:
+        item.check(context)
+
+
+def _check_algebra(old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...]) -> RegionParity:
+    """Whether both compute the same, the rounding of the new one left out: that is judged on the whole.
+
+    A rewrite may sum in another order, and a few elements show too little of what rounding does to judge it by them. In
+    float64 what is left is the algebra, and the rounding of the new weights, which the noise of the old part covers.
+    """
+
+    def in_float64(*values: Any) -> Any:
+        with float64_mode():
+            outputs = new(*values)
+        dtype = values[0].dtype
+        return pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_double(leaf) else leaf, outputs)
+
+    found = check_region(old, in_float64, [values])
+    return found if found.reference == "float64" else check_region(old, new, [values])
+
+
+def _is_double(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float64
+
+
+def _installed(graph: ModuleGraph) -> AttributeEdit:
+    graphs = {graph.module.training: (graph.graph, graph.outputs)}
+    return AttributeEdit(graph.module, "forward", GraphForward(graph.module, graph.path, graph.structure, graphs))
+
+
+def _same(wanted: Any, got: Any) -> bool:
+    """Equal to the bit, in the same containers."""
+    mine, my_spec = pytree.tree_flatten(wanted)
+    theirs, their_spec = pytree.tree_flatten(got)
+    return my_spec == their_spec and all(_same_leaf(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = a == b
+    if a.is_floating_point() or a.is_complex():
+        same = same | (a.isnan() & b.isnan())
+    return bool(same.all())
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _format_of(leaf: Any) -> torch.memory_format | None:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.dim() < 2:
+        return None
+    if leaf.is_contiguous():
+        return torch.contiguous_format
+    wanted = {4: torch.channels_last, 5: torch.channels_last_3d}.get(leaf.dim())
+    return wanted if wanted is not None and leaf.is_contiguous(memory_format=wanted) else None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _since(started: float) -> float:
+    return time.perf_counter() - started

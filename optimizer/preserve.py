@@ -1,0 +1,209 @@
+"""Run foreign code and leave everything as it was: modules, random state, numeric settings."""
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+@contextmanager
+def random_state(seed: int | None = None) -> Iterator[None]:
+    """Keep the random state of torch (CPU and CUDA), numpy and Python; inside, all of them start from `seed`."""
+    # CUDA's state is read only where a context exists: reading it would make one.
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    cpu_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if cuda else []
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    python_state = random.getstate()
+    try:
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy_random is not None:
+                numpy_random.seed(seed % (1 << 32))
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda_states)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+@contextmanager
+def pinned_settings() -> Iterator[dict[str, str]]:
+    """float32 means float32: TF32 and bfloat16 matrix products off, the fused attention layers of `nn` off; all restored.
+
+    The fused layers (`torch.backends.mha`) leave zeros at padded positions where the plain ones leave numbers, and no
+    export holds them: both sides of a comparison run the plain ones. Yields what was pinned, for the record.
+    """
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        _pin_float32(stack)
+        yield {"float32_precision": "ieee", "mha_fastpath": "off"}
+
+
+def _pin_float32(stack: ExitStack) -> None:
+    backends = torch.backends
+    try:
+        matmul, cudnn = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # torch refuses to answer by these names once the settings were made by `fp32_precision`.
+        owners: list[tuple[Any, tuple[str, ...]]] = [
+            (backends.cuda, ("matmul",)),
+            (backends.cudnn, ("conv", "rnn")),
+            (backends.mkldnn, ("matmul", "conv", "rnn")),
+        ]
+        nodes: list[Any] = [getattr(owner, part) for owner, parts in owners for part in parts]
+        for node in nodes:
+            stack.callback(setattr, node, "fp32_precision", node.fp32_precision)
+            node.fp32_precision = "ieee"
+        return
+    stack.callback(setattr, backends.cudnn, "allow_tf32", cudnn)
+    stack.callback(setattr, backends.cuda.matmul, "allow_tf32", matmul)
+    stack.callback(torch.set_float32_matmul_precision, precision)
+    torch.set_float32_matmul_precision("highest")
+    backends.cuda.matmul.allow_tf32 = False
+    backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def eager_only() -> Iterator[None]:
+    """Inside, compiled functions run as they were written: function modes don't reach into compiled code."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def evaluated(target: Any) -> Iterator[None]:
+    """All modules of `target` in eval, each one's own flag restored afterwards; nothing for other callables."""
+    # A frozen TorchScript module has no such flag.
+    flags = [(module, module.training) for module in modules_of(target) if hasattr(module, "training")]
+    try:
+        if flags:
+            target.eval()
+        yield
+    finally:
+        for module, training in flags:
+            # Not `.train()`: a module may have overridden it, and it would reach the children.
+            module.training = training
+
+
+@contextmanager
+def kept_state(target: Any) -> Iterator[None]:
+    """Buffers, tensors among the attributes, and the attributes themselves are afterwards what they were before.
+
+    Tensors that were written to in place get their values back in place; a parameter is not copied, so a forward that
+    writes to a parameter is not undone. Nothing for callables that are no modules.
+    """
+    kept = [_ModuleState(module) for module in modules_of(target)]
+    tensors: dict[int, _TensorState] = {}
+    for state in kept:
+        for tensor in state.tensors():
+            tensors.setdefault(id(tensor), _TensorState(tensor))
+    try:
+        yield
+    finally:
+        for state in kept:
+            state.restore()
+        for tensor_state in tensors.values():
+            tensor_state.restore()
+
+
+def modules_of(target: Any) -> list[nn.Module]:
+    return list(target.modules()) if isinstance(target, nn.Module) else []
+
+
+@dataclass
+class _ModuleState:
+    """The attributes of one module: `__dict__` and the dicts and lists in it, one level deep."""
+
+    module: nn.Module
+    attributes: dict[str, Any] = field(init=False)
+    contents: list[tuple[Any, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.module, torch.jit.ScriptModule):
+            self.attributes, self.contents = {}, []
+            return
+        self.attributes = dict(vars(self.module))
+        self.contents = [
+            (value, value.copy()) for value in self.attributes.values() if type(value) in (dict, OrderedDict, list, set)
+        ]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        if isinstance(self.module, torch.jit.ScriptModule):
+            yield from self.module.buffers(recurse=False)
+        values: list[Any] = list(self.attributes.values())
+        for container, _ in self.contents:
+            values.extend(container.values() if isinstance(container, dict) else container)
+        for value in values:
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value):
+                yield value
+
+    def restore(self) -> None:
+        if isinstance(self.module, torch.jit.ScriptModule):
+            return
+        current = vars(self.module)
+        for name in [name for name in current if name not in self.attributes]:
+            del current[name]
+        for name, value in self.attributes.items():
+            if current.get(name) is not value:
+                current[name] = value
+        for container, before in self.contents:
+            _refill(container, before)
+
+
+def _refill(container: Any, before: Any) -> None:
+    if isinstance(container, list):
+        if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
+            container[:] = before
+        return
+    if isinstance(container, set):
+        if container != before:
+            container.clear()
+            container.update(before)
+        return
+    same = list(container) == list(before) and all(container[key] is before[key] for key in before)
+    if not same:
+        container.clear()
+        container.update(before)
+
+
+class _TensorState:
+    """The values of one tensor; they are written back only if they were written to, so that no version moves idly."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+        self.values = tensor.detach().clone()
+
+    def restore(self) -> None:
+        if self._unchanged():
+            return
+        guard: Callable[[], Any] = torch.inference_mode if self.version is None else torch.no_grad
+        with guard():
+            if self.tensor.shape != self.values.shape:
+                self.tensor.resize_(self.values.shape)
+            self.tensor.copy_(self.values)
+
+    def _unchanged(self) -> bool:
+        # The version alone won't do: batch_norm writes its running statistics without moving it.
+        now, before = self.tensor.detach(), self.values
+        if now.shape != before.shape or (self.version is not None and self.tensor._version != self.version):
+            return False
+        return bool(((now == before) | ((now != now) & (before != before))).all())

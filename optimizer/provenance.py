@@ -1,0 +1,92 @@
+"""What the result of `optimize` carries with it: the original, the report, and what it was computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.errors import ExportFailed, UsageError
+from optimizer.report import Report
+
+_ATTRIBUTE = "_optimize_export"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the original that something of the result was computed from, as it was then."""
+
+    path: str
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass
+class Provenance:
+    """Stands in the `__dict__` of a result.
+
+    Copies of the result share it. A pickle doesn't hold the original: what is read from it can be run and exported, and
+    its exports are compared with itself.
+
+    Attributes:
+        original: the caller's module; it shares its weights with the result but for those that were changed.
+        report: the record of what was done.
+        sources: see `Source`.
+    """
+
+    original: nn.Module | None
+    report: Report
+    sources: tuple[Source, ...] = field(default=(), repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Provenance:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Provenance, (None, self.report)
+
+    def check_sources(self) -> None:
+        """See that the original still has the values that the result was computed from.
+
+        Raises:
+            ExportFailed: the caller wrote to one of them since.
+        """
+        for source in self.sources:
+            if source.tensor._version != source.version:
+                raise ExportFailed(
+                    f"{source.path} was written to after optimize() folded it into other weights: the result has the old"
+                    " values, so optimize the model again before you export it"
+                )
+
+
+def attach(module: nn.Module, provenance: Provenance) -> None:
+    """Make the provenance, and the report as `.report` where the model has no attribute of that name, its own."""
+    module.__dict__[_ATTRIBUTE] = provenance
+    if not hasattr(module, "report"):
+        module.__dict__["report"] = provenance.report
+
+
+def provenance_of(module: object) -> Provenance | None:
+    """The provenance of a result of `optimize`; None for any other module."""
+    found = getattr(module, "__dict__", {}).get(_ATTRIBUTE)
+    return found if isinstance(found, Provenance) else None
+
+
+def detach(module: nn.Module) -> None:
+    """Take off what `attach` put on."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+    if isinstance(module.__dict__.get("report"), Report):
+        del module.__dict__["report"]
+
+
+def report_of(model: nn.Module) -> Report:
+    """The report of a module that `optimize` returned.
+
+    Raises:
+        UsageError: it didn't.
+    """
+    provenance = provenance_of(model)
+    if provenance is None:
+        raise UsageError(f"this {type(model).__name__} has no report: it doesn't come from optimize()")
+    return provenance.report

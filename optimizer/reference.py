@@ -1,0 +1,688 @@
+"""The original, run once and kept, and candidates run beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from optimizer.difference import Pool, distance, frontier, is_exact, least_noise, special, unit, wide
+from optimizer.errors import LoadError, UsageError
+from optimizer.float64 import Float64Mode, PerturbedMode, off_by_one_ulp
+from optimizer.inputs import Call, Samples
+from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
+from optimizer.preserve import eager_only, evaluated, pinned_settings
+from optimizer.structure import first_difference, leaves_of, rebuild
+from optimizer.verdict import Measurement, OutputDifference, OutputNoise
+
+BATCH_SIZES = (1, 2, 3, 5, 8)
+Mode = Literal["inference", "training"]
+
+
+@dataclass(frozen=True)
+class GoldenEntry:
+    """One call to be stored: the inputs, and what any faithful candidate answers.
+
+    Attributes:
+        outputs: name -> the float64 reference rounded once to the output's own dtype.
+        tied: name -> bool tensor, True where an integer output is a tie and not to be compared.
+    """
+
+    batch_size: int | None
+    draw: int
+    call: Call
+    outputs: dict[str, torch.Tensor]
+    tied: dict[str, torch.Tensor]
+
+
+@dataclass
+class Kept:
+    """One call of the original: what came out, the truth, and which elements the original itself changes."""
+
+    batch_size: int | None
+    draw: int
+    seed: int
+    call: Call | None
+    own: Observation
+    truth: Observation
+    names: Sequence[str] = ()
+    label: str = ""
+    unstable: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        if self.label:
+            return self.label
+        return f"batch size {self.batch_size}, draw {self.draw}" if self.batch_size is not None else f"draw {self.draw}"
+
+
+class _Gathered:
+    """The figures of one output while the original runs."""
+
+    def __init__(self) -> None:
+        self.size = Pool()
+        self.own_error = Pool()
+        self.response = Pool()
+        self.again = Pool()
+        self.elements = 0
+        self.truth_ties = 0
+        self.own_ties = 0
+        self.exact_differs_again = False
+
+
+class Reference:
+    """The original, run once and kept: its outputs, the float64 truth and the noise, per batch size and draw.
+
+    Any number of candidates can be compared with it. Outputs are kept on the CPU; inputs are made again from the samples.
+    """
+
+    def __init__(
+        self, kept: Sequence[Kept], noises: dict[str, OutputNoise], measured: Measurement, samples: Samples | None
+    ) -> None:
+        self._kept = tuple(kept)
+        self._blank = measured
+        self._samples = samples
+        self.noises = noises
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes at which the original could be run."""
+        return self._blank.batch_sizes
+
+    @classmethod
+    def measure(
+        cls,
+        reference: Callable[..., Any],
+        samples: Samples,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        draws: int = 2,
+        mode: Mode = "inference",
+    ) -> Reference:
+        """Run the original at each batch size and draw: in its own dtype, in float64, and off by one unit.
+
+        Args:
+            batch_sizes: None is 1, 2, 3, 5, 8 and the given one (in training the given one and the next); where the batch
+                can't be changed, the given one alone, whatever is asked.
+            draws: inputs per batch size.
+
+        Raises:
+            LoadError: the original raises at every batch size.
+            UsageError: no batch sizes or no draws.
+        """
+        calls = _planned(samples, batch_sizes, draws, mode)
+        original = Original(reference, mode, samples.seed)
+        if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
+            original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
+        with as_run(reference, mode) as settings:
+            for batch_size, draw in calls:
+                original.run(batch_size, draw, samples.at(batch_size, draw))
+        return original.finish(samples, settings, draws)
+
+    def compare(
+        self,
+        candidate: Callable[..., Any],
+        *,
+        flatten: Flatten | None = None,
+    ) -> Measurement:
+        """Run a candidate on the same calls under the same random seeds.
+
+        Args:
+            flatten: for a candidate that takes flat tensors and returns a tensor or a flat tuple of them: makes its
+                tensors from (args, kwargs). Outputs are then matched by their order and the structure is not compared.
+
+        What the candidate raises is a failure in the result.
+        """
+        comparison = Comparison(self.noises, flat=flatten is not None)
+        with as_run(candidate, self._blank.mode):
+            for kept in self._kept:
+                comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
+        return comparison.finish(self._blank)
+
+    def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
+        """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
+        firsts = [kept for kept in self._kept if kept.draw == 0][:limit]
+        return tuple(self._golden(kept) for kept in firsts)
+
+    def _golden(self, kept: Kept) -> GoldenEntry:
+        outputs, tied = {}, {}
+        for name in kept.own.of_kind("output"):
+            own, truth = kept.own.values[name], kept.truth.values[name]
+            if is_exact(own):
+                outputs[name] = own
+                if bool(kept.unstable[name].any()):
+                    tied[name] = kept.unstable[name]
+                continue
+            rounded = truth.to(own.dtype)
+            plain = (special(own) == 0) & (special(rounded) == 0)
+            outputs[name] = torch.where(plain, rounded, own)
+        return GoldenEntry(kept.batch_size, kept.draw, self._call(kept), outputs, tied)
+
+    def _call(self, kept: Kept) -> Call:
+        if kept.call is not None:
+            return kept.call
+        assert self._samples is not None
+        return self._samples.at(kept.batch_size, kept.draw)
+
+
+class Original:
+    """Runs the original and gathers."""
+
+    def __init__(self, target: Callable[..., Any], mode: str, seed: int) -> None:
+        self.target = target
+        self.mode = mode
+        self.seed = seed
+        self.kept: list[Kept] = []
+        self.notes: list[str] = []
+        self.failures: list[tuple[str, Exception]] = []
+        self.dropped: set[int | None] = set()
+        self.refused = ""
+        self.lowered: set[str] = set()
+        self.coarsest = 0.0
+        self.perturbed = True
+        self.gathered: dict[str, _Gathered] = {}
+        self.inputs_vary = False
+        self.previous_inputs: list[torch.Tensor] | None = None
+        self.device = "cpu"
+
+    @property
+    def training(self) -> bool:
+        return self.mode == "training"
+
+    def run(self, batch_size: int | None, draw: int, call: Call, *, keep_call: bool = False, label: str = "") -> None:
+        if batch_size in self.dropped:
+            return
+        # Gradients are as many numbers as the model has weights: one draw per batch size is enough of them.
+        training = self.training and draw == 0
+        seed = _mixed(self.seed, batch_size or 0, draw)
+        self.device = _device_of(self.target, call)
+        names = input_names(self.target, call)
+        own = self._first_run(batch_size, call, seed, training, names)
+        if own is None:
+            return
+        kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label)
+        self._varies(call)
+        if not self.refused:
+            kept.truth = self._float64(call, kept, training) or own
+        self._gather(kept)
+        for number in range(2 if self.mode == "region" else 1):
+            self._perturb(call, kept, number, training)
+        if draw == 0:
+            self._again(call, kept, training)
+        self.kept.append(kept)
+
+    def finish(self, samples: Samples | None, settings: dict[str, str], draws: int) -> Reference:
+        if not self.kept:
+            if not self.failures:
+                raise UsageError("Nothing to compare: there is no call to make.")
+            where, error = self.failures[0]
+            raise LoadError(f"The model raises on the example inputs ({where}): {_first_line(error)}") from error
+        raised_at = ", ".join(where for where, _ in self.failures)
+        if self.failures:
+            self.notes.append(
+                f"The original raises at {raised_at}, which was left out: {_first_line(self.failures[0][1])}"
+            )
+        self._distrust()
+        if self.refused:
+            for kept in self.kept:
+                kept.truth = kept.own
+            for gathered in self.gathered.values():
+                gathered.own_error = Pool()
+        for kept in self.kept:
+            for name, own in kept.own.values.items():
+                if is_exact(own):
+                    kept.unstable[name] |= own != kept.truth.values[name]
+        noises = {name: self._noise(name) for name in self.gathered}
+        self._note(noises)
+        blank = Measurement(
+            outputs=(),
+            problems=(),
+            notes=tuple(self.notes),
+            reference="own dtype" if self.refused else "float64",
+            reference_reason=self.refused,
+            mode="inference" if self.mode == "region" else self.mode,
+            device=self.device,
+            batch_sizes=tuple(dict.fromkeys(kept.batch_size for kept in self.kept if kept.batch_size is not None)),
+            draws=draws,
+            seed=self.seed,
+            settings=settings,
+        )
+        return Reference(self.kept, noises, blank, samples)
+
+    def _first_run(
+        self, batch_size: int | None, call: Call, seed: int, training: bool, names: Sequence[str]
+    ) -> Observation | None:
+        try:
+            return observe(self.target, call, seed=seed, training=training, names=names)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is recorded
+            self.dropped.add(batch_size)
+            self.kept = [kept for kept in self.kept if kept.batch_size != batch_size]
+            self.failures.append((f"batch size {batch_size}" if batch_size is not None else "the given inputs", error))
+            return None
+
+    def _float64(self, call: Call, kept: Kept, training: bool) -> Observation | None:
+        mode = Float64Mode(own_dtype=own_dtype(self.target, call), leaf_parameters=training)
+        try:
+            with eager_only(), _silent():
+                truth = observe(self.target, call, seed=kept.seed, training=training, mode=mode, names=kept.names)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            self.refused = f"the float64 run raised: {_first_line(error)}"
+            return None
+        self.lowered |= mode.lowered
+        self.coarsest = max(self.coarsest, mode.coarsest)
+        if reason := _another_answer(kept.own, truth):
+            self.refused = f"the float64 run gave something else: {reason}"
+            return None
+        return truth
+
+    def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
+        if not self.perturbed:
+            return
+        seed = _mixed(kept.seed, 1, number)
+        signs = torch.randint(0, 2, (65537,), generator=torch.Generator().manual_seed(seed), dtype=torch.int8) * 2 - 1
+
+        def perturb(tensor: torch.Tensor) -> torch.Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+                return tensor
+            return off_by_one_ulp(tensor.detach(), signs).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = rebuild((call.args, call.kwargs), perturb)
+        mode = PerturbedMode(seed)
+        try:
+            with eager_only(), _silent():
+                other = observe(
+                    self.target, Call(args, kwargs), seed=kept.seed, training=training, mode=mode,
+                    names=kept.names,
+                )  # fmt: skip
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            self.perturbed = False
+            self.notes.append(f"The answer to changes of one unit couldn't be measured: {_first_line(error)}")
+            return
+        if _another_answer(kept.own, other) is None:
+            self._respond(kept, other, lambda gathered: gathered.response)
+
+    def _again(self, call: Call, kept: Kept, training: bool) -> None:
+        try:
+            other = observe(self.target, call, seed=kept.seed, training=training, names=kept.names)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            self.notes.append(f"The original raises when it is run twice: {_first_line(error)}")
+            return
+        for name, own in kept.own.values.items():
+            value = other.values.get(name)
+            if value is None or value.shape != own.shape:
+                self.gathered[name].exact_differs_again = True
+            elif is_exact(own):
+                self.gathered[name].exact_differs_again |= not torch.equal(own, value)
+            else:
+                _pool_finite(self.gathered[name].again, own, value)
+
+    def _respond(self, kept: Kept, other: Observation, pool: Callable[[_Gathered], Pool]) -> None:
+        for name, own in kept.own.values.items():
+            value = other.values.get(name)
+            if value is None:
+                continue
+            if is_exact(own):
+                kept.unstable[name] |= own != value
+                self.gathered[name].own_ties += int((own != value).sum())
+                continue
+            kept.unstable[name] |= special(own) != special(value)
+            _pool_finite(pool(self.gathered[name]), own, value)
+
+    def _gather(self, kept: Kept) -> None:
+        for name, own in kept.own.values.items():
+            gathered = self.gathered.setdefault(name, _Gathered())
+            truth = kept.truth.values[name]
+            kept.unstable[name] = torch.zeros(own.shape, dtype=torch.bool)
+            if is_exact(own):
+                gathered.elements += own.numel()
+                gathered.truth_ties += int((own != truth).sum())
+                continue
+            plain = (special(own) == 0) & (special(truth) == 0)
+            gathered.size.add(wide(own)[plain].abs())
+            gathered.own_error.add(distance(own, truth)[plain])
+
+    def _varies(self, call: Call) -> None:
+        """Note whether any two calls of one shape differ in their inputs: else constant outputs prove nothing."""
+        tensors = [tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors()]
+        previous, self.previous_inputs = self.previous_inputs, tensors
+        if previous is None or len(previous) != len(tensors):
+            return
+        pairs = [_shared_rows(a, b) for a, b in zip(previous, tensors, strict=True)]
+        self.inputs_vary |= any(pair is not None and not torch.equal(*pair) for pair in pairs)
+
+    def _distrust(self) -> None:
+        """Refuse a float64 run that is no more exact version of the original but another computation."""
+        if self.refused:
+            return
+        for name, gathered in self.gathered.items():
+            if not self._repeats(gathered):
+                continue
+            # A tie is rare: many of them at once are another computation, such as another stream of random numbers.
+            if gathered.truth_ties > 8 + gathered.elements / 50 + 8 * gathered.own_ties:
+                self.refused = (
+                    f"the float64 run gave something else: {name} differs in {gathered.truth_ties} of "
+                    f"{gathered.elements} elements"
+                )
+                return
+            rounding = max(gathered.response.rms, gathered.again.rms, self.coarsest * gathered.size.rms)
+            own = gathered.own_error.rms
+            if own > 64 * rounding and own > math.sqrt(self.coarsest) * gathered.size.rms:
+                self.refused = (
+                    f"the float64 run gave something else: {name} differs by {own:.1e} where rounding explains "
+                    f"{rounding:.1e}"
+                )
+                return
+
+    def _repeats(self, gathered: _Gathered) -> bool:
+        """Whether an output is deterministic, but for sums in another order as a GPU may take them."""
+        eps = self.coarsest or unit(torch.float32)
+        bound = max(8 * eps, 0.1 * math.sqrt(eps)) * gathered.size.rms
+        return not gathered.exact_differs_again and gathered.again.rms <= bound
+
+    def _noise(self, name: str) -> OutputNoise:
+        gathered = self.gathered[name]
+        sample = next(kept for kept in self.kept if name in kept.own.values)
+        own = sample.own.values[name]
+        eps = unit(own.dtype)
+        scale, rms = gathered.size.largest, gathered.size.rms
+        floor, floor_rms = least_noise(own.dtype) * eps * scale, least_noise(own.dtype) * eps * rms / 2
+        rounding = max(gathered.own_error.largest, gathered.response.largest, floor)
+        deterministic = self._repeats(gathered)
+        again = gathered.again if deterministic else Pool()
+        response = max(gathered.response.largest, again.largest)
+        response_rms = max(gathered.response.rms, again.rms)
+        noise_rms = max(gathered.own_error.rms, response_rms, floor_rms)
+        tied = sum(int(kept.unstable[name].sum()) for kept in self.kept if name in kept.unstable)
+        return OutputNoise(
+            name=name,
+            kind=sample.own.kinds[name],
+            dtype=str(own.dtype).removeprefix("torch."),
+            scale=scale,
+            rms=rms,
+            own_error=gathered.own_error.largest,
+            own_error_rms=gathered.own_error.rms,
+            response=response,
+            response_rms=response_rms,
+            noise=max(rounding, again.largest),
+            noise_rms=noise_rms,
+            signal=self._no_signal(name, noise_rms),
+            deterministic=deterministic,
+            tied=tied,
+        )
+
+    def _no_signal(self, name: str, noise_rms: float) -> str | None:
+        """Why an output proves nothing; None where it does prove something."""
+        values = [(kept.own.values[name], kept.unstable[name]) for kept in self.kept if name in kept.own.values]
+        if sum(value.numel() for value, _ in values) == 0:
+            return "empty"
+        if all(bool(unstable.all()) for value, unstable in values if is_exact(value) and value.numel()) and is_exact(
+            values[0][0]
+        ):
+            return "tied in every element"
+        if not is_exact(values[0][0]) and all(bool((special(value) != 0).all()) for value, _ in values):
+            return "NaN or infinite in every element"
+        if all(not bool(value.any()) for value, _ in values):
+            return "all zero"
+        if not self.inputs_vary or len(self.kept) < 2 or self.kept[0].own.kinds.get(name) != "output":
+            return None
+        changed, exact = Pool(), is_exact(values[0][0])
+        for (a, _), (b, _) in itertools.pairwise(values):
+            pair = _shared_rows(a, b)
+            if pair is None:
+                return None
+            if exact:
+                changed.add((pair[0] != pair[1]).to(torch.float64))
+            else:
+                _pool_finite(changed, *pair)
+        if changed.largest == 0:
+            return "the same for every input"
+        if not exact and changed.rms <= noise_rms:
+            return "less moved by its inputs than by rounding"
+        return None
+
+    def _note(self, noises: dict[str, OutputNoise]) -> None:
+        if self.refused:
+            self.notes.append(f"The reference is the original in its own dtype, because {self.refused}.")
+        elif self.lowered:
+            self.notes.append(f"Not raised to float64 inside: {', '.join(sorted(self.lowered))}.")
+        for noise in noises.values():
+            if not noise.deterministic:
+                self.notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
+            if noise.signal is not None and noise.kind == "output":
+                self.notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
+            if noise.tied:
+                self.notes.append(
+                    f"{noise.tied} elements of {noise.name} are ties that the original itself breaks either way."
+                )
+        for name in noises:
+            odd = sum(
+                int((special(kept.own.values[name]) == 1).sum())
+                for kept in self.kept
+                if name in kept.own.values and not is_exact(kept.own.values[name])
+            )
+            if odd:
+                self.notes.append(f"{name} of the original has NaN in {odd} elements on these inputs.")
+
+
+@dataclass
+class _Compared:
+    error: Pool = field(default_factory=Pool)
+    mismatches: int = 0
+    problems: list[str] = field(default_factory=list)
+    where: str = ""
+    frontier: tuple[tuple[float, float], ...] = ()
+
+
+class Comparison:
+    """Gathers a candidate's differences from the reference."""
+
+    def __init__(self, noises: Mapping[str, OutputNoise], *, flat: bool) -> None:
+        self.noises = noises
+        self.flat = flat
+        self.compared: dict[str, _Compared] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.lacking: dict[str, None] = {}
+
+    def run(
+        self, candidate: Callable[..., Any], kept: Kept, call: Call, flatten: Flatten | None, *, training: bool
+    ) -> None:
+        training = training and kept.draw == 0
+        try:
+            got = observe(
+                candidate, call, seed=kept.seed, training=training and not self.flat, flatten=flatten,
+                names=kept.names,
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
+            self._problem(f"The candidate raises at {kept.where}: {_first_line(error)}")
+            return
+        self.add(kept, got)
+
+    def add(self, kept: Kept, got: Observation) -> None:
+        if not self.flat and (difference := first_difference(kept.own.structure, got.structure)):
+            self._problem(f"The outputs have another structure: {difference}")
+            return
+        for name, value in self._matched(kept, got):
+            self._compare(kept, name, value)
+        for name in got.of_kind("input"):
+            if kept.own.kinds.get(name) != "input":
+                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the candidate only")
+
+    def finish(self, blank: Measurement) -> Measurement:
+        if self.lacking:
+            self.notes.append(f"The candidate lacks, not compared: {', '.join(self.lacking)}.")
+        outputs = tuple(
+            OutputDifference(
+                noise=self.noises[name],
+                max_error=compared.error.largest,
+                rms_error=compared.error.rms,
+                mismatches=compared.mismatches,
+                problems=tuple(compared.problems),
+                where=compared.where,
+                frontier=compared.frontier,
+            )
+            for name, compared in self.compared.items()
+        )
+        data = {item.name: getattr(blank, item.name) for item in fields(blank)}
+        data |= {"outputs": outputs, "problems": tuple(self.problems), "notes": (*blank.notes, *self.notes)}
+        return Measurement(**data)
+
+    def _matched(self, kept: Kept, got: Observation) -> Iterator[tuple[str, torch.Tensor]]:
+        expected = kept.own.of_kind("output")
+        if self.flat:
+            values = [got.values[name] for name in got.of_kind("output")]
+            if len(values) != len(expected):
+                self._problem(f"The candidate gives {len(values)} tensors and the original {len(expected)}")
+                return
+            yield from zip(expected, values, strict=True)
+        else:
+            yield from ((name, got.values[name]) for name in expected)
+        for name, kind in kept.own.kinds.items():
+            if kind == "output":
+                continue
+            if name in got.values:
+                yield name, got.values[name]
+            elif kind == "input" and not self.flat:
+                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
+            else:
+                self.lacking[name] = None
+
+    def _compare(self, kept: Kept, name: str, value: torch.Tensor) -> None:
+        compared = self.compared.setdefault(name, _Compared())
+        own, truth, unstable = kept.own.values[name], kept.truth.values[name], kept.unstable[name]
+        if problem := _incomparable(own, value):
+            _append_once(compared.problems, f"{problem} at {kept.where}")
+            return
+        if is_exact(own):
+            wrong = int(((own != value) & ~unstable).sum())
+            compared.mismatches += wrong
+            compared.where = compared.where or (kept.where if wrong else "")
+            return
+        odd_own, odd_value = special(own), special(value)
+        other = (odd_own != odd_value) & ~unstable
+        if bool(other.any()):
+            count = int(other.sum())
+            _append_once(compared.problems, f"NaN or inf in other places than the original ({count} at {kept.where})")
+        plain = (odd_own == 0) & (odd_value == 0)
+        # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
+        target = torch.where(special(truth) == 0, wide(truth), wide(own))
+        errors = distance(value, target)[plain]
+        if errors.numel() and float(errors.max()) > compared.error.largest:
+            compared.where = kept.where
+        compared.error.add(errors)
+        compared.frontier = frontier(distance(value, own)[plain], wide(own)[plain].abs(), compared.frontier)
+
+    def _problem(self, sentence: str) -> None:
+        _append_once(self.problems, sentence)
+
+
+def _planned(
+    samples: Samples, batch_sizes: Sequence[int] | None, draws: int, mode: str
+) -> list[tuple[int | None, int]]:
+    if draws < 1:
+        raise UsageError(f"draws must be 1 or more, not {draws}.")
+    if batch_sizes is not None and not batch_sizes:
+        raise UsageError("batch_sizes is empty: there would be nothing to compare.")
+    given = samples.batch_size
+    if not samples.dynamic or given is None:
+        sizes: list[int | None] = [given]
+    elif batch_sizes is not None:
+        sizes = list(dict.fromkeys(batch_sizes))
+    elif mode == "training":
+        sizes = [given, given + 1]
+    else:
+        sizes = list(dict.fromkeys((given, *BATCH_SIZES)))
+    return [(size, draw) for size in sizes for draw in range(draws)]
+
+
+@contextmanager
+def as_run(target: Any, mode: str) -> Iterator[dict[str, str]]:
+    with ExitStack() as stack:
+        settings = stack.enter_context(pinned_settings())
+        if mode == "inference":
+            stack.enter_context(evaluated(target))
+        yield settings
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The extra runs don't repeat the warnings of the first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _another_answer(own: Observation, other: Observation) -> str | None:
+    if difference := first_difference(own.structure, other.structure):
+        return difference
+    for name, value in own.values.items():
+        twin = other.values.get(name)
+        if twin is None:
+            return f"{name} is missing"
+        if twin.shape != value.shape:
+            return f"{name} has the shape {tuple(twin.shape)} and not {tuple(value.shape)}"
+        if is_exact(twin) != is_exact(value) or twin.is_complex() != value.is_complex():
+            return f"{name} is {twin.dtype} beside {value.dtype}"
+    return None
+
+
+def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
+    if value.shape != own.shape:
+        return f"the shape is {tuple(value.shape)} and should be {tuple(own.shape)}"
+    if value.dtype != own.dtype:
+        return f"the dtype is {_short(value.dtype)} and should be {_short(own.dtype)}"
+    return None
+
+
+def _pool_finite(pool: Pool, a: torch.Tensor, b: torch.Tensor) -> None:
+    plain = (special(a) == 0) & (special(b) == 0)
+    pool.add(distance(a, b)[plain])
+
+
+def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The rows that two tensors of different batch sizes both have; None where they can't be compared."""
+    if a.shape == b.shape:
+        return a, b
+    if a.dim() == 0 or b.dim() == 0 or a.shape[1:] != b.shape[1:]:
+        return None
+    rows = min(len(a), len(b))
+    return a[:rows], b[:rows]
+
+
+def _device_of(target: Any, call: Call) -> str:
+    parameters = target.parameters() if isinstance(target, nn.Module) else ()
+    inputs = (tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors())
+    return next((str(tensor.device) for tensor in itertools.chain(parameters, inputs)), "cpu")
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed from several numbers; neighbours give unlike seeds."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1000003 + number + 0x9E3779B9) % (1 << 62)
+    return seed
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # TorchScript says what happened at the end, below its own trace.
+    line = lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {line.rstrip('.')}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _append_once(sentences: list[str], sentence: str) -> None:
+    if sentence not in sentences:
+        sentences.append(sentence)

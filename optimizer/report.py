@@ -1,0 +1,209 @@
+"""What `optimize` did, as plain data, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from optimizer.parity import ParityReport
+
+Status = Literal["applied", "unchanged", "rolled-back", "failed"]
+STAGES = ("capture", "optimize", "export", "parity", "bundle")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of the way.
+
+    Attributes:
+        stage: one of `STAGES`.
+        done, total: steps of the stage that are done, and all of them.
+        text: what is done now.
+    """
+
+    stage: str
+    done: int
+    total: int
+    text: str
+
+
+ProgressFunction = Callable[[Progress], None]
+
+
+def no_progress(progress: Progress) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class PlaceRecord:
+    """One place that was changed or left alone.
+
+    Attributes:
+        where: the module path; "" for the root.
+        text: what was done, or the reason why nothing was.
+    """
+
+    where: str
+    text: str
+
+    def to_json(self) -> dict[str, str]:
+        """Plain data."""
+        return {"where": self.where, "text": self.text}
+
+
+@dataclass
+class PassRecord:
+    """What became of one pass.
+
+    Attributes:
+        name, options: of the pass.
+        status: "applied"; "unchanged": there was nothing to change; "rolled-back": it computed something else, `reason`
+            gives the figures; "failed": it raised, `reason` is the error.
+        changes, skips: the places; those of a pass that was rolled back are what it had done.
+        parity: the largest error of its changes, each at its own outputs, in units of the noise there; None where
+            nothing was checked.
+        seconds: the pass itself, without its checks.
+    """
+
+    name: str
+    options: dict[str, Any]
+    status: Status
+    reason: str = ""
+    changes: tuple[PlaceRecord, ...] = ()
+    skips: tuple[PlaceRecord, ...] = ()
+    parity: float | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "options": self.options,
+            "status": self.status,
+            "reason": self.reason,
+            "changes": [place.to_json() for place in self.changes],
+            "skips": [place.to_json() for place in self.skips],
+            "parity": self.parity,
+            "seconds": round(self.seconds, 4),
+        }
+
+
+@dataclass
+class CoverageRecord:
+    """How much of the model passes could reach; see `passes.graph.program.Coverage`."""
+
+    reached: int
+    parameterised: int
+    graphs: int
+    recorded: int
+    islands: tuple[PlaceRecord, ...]
+
+    @property
+    def share(self) -> float:
+        """Reached by parameterised modules, 0 to 1; 1 where no module has parameters."""
+        return self.reached / self.parameterised if self.parameterised else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "share": round(self.share, 4),
+            "reached": self.reached,
+            "parameterised": self.parameterised,
+            "graphs": self.graphs,
+            "recorded": self.recorded,
+            "islands": [island.to_json() for island in self.islands],
+        }
+
+
+@dataclass
+class Size:
+    """What a model is made of.
+
+    Attributes:
+        parameters: elements of all parameters.
+        parameter_bytes: their bytes.
+        operations: operations of one call, as the recorded run or the graphs show them.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    operations: int
+
+    def to_json(self) -> dict[str, int]:
+        """Plain data."""
+        return {
+            "parameters": self.parameters,
+            "parameter_bytes": self.parameter_bytes,
+            "operations": self.operations,
+        }
+
+
+@dataclass
+class Report:
+    """The record of one `optimize`.
+
+    Attributes:
+        model: the class of the model.
+        mode, device, torch: what it was done for and with.
+        coverage: what passes could reach.
+        passes: one record per pass, in the order given.
+        parity: the result against the original; None where no example inputs were given and nothing was verified.
+        before, after: what the model is made of.
+        notes: sentences that the user should read.
+    """
+
+    model: str
+    mode: str
+    device: str
+    torch: str
+    coverage: CoverageRecord
+    passes: list[PassRecord]
+    parity: ParityReport | None
+    before: Size
+    after: Size
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def verified(self) -> bool:
+        """Whether the result was compared with the original, and computes the same."""
+        return self.parity is not None and self.parity.ok
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, ready for JSON but for what floats may hold."""
+        return {
+            "model": self.model,
+            "mode": self.mode,
+            "device": self.device,
+            "torch": self.torch,
+            "coverage": self.coverage.to_json(),
+            "passes": [record.to_json() for record in self.passes],
+            "verified": self.verified,
+            "parity": None if self.parity is None else self.parity.to_json(),
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 4),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, {self.mode}, {self.device}, torch {self.torch}"]
+        share = f"{100 * self.coverage.share:.0f} % of the modules with parameters"
+        islands = len(self.coverage.islands)
+        lines.append(f"reached: {share}" + (f", {islands} forward(s) left as they are" if islands else ""))
+        width = max((len(record.name) for record in self.passes), default=0)
+        lines += [_pass_line(record, width) for record in self.passes]
+        lines.append(
+            f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters,"
+            f" {self.before.operations:,} -> {self.after.operations:,} operations"
+        )
+        lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _pass_line(record: PassRecord, width: int) -> str:
+    text = f"{record.name:<{width}}  {record.status:<11}  {len(record.changes)} changes, {len(record.skips)} skips"
+    text += f", {record.seconds:.2f} s"
+    return f"{text}: {record.reason}" if record.reason else text

@@ -1,0 +1,154 @@
+"""The result of the command as tables: a view of its JSON document, made for people."""
+
+import io
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+# Where nobody looks at a terminal, lines are as long as they have to be for `grep` to find them whole.
+_WIDE = 4096
+_STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous": "yellow", "failed": "red"}
+
+Document = Mapping[str, Any]
+
+
+def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8") -> str:
+    """The tables of a document; colours, frames and the width of the screen only for a terminal."""
+    stream = io.StringIO()
+    width = shutil.get_terminal_size().columns if terminal else _WIDE
+    # rich believes in the width of a dumb terminal only where it is given a height, too.
+    console = Console(
+        file=stream, force_terminal=terminal, width=width, height=25, highlight=False, emoji=False, markup=False
+    )
+    frames = box.SIMPLE_HEAD if terminal and encoding.lower().startswith("utf") else None
+    for part in _parts(document, frames):
+        console.print(part, soft_wrap=isinstance(part, Text))  # a path that is broken in two can't be copied
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
+
+
+def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableType]:
+    if "available_passes" in document:
+        yield _available(document["available_passes"], frames)
+        return
+    if document.get("passes"):
+        yield _passes(document["passes"], frames)
+        yield ""
+    if any("bytes" in artifact for artifact in document.get("artifacts", ())):
+        yield _artifacts(document["artifacts"], frames)
+        yield ""
+    outputs = [
+        (artifact, output)
+        for artifact in document.get("artifacts", ())
+        for output in (artifact.get("parity") or artifact).get("outputs", ())
+        if "max_error" in output
+    ]
+    if outputs:
+        yield _parity(outputs, frames)
+        yield ""
+    for note in document.get("notes", ()):
+        yield Text(f"note: {note}")
+    if "report" in document:
+        yield Text(_gained(document["report"]))
+    if "bundle" in document:
+        yield Text(f"bundle: {document['bundle']}")
+
+
+def _gained(report: Document) -> str:
+    before, after, coverage = report["before"], report["after"], report["coverage"]
+    return (
+        f"operations: {before['operations']:,} -> {after['operations']:,}; "
+        f"parameters: {before['parameters']:,} -> {after['parameters']:,}; "
+        f"within reach of passes: {coverage['reached']:,} of {coverage['parameterised']:,} modules with parameters"
+    )
+
+
+def _table(frames: box.Box | None, *columns: str) -> Table:
+    table = Table(box=frames, pad_edge=False, padding=(0, 2, 0, 0) if frames is None else (0, 1))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _passes(passes: Sequence[Document], frames: box.Box | None) -> Table:
+    table = _table(frames, "pass", "status", "changes", "skips", "seconds", "reason")
+    for each in passes:
+        table.add_row(
+            each["name"],
+            _coloured(each["status"]),
+            _count(each.get("changes", 0)),
+            _count(each.get("skips", 0)),
+            f"{each.get('seconds') or 0:.2f}",
+            Text(each.get("reason") or ""),
+        )
+    return table
+
+
+def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
+    table = _table(frames, "file", "size", "route", "inputs", "outputs", "parity")
+    for each in artifacts:
+        verdict = (each.get("parity") or {}).get("verdict", "not checked")
+        table.add_row(
+            each["path"],
+            _size(each["bytes"]),
+            Text(each["route"]),
+            Text(_tensors(each["inputs"])),
+            Text(_tensors(each["outputs"])),
+            _coloured(verdict),
+        )
+    return table
+
+
+def _parity(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
+    table = _table(frames, "parity of", "output", "largest error", "allowed", "verdict")
+    for artifact, output in outputs:
+        # An artifact fails for one of its outputs; that it is vacuous is true of each.
+        overall = (artifact.get("parity") or artifact).get("verdict", "ok")
+        verdict = "failed" if output.get("problem") else "ok" if overall == "failed" else overall
+        error, allowed = _number(output["max_error"]), _number(output.get("tolerance"))
+        table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, _coloured(verdict))
+    return table
+
+
+def _available(passes: Sequence[Document], frames: box.Box | None) -> Table:
+    table = _table(frames, "pass", "what it does", "options")
+    for each in passes:
+        table.add_row(each["name"], Text(each["summary"]), Text(_options(each["options"])))
+    return table
+
+
+def _options(options: Any) -> str:
+    if isinstance(options, Mapping):
+        return ", ".join(f"{name}={value}" for name, value in options.items())
+    return ", ".join(map(str, options))
+
+
+def _coloured(word: str) -> Text:
+    return Text(word, style=_STYLES.get(word, ""))
+
+
+def _count(value: int | Sequence[Any]) -> str:
+    return str(value if isinstance(value, int) else len(value))
+
+
+def _tensors(tensors: Sequence[Document]) -> str:
+    return " ".join(f"{each['name']}[{','.join(map(str, each['shape']))}]" for each in tensors)
+
+
+def _number(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.2g}"
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, bigger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

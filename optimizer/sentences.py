@@ -1,0 +1,84 @@
+"""What is said of errors in the user's files, in one sentence that names the place."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from optimizer.errors import LoadError
+from optimizer.user_code import OWN_PACKAGES, ROOT
+
+_OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
+_MOST_NAMED = 5
+_LONGEST_QUOTE = 400
+
+
+@contextlib.contextmanager
+def errors_of_user_code(what: str, folder: Path) -> Iterator[None]:
+    """Turn whatever the user's code raises into a `LoadError`: `what`, the error and its place in the user's files."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except SystemExit as error:
+        raise LoadError(f"{what}: it called sys.exit({'' if error.code is None else repr(error.code)}).") from error
+    except SyntaxError as error:
+        place = f"{_short(error.filename, folder)} line {error.lineno}" if error.filename else "the file"
+        raise LoadError(f"{what}: {place} has a syntax error: {error.msg}.") from error
+    except ImportError as error:
+        raise LoadError(f"{what}: {_import_sentence(error)}{_place(error, folder)}.") from error
+    except Exception as error:
+        raise LoadError(f"{what}: {quote(error, with_type=True)}{_place(error, folder)}.") from error
+
+
+def _import_sentence(error: ImportError) -> str:
+    message = quote(error)
+    if "relative import" in message:
+        return f"{message}; for a file of a package give package.module:NAME from the folder above the package"
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return message
+    top = error.name.partition(".")[0]
+    if top in sys.modules:
+        return f"there is no module {error.name}"
+    return f"there is no module {error.name} (the folder of the file is on the path; if it is a package: pip install {top})"
+
+
+def _place(error: BaseException, folder: Path) -> str:
+    """The innermost line of the user's own files in the traceback."""
+    root = str(folder.resolve()) + os.sep
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)]
+    theirs = [frame for frame in frames if "site-packages" not in frame.filename.removeprefix(root)]
+    theirs = [frame for frame in theirs if not frame.filename.startswith(_OURS)]
+    return f" ({_short(theirs[-1].filename, folder)} line {theirs[-1].lineno})" if theirs else ""
+
+
+def _short(filename: str, folder: Path) -> str:
+    return filename.removeprefix(str(folder.resolve()) + os.sep)
+
+
+def quote(error: BaseException, *, with_type: bool = False) -> str:
+    """The message on one line, without its last full stop and not longer than a screen can bear."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if len(text) > _LONGEST_QUOTE:
+        text = text[:_LONGEST_QUOTE].rstrip() + "…"
+    if with_type:
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text or type(error).__name__
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first five, and how many more there are."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,162 @@
+"""The tensors inside a call or an output, by name, whatever holds them.
+
+Tuples, lists, mappings (Hugging Face's `ModelOutput` among them), named tuples and dataclasses are opened; any other
+object with attributes is opened where a tensor is found in it (a key-value cache, a container class of the user's own).
+Nothing needs to be registered anywhere, and everything is rebuilt by `copy.deepcopy` with other tensors in place.
+"""
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_NEVER_OPENED = (
+    *(str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType),
+    *(nn.Module, torch.Generator, torch.dtype, torch.device, np.ndarray),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """What a tree holds: `names` and `values` side by side, and the tree's `structure` without them (JSON-able)."""
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    structure: Any
+
+    def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Names and tensors, in the order of the tree."""
+        return tuple((name, value) for name, value in zip(self.names, self.values, strict=True) if is_tensor(value))
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def leaves_of(tree: Any, root: str = "output") -> Leaves:
+    """Open a tree.
+
+    A single tensor is named `root`, the items of a top-level sequence `root_0`, `root_1`, …, those of a mapping or an
+    object by their keys; below that, names are joined with dots.
+    """
+    names: list[str] = []
+    values: list[Any] = []
+
+    def keep(name: str, value: Any) -> None:
+        names.append(name or root)
+        values.append(value)
+
+    structure = _open(tree, "", root, keep, set())
+    return Leaves(tuple(names), tuple(values), structure)
+
+
+def rebuild(tree: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same tree with `replace(tensor)` for each tensor; a tensor that stands twice is replaced once.
+
+    Containers are new and what they hold besides tensors is the same object as before. An object that was opened for the
+    tensors among its attributes is copied deeply: a cache that counts its tokens must not carry the count over.
+    """
+    memo: dict[int, Any] = {}
+    for value in leaves_of(tree).values:
+        if id(value) not in memo:
+            memo[id(value)] = replace(value) if is_tensor(value) else value
+    return memo[id(tree)] if id(tree) in memo else copy.deepcopy(tree, memo)
+
+
+def clone(tree: Any) -> Any:
+    """The same tree with a copy of each tensor, detached, which asks for a gradient where the tensor did."""
+    return rebuild(tree, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def first_difference(expected: Any, got: Any, path: str = "") -> str | None:
+    """A sentence about the first place where two structures differ; None where they are equal."""
+    if expected == got:
+        return None
+    where = path or "the output"
+    kind, *parts = expected
+    other_kind, *other_parts = got
+    if kind != other_kind:
+        return f"{where} is {_article(other_kind)} and should be {_article(kind)}"
+    if kind == "value":
+        return f"{where} is {other_parts[0]} and should be {parts[0]}"
+    keys, other_keys = [key for key, _ in parts[0]], [key for key, _ in other_parts[0]]
+    if keys != other_keys:
+        return f"{where} holds {_listing(other_keys)} and should hold {_listing(keys)}"
+    for (key, child), (_, other) in zip(parts[0], other_parts[0], strict=True):
+        if difference := first_difference(child, other, f"{path}.{key}" if path else str(key)):
+            return difference
+    return f"{where} has another structure"
+
+
+def _open(tree: Any, path: str, root: str, keep: Callable[[str, Any], None], opened: set[int]) -> Any:
+    children = None if id(tree) in opened else _children(tree, opened)
+    if children is None:
+        keep(path, tree)
+        return _leaf_structure(tree)
+    opened = opened | {id(tree)}
+    positional = isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
+    described = []
+    for key, child in children:
+        inner = f"{path}.{key}" if path else f"{root}_{key}" if positional else key
+        described.append([key, _open(child, inner, root, keep, opened)])
+    return [_class_name(tree), described]
+
+
+def _children(tree: Any, opened: set[int]) -> list[tuple[str, Any]] | None:
+    """The parts of a container by key; None for a leaf."""
+    if isinstance(tree, (torch.Tensor, *_NEVER_OPENED)):
+        return None
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(str(field), getattr(tree, field)) for field in tree._fields]
+    if isinstance(tree, list | tuple):
+        return [(str(index), child) for index, child in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        return [(str(key), child) for key, child in tree.items()]
+    if dataclasses.is_dataclass(tree):
+        return [
+            (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        ]
+    attributes = getattr(tree, "__dict__", None)
+    if not attributes or not _holds_tensor(list(attributes.values()), opened | {id(tree)}):
+        return None
+    return [(key, child) for key, child in attributes.items() if _holds_tensor(child, opened | {id(tree)})]
+
+
+def _holds_tensor(tree: Any, opened: set[int]) -> bool:
+    if isinstance(tree, torch.Tensor):
+        return True
+    if id(tree) in opened or isinstance(tree, _NEVER_OPENED):
+        return False
+    opened = opened | {id(tree)}
+    if isinstance(tree, list | tuple | set | frozenset):
+        return any(_holds_tensor(child, opened) for child in tree)
+    if isinstance(tree, Mapping):
+        return any(_holds_tensor(child, opened) for child in tree.values())
+    return any(_holds_tensor(child, opened) for child in getattr(tree, "__dict__", {}).values())
+
+
+def _leaf_structure(leaf: Any) -> list[Any]:
+    if isinstance(leaf, torch.Tensor):
+        return ["tensor"]
+    if isinstance(leaf, bool | int | str | None):
+        return ["value", repr(leaf)]
+    return [_class_name(leaf)]
+
+
+def _class_name(tree: Any) -> str:
+    # A plain torch.Size or a subclass of list is what its class says; `builtins` is left out for readable messages.
+    kind = type(tree)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _listing(keys: list[str]) -> str:
+    return ", ".join(keys) if keys else "nothing"

@@ -1,0 +1,119 @@
+"""One run of the model on its example inputs, before anything is done with it."""
+
+import contextlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from optimizer.errors import LoadError
+from optimizer.inputs import Call
+from optimizer.loading import Loaded
+from optimizer.sentences import dtype_name, errors_of_user_code, listed, type_name
+from optimizer.structure import leaves_of
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
+    """Run the model once on its example inputs, in eval and without gradients, and leave it as it was.
+
+    Training flags, buffers, the attributes of all modules and the state of the random generators are put back. Lazy
+    modules get their parameters here, for good. Raises `LoadError` where the inputs don't fit forward, where forward
+    raises, and where it returns no tensor.
+    """
+    model = loaded.model
+    device = next((tensor.device for tensor in _tensors_of(model)), None)
+    call = loaded.first_call(seed, device)
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), _flags_restored(model):
+        model.eval()
+        if any(is_lazy(tensor) for tensor in _tensors_of(model)):
+            _run(loaded, call)
+            loaded.notes += ("Lazy modules got their parameters from a run on the example inputs.",)
+        with _state_restored(model):
+            outputs = _run(loaded, call)
+    leaves = leaves_of(outputs).values
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        what = type_name(leaves[0]) if leaves else type_name(outputs)
+        raise LoadError(
+            f"forward of {loaded.source} returned no tensor but {what}; it has to return tensors, also in tuples, lists, "
+            f"dicts or dataclasses."
+        )
+
+
+def _run(loaded: Loaded, call: Call) -> Any:
+    model, args, kwargs = loaded.model, call.args, call.kwargs
+    tensors = leaves_of((args, kwargs)).tensors()
+    shapes = listed([f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for _, tensor in tensors])
+    try:
+        with torch.no_grad(), errors_of_user_code(f"{loaded.source} failed on its inputs ({shapes})", loaded.folder):
+            return model(*args, **kwargs)
+    except LoadError as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+        misfit = _misfit(model, args, kwargs)
+        if misfit is None:
+            raise
+        raise LoadError(f"The inputs don't fit forward of {loaded.source}: {misfit}.") from error.__cause__
+
+
+def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the arguments don't bind to forward, with its parameters; None where they do or nobody can tell."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (ValueError, TypeError):
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [str(parameter).partition(":")[0] for parameter in signature.parameters.values()]
+        given = f"{len(args)} positional" + (f" and {listed(list(kwargs))}" if kwargs else "")
+        return f"{error}; forward takes ({', '.join(names)}), given were {given}"
+    return None
+
+
+@contextlib.contextmanager
+def _flags_restored(model: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _state_restored(model: nn.Module) -> Iterator[None]:
+    """Put back buffers and attributes, also what stands in the modules' own dicts, lists and sets."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    attributes = [(vars(module), dict(vars(module))) for module in plain]
+    containers = [value for _, saved in attributes for value in saved.values() if type(value) in _CONTAINERS]
+    contents = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for current, saved in [*attributes, *contents]:
+            _refill(current, saved)
+        with torch.no_grad():
+            for buffer, saved_buffer in buffers:
+                if not torch.equal(buffer, saved_buffer):
+                    buffer.copy_(saved_buffer)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

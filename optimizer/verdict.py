@@ -1,0 +1,343 @@
+"""What a comparison measured, and the judgement of it: plain data and arithmetic, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from optimizer.errors import UsageError
+
+FACTOR = 4.0
+Tolerance = float | Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class OutputNoise:
+    """What rounding alone does to one output, pooled over all calls of the original.
+
+    Attributes:
+        kind: "output", "input" (changed in place), "gradient" or "buffer".
+        dtype: the output's dtype, such as "float32".
+        scale, rms: largest magnitude and root mean square of the reference.
+        own_error, own_error_rms: the original against the float64 reference; 0 where there is none.
+        response, response_rms: the original against itself with inputs and weights off by one unit in the last place,
+            and against itself run again.
+        noise, noise_rms: the larger of the two, and at least four units in the last place of the output's own scale,
+            for float16 and bfloat16 one (for the root mean square half of that, of the root mean square).
+        signal: None, or why the output proves nothing: "all zero", "the same for every input", …
+        deterministic: False where the original differs from itself by more than rounding: it is not judged.
+        tied: elements of an integer output which the original itself changes within its noise: they are not compared.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    scale: float
+    rms: float
+    own_error: float
+    own_error_rms: float
+    response: float
+    response_rms: float
+    noise: float
+    noise_rms: float
+    signal: str | None
+    deterministic: bool
+    tied: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OutputNoise:
+        return cls(**{item.name: data[item.name] for item in fields(cls)})
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """A candidate's output against the reference, pooled over all calls.
+
+    Attributes:
+        max_error, rms_error: against the reference, over the elements that are finite on both sides.
+        mismatches: elements of an integer output that differ, ties left out.
+        problems: sentences about a difference that no tolerance forgives: shape, dtype, NaN or inf in other places.
+        where: the call of the largest error: "batch size 3, draw 1".
+        frontier: (difference from the original's own output, that output's magnitude) pairs that decide any atol, rtol.
+    """
+
+    noise: OutputNoise
+    max_error: float
+    rms_error: float
+    mismatches: int
+    problems: tuple[str, ...]
+    where: str
+    frontier: tuple[tuple[float, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "noise": self.noise.to_json(), "frontier": [list(point) for point in self.frontier]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OutputDifference:
+        return cls(
+            noise=OutputNoise.from_json(data["noise"]),
+            max_error=data["max_error"],
+            rms_error=data["rms_error"],
+            mismatches=data["mismatches"],
+            problems=tuple(data["problems"]),
+            where=data["where"],
+            frontier=tuple((error, size) for error, size in data["frontier"]),
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All that was seen when a candidate ran beside the reference; `judge` needs nothing else.
+
+    Attributes:
+        problems: sentences about what went wrong as a whole: the candidate raised, its output has another structure.
+        reference: "float64", or "own dtype" where `reference_reason` says why float64 couldn't be had.
+        settings: what was pinned on both sides while measuring.
+    """
+
+    outputs: tuple[OutputDifference, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    reference: str
+    reference_reason: str
+    mode: str
+    device: str
+    batch_sizes: tuple[int, ...]
+    draws: int
+    seed: int
+    settings: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "outputs": [output.to_json() for output in self.outputs]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        return cls(
+            outputs=tuple(OutputDifference.from_json(output) for output in data["outputs"]),
+            problems=tuple(data["problems"]),
+            notes=tuple(data["notes"]),
+            reference=data["reference"],
+            reference_reason=data["reference_reason"],
+            mode=data["mode"],
+            device=data["device"],
+            batch_sizes=tuple(data["batch_sizes"]),
+            draws=data["draws"],
+            seed=data["seed"],
+            settings=dict(data["settings"]),
+        )
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """The judgement of one output.
+
+    Attributes:
+        max_error: the candidate's largest error; noise: what rounding alone does; tolerance: what was allowed.
+        ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` where the output is right.
+        problem: None where it is right, else one sentence.
+        judged: False where the original itself isn't deterministic in this output.
+    """
+
+    name: str
+    kind: str
+    ok: bool
+    judged: bool
+    max_error: float
+    rms_error: float
+    noise: float
+    noise_rms: float
+    tolerance: float
+    ratio: float
+    tied: int
+    signal: str | None
+    problem: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OutputParity:
+        return cls(**{item.name: data[item.name] for item in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The verdict: "ok", "failed", or "vacuous" where the outputs prove nothing. Only "ok" is `.ok`."""
+
+    verdict: str
+    reason: str
+    outputs: tuple[OutputParity, ...]
+    notes: tuple[str, ...]
+    reference: str
+    mode: str
+    device: str
+    batch_sizes: tuple[int, ...]
+    draws: int
+    factor: float
+    settings: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "ok"
+
+    @property
+    def ratio(self) -> float:
+        """The worst output's error in units of its noise; 0 where nothing was judged."""
+        return max((output.ratio for output in self.outputs if output.judged), default=0.0)
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok, "outputs": [output.to_json() for output in self.outputs]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
+        return cls(
+            verdict=data["verdict"],
+            reason=data["reason"],
+            outputs=tuple(OutputParity.from_json(output) for output in data["outputs"]),
+            notes=tuple(data["notes"]),
+            reference=data["reference"],
+            mode=data["mode"],
+            device=data["device"],
+            batch_sizes=tuple(data["batch_sizes"]),
+            draws=data["draws"],
+            factor=data["factor"],
+            settings=dict(data["settings"]),
+        )
+
+
+def judge(
+    measurement: Measurement, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float = FACTOR
+) -> ParityReport:
+    """The verdict on a measurement; nothing is run.
+
+    Args:
+        atol, rtol: allow `|candidate - original| <= atol + rtol * |original|` instead, elementwise; one number for all
+            outputs or a dict by output name (outputs that it doesn't name keep the measured noise).
+        factor: how many times its noise an output may be off.
+
+    Raises:
+        UsageError: a tolerance is negative or names an output that there isn't.
+    """
+    names = [output.noise.name for output in measurement.outputs]
+    tolerances = {name: (_given(atol, name), _given(rtol, name)) for name in names}
+    _check_tolerances(names, atol, rtol)
+    outputs = tuple(_judge_output(output, *tolerances[output.noise.name], factor) for output in measurement.outputs)
+    verdict, reason = _verdict(measurement, outputs)
+    return ParityReport(
+        verdict=verdict,
+        reason=reason,
+        outputs=outputs,
+        notes=measurement.notes,
+        reference=measurement.reference,
+        mode=measurement.mode,
+        device=measurement.device,
+        batch_sizes=measurement.batch_sizes,
+        draws=measurement.draws,
+        factor=factor,
+        settings=dict(measurement.settings),
+    )
+
+
+def _judge_output(output: OutputDifference, atol: float | None, rtol: float | None, factor: float) -> OutputParity:
+    noise = output.noise
+    by_user = atol is not None or rtol is not None
+    ratio = max(_ratio(output.max_error, noise.noise), _ratio(output.rms_error, noise.noise_rms))
+    problem: str | None = None
+    if not noise.deterministic:
+        problem = None
+    elif output.problems:
+        problem = f"{noise.name}: {output.problems[0]}"
+    elif output.mismatches:
+        problem = f"{noise.name}: {output.mismatches} elements differ, first at {output.where}"
+    elif by_user:
+        problem = _beyond(output, atol or 0.0, rtol or 0.0)
+    elif output.max_error > factor * noise.noise:
+        problem = (
+            f"{noise.name} is off by {output.max_error:.2e} at {output.where}, {_times(output.max_error, noise.noise)} "
+            f"its rounding noise of {noise.noise:.1e} ({factor:g} times is allowed)"
+        )
+    elif output.rms_error > factor * noise.noise_rms:
+        problem = (
+            f"{noise.name} is off by {output.rms_error:.2e} in the root mean square, "
+            f"{_times(output.rms_error, noise.noise_rms)} its rounding noise of {noise.noise_rms:.1e} "
+            f"({factor:g} times is allowed)"
+        )
+    return OutputParity(
+        name=noise.name,
+        kind=noise.kind,
+        ok=problem is None,
+        judged=noise.deterministic,
+        max_error=output.max_error,
+        rms_error=output.rms_error,
+        noise=noise.noise,
+        noise_rms=noise.noise_rms,
+        tolerance=(atol or 0.0) + (rtol or 0.0) * noise.scale if by_user else factor * noise.noise,
+        ratio=ratio,
+        tied=noise.tied,
+        signal=noise.signal,
+        problem=problem,
+    )
+
+
+def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple[str, str]:
+    if measurement.problems:
+        return "failed", _sentence(measurement.problems[0])
+    wrong = [output for output in outputs if not output.ok]
+    if wrong:
+        worst = max(wrong, key=lambda output: output.ratio)
+        more = f" ({len(wrong)} outputs differ)" if len(wrong) > 1 else ""
+        return "failed", _sentence(f"{worst.problem}{more}")
+    if not outputs:
+        return "vacuous", "The model gives no tensors: there is nothing to compare."
+    judged = [output for output in outputs if output.judged]
+    if not judged:
+        return "vacuous", "No output of the original is deterministic: there is nothing to compare with."
+    if all(output.signal is not None for output in judged if output.kind != "buffer"):
+        named = "; ".join(f"{output.name} is {output.signal}" for output in judged if output.signal)
+        return "vacuous", _sentence(f"The outputs carry no signal: {named}")
+    ratio = max(output.ratio for output in judged)
+    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times the rounding noise of the original."
+
+
+def _check_tolerances(names: Sequence[str], atol: Tolerance, rtol: Tolerance) -> None:
+    for label, tolerance in (("atol", atol), ("rtol", rtol)):
+        given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
+        for name, value in given.items():
+            if name and name not in names:
+                raise UsageError(f"{label} names the output {name!r}; there are: {', '.join(names) or 'none'}.")
+            if not value >= 0:
+                raise UsageError(f"{label} must be 0 or more, not {value}.")
+
+
+def _given(tolerance: Tolerance, name: str) -> float | None:
+    return tolerance.get(name) if isinstance(tolerance, Mapping) else tolerance
+
+
+def _beyond(output: OutputDifference, atol: float, rtol: float) -> str | None:
+    for error, size in output.frontier:
+        if error > atol + rtol * size:
+            return (
+                f"{output.noise.name} differs from the original by {error:.2e} where it is {size:.2e}, more than "
+                f"atol {atol:g} and rtol {rtol:g} allow"
+            )
+    return None
+
+
+def _ratio(error: float, noise: float) -> float:
+    # A finite number for JSON; noise is 0 only where the output is zero everywhere.
+    return 0.0 if error == 0 else min(error / noise, 1e30) if noise else 1e30
+
+
+def _times(error: float, noise: float) -> str:
+    return f"{error / noise:.3g} times" if noise else "any number of times"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."

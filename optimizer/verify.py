@@ -1,0 +1,291 @@
+"""Judge a bundle again: its files by their hashes, its artifacts by the golden data, without the original model."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporters.base import LoadedArtifact
+from optimizer.errors import BundleError
+from optimizer.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
+from optimizer.inputs import Call
+from optimizer.manifest import MANIFEST, SUMS, describe_device, plain
+from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
+from optimizer.preserve import pinned_settings
+
+# The noise was measured on one device. On another one the same sums are taken in another order and other instructions are
+# fused, which draws another sample of the same rounding errors; these factors, on top of parity's own, leave room for it.
+# They start from half precision being accumulated in float32 and from TF32 being off, on both sides.
+_SAME_KIND = 2.0  # another processor of the same kind: other vector widths, other kernels chosen
+_OTHER_KIND = {
+    "float64": 4.0,
+    "float32": 4.0,  # blocked and split sums against sequential ones, fused multiply-adds
+    "float16": 4.0,  # intermediate results are rounded to half precision at other places where kernels are fused
+    "bfloat16": 4.0,  # the same
+}
+_OTHER_KIND_DEFAULT = 4.0
+
+Loader = Callable[[str, Path, str], LoadedArtifact]
+
+
+def device_factor(measured: Mapping[str, str], here: Mapping[str, str], dtype: str) -> float:
+    """How much more than on the device where the noise was measured an error may be here."""
+    if measured["type"] != here["type"]:
+        return _OTHER_KIND.get(dtype, _OTHER_KIND_DEFAULT)
+    return 1.0 if measured["name"] == here["name"] else _SAME_KIND
+
+
+@dataclass(frozen=True)
+class ArtifactFigures:
+    """What running one artifact on the golden inputs gave: the judgement, or the problem why there is none."""
+
+    format: str
+    path: str
+    device: str
+    calls: int
+    parity: ParityReport | None
+    placement: Mapping[str, int] | None = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        if self.error is not None:
+            return f"{self.path}: {self.error}"
+        if self.parity is not None and self.parity.verdict == "failed":
+            return f"{self.path}: {self.parity.reason}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": self.format,
+            "path": self.path,
+            "device": self.device,
+            "ok": self.ok,
+            "calls": self.calls,
+            "parity": None if self.parity is None else self.parity.to_json(),
+            "placement": None if self.placement is None else dict(self.placement),
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The outcome of `verify_bundle`.
+
+    `damage` has a sentence for each file that is missing, changed or not listed; `problems` has those and what the
+    artifacts got wrong.
+    """
+
+    path: Path
+    device: str
+    damage: tuple[str, ...]
+    artifacts: tuple[ArtifactFigures, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return (*self.damage, *(artifact.problem for artifact in self.artifacts if artifact.problem))
+
+    @property
+    def intact(self) -> bool:
+        return not self.damage
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        data = {
+            "path": str(self.path),
+            "ok": self.ok,
+            "intact": self.intact,
+            "device": self.device,
+            "problems": self.problems,
+            "artifacts": [artifact.to_json() for artifact in self.artifacts],
+            "notes": self.notes,
+        }
+        return dict(plain(data))
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {'verified' if self.ok else 'NOT verified'} on {self.device}"]
+        for artifact in self.artifacts:
+            lines.append(
+                f"  {artifact.path} ({artifact.format}): {'ok' if artifact.ok else 'failed'}, {artifact.calls} calls"
+            )
+            if artifact.parity is not None:
+                lines += [
+                    f"    {output.name}: largest error {output.max_error:.2e}, allowed {output.tolerance:.2e}"
+                    for output in artifact.parity.outputs
+                ]
+        lines += [f"  problem: {problem}" for problem in self.problems]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------- the files
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sums_text(digests: Mapping[str, str]) -> str:
+    """The text of SHA256SUMS, as `sha256sum -c` reads it."""
+    return "".join(f"{digests[path]}  {path}\n" for path in sorted(digests))
+
+
+def entries_below(folder: Path) -> dict[str, os.stat_result]:
+    """Everything below a folder, by its path with forward slashes; links aren't followed."""
+    found: dict[str, os.stat_result] = {}
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        for name in (*folders, *files):
+            path = Path(root, name)
+            found[path.relative_to(folder).as_posix()] = path.lstat()
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def unlisted(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """What lies in a bundle's folder and isn't the bundle's, sorted; a folder counts where nothing below it is listed."""
+    listed = {file["path"] for file in manifest["files"]} | {MANIFEST, SUMS}
+    parents = {parent.as_posix() for path in listed for parent in Path(path).parents}
+    entries = entries_below(folder)
+    extra = [
+        path
+        for path, status in entries.items()
+        if path not in listed and not (path in parents and stat.S_ISDIR(status.st_mode))
+    ]
+    # Of a strange folder only the folder is named, not all that it holds.
+    return sorted(path for path in extra if not any(parent.as_posix() in extra for parent in Path(path).parents))
+
+
+def _file_problem(folder: Path, file: Mapping[str, Any]) -> str | None:
+    path = folder / file["path"]
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{file['path']} is not a regular file."
+        if status.st_size != file["bytes"]:
+            return f"{file['path']} was changed: it has {status.st_size} bytes, and {file['bytes']} were written."
+        if file_digest(path) != file["sha256"]:
+            return f"{file['path']} was changed: its SHA-256 is not the one in {MANIFEST}."
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{file['path']} is missing."
+    except OSError as error:
+        return f"{file['path']} can't be read: {error.strerror or error}."
+    return None
+
+
+def _sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+    """Whether the manifest is what was written: its own hash stands in SHA256SUMS."""
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]}
+    try:
+        digests[MANIFEST] = file_digest(folder / MANIFEST)
+        written = (folder / SUMS).read_bytes()
+    except FileNotFoundError:
+        return f"{SUMS} is missing."
+    except OSError as error:
+        return f"{MANIFEST} or {SUMS} can't be read: {error.strerror or error}."
+    if written != sums_text(digests).encode("utf-8"):
+        return f"{MANIFEST} or {SUMS} was changed: they don't agree."
+    return None
+
+
+def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
+    """A sentence for every file of a bundle that is missing, changed or not listed, by its path."""
+    problems = {file["path"]: problem for file in manifest["files"] if (problem := _file_problem(folder, file))}
+    if problem := _sums_problem(folder, manifest):
+        problems[SUMS] = problem
+    try:
+        extra = unlisted(folder, manifest)
+    except OSError as error:
+        return {**problems, ".": f"{folder} can't be read: {error.strerror or error}."}
+    return {**problems, **{path: f"{path} is not listed in {MANIFEST}." for path in extra}}
+
+
+# ------------------------------------------------------------------------------------------------------- the artifacts
+
+
+def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load: Loader) -> VerifyReport:
+    """Judge the files of a bundle and run its artifacts on a device. Nothing that was changed is loaded."""
+    damage = damage_of(folder, manifest)
+    golden = manifest["golden"]
+    here = describe_device(device)
+    notes = [f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
+    factor = max(device_factor(golden["device"], here, output["dtype"]) for output in golden["outputs"])
+    if factor > 1:
+        notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")
+    distrusted = [path for path in (SUMS, golden["path"]) if path in damage]
+    try:
+        calls = () if distrusted else read_golden(folder, golden)
+    except BundleError as error:
+        return VerifyReport(folder, device, (*damage.values(), str(error)), (), tuple(notes))
+    figures = []
+    for artifact in manifest["artifacts"]:
+        if broken := [*distrusted, *(path for path in artifact["files"] if path in damage)]:
+            notes.append(f"{artifact['path']} was not run, because of {', '.join(broken)}")
+            continue
+        figures.append(_run_artifact(folder, artifact, golden, calls, FACTOR * factor, device, load))
+        if (parity := figures[-1].parity) is not None and parity.verdict == "vacuous":
+            notes.append(f"{artifact['path']} proves nothing: {parity.reason}")
+    return VerifyReport(folder, device, tuple(damage.values()), tuple(figures), tuple(notes))
+
+
+def _run_artifact(
+    folder: Path,
+    artifact: Mapping[str, Any],
+    golden: Mapping[str, Any],
+    calls: Sequence[GoldenCall],
+    factor: float,
+    device: str,
+    load: Loader,
+) -> ArtifactFigures:
+    placement: Mapping[str, int] | None = None
+    answers: list[Sequence[torch.Tensor]] = []
+    try:
+        with pinned_settings(), torch.no_grad():
+            loaded = load(artifact["format"], folder / artifact["path"], device)
+            placement = loaded.placement
+            answers += [loaded(*(tensor.to(device) for tensor in call.inputs.values())) for call in calls]
+    # Whatever the runtimes raise on a file that they can't load or run, it is the artifact's failure and reported as such.
+    except Exception as error:  # noqa: BLE001
+        problem = f"it can't be loaded or run: {_one_line(error)}"
+        return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
+    parity = _judged(golden, calls, answers, factor, device)
+    return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), parity, placement)
+
+
+def _judged(
+    golden: Mapping[str, Any],
+    calls: Sequence[GoldenCall],
+    answers: Sequence[Sequence[torch.Tensor]],
+    factor: float,
+    device: str,
+) -> ParityReport:
+    # The inputs aren't looked at when answers are judged.
+    empty = Call((), {})
+    entries = [
+        (GoldenEntry(call.batch_size, call.draw, empty, dict(call.outputs), dict(call.tied)), answer)
+        for call, answer in zip(calls, answers, strict=True)
+    ]
+    tolerances: dict[str, Any] = dict(stored_tolerances(golden))
+    return compare_golden(stored_noises(golden), entries, factor=factor, device=device, **tolerances)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,156 @@
+"""Weights from a file into the model, without running any code from the file."""
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from optimizer.errors import LoadError
+from optimizer.sentences import listed, quote, type_name
+
+WRAPPER_KEYS = ("state_dict", "model_state_dict", "model")
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+def load_weights(model: nn.Module, path: Path) -> list[str]:
+    """Fill the model from a safetensors file or a state dict; returns notes.
+
+    Raises `LoadError` where the file can't be read without running code from it, and where its tensors don't fit.
+    """
+    notes: list[str] = []
+    state = _read_weights(path, notes)
+    state = _without_prefix(model, state, path, notes)
+    own = model.state_dict()
+    misshapen = [
+        f"{name} (file {list(state[name].shape)}, model {list(tensor.shape)})"
+        for name, tensor in own.items()
+        if name in state
+        and isinstance(tensor, torch.Tensor)
+        and not is_lazy(tensor)
+        and state[name].shape != tensor.shape
+    ]
+    if misshapen:
+        raise LoadError(f"The weights {path.name} don't fit the model: other shapes in {listed(misshapen)}.")
+    assign = any(tensor.is_meta for tensor in model.parameters())
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
+    except (RuntimeError, TypeError, KeyError, AttributeError) as error:
+        raise LoadError(f"The weights {path.name} don't fit the model: {quote(error)}.") from error
+    tied = _tied(model, missing, state)
+    problems = [
+        f"{kind} {listed(names)}"
+        for kind, names in (("missing", [name for name in missing if name not in tied]), ("unexpected", unexpected))
+        if names
+    ]
+    if problems:
+        raise LoadError(f"The weights {path.name} don't fit the model: {'; '.join(problems)}.")
+    if tied:
+        notes.append(f"{listed(sorted(tied))} aren't in {path.name} and share the values of others.")
+    cast = [name for name, tensor in own.items() if name in state and _cast(state[name], tensor)]
+    if cast and not assign:
+        notes.append(f"{len(cast)} tensors of {path.name} were cast to the dtypes of the model ({cast[0]} first).")
+    return notes
+
+
+def refuse_missing_weights(path: Path) -> None:
+    if not path.is_file():
+        kind = "is a folder; give the file in it" if path.is_dir() else "doesn't exist"
+        raise LoadError(f"The weights file {path} {kind}.")
+
+
+def _read_weights(path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
+    refuse_missing_weights(path)
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"The weights {path.name} couldn't be read as safetensors: {quote(error)}.") from error
+    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
+        raise LoadError(f"The weights {path.name} are neither a .safetensors file nor a state dict (.pt, .pth, .bin).")
+    return _unwrapped(_unpickled(path), path, notes)
+
+
+def _unpickled(path: Path) -> Any:
+    zipped = zipfile.is_zipfile(path)
+    try:
+        with warnings.catch_warnings():
+            # torch warns of pickles that its safe reader may not understand; where it doesn't, the error says so.
+            warnings.simplefilter("ignore")
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
+    except pickle.UnpicklingError as error:
+        if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
+            raise LoadError(f"The weights {path.name} are damaged or no state dict.") from error
+        raise LoadError(
+            f"The weights {path.name} hold more than tensors and aren't opened, because unpickling them could run any "
+            f"code; save the state dict alone: torch.save(model.state_dict(), ...)."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if "TorchScript" in str(error):
+            raise LoadError(
+                f"The weights {path.name} are a TorchScript program; save a state dict: torch.save(model.state_dict(), ...)."
+            ) from error
+        raise LoadError(f"The weights {path.name} are damaged or no state dict: {quote(error)}.") from error
+
+
+def _unwrapped(value: Any, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
+    if isinstance(value, Mapping) and not any(isinstance(each, torch.Tensor) for each in value.values()):
+        key = next((key for key in WRAPPER_KEYS if isinstance(value.get(key), Mapping)), None)
+        if key is not None:
+            notes.append(f"The weights are those under {key!r} in {path.name}.")
+            value = value[key]
+    if not isinstance(value, Mapping):
+        raise LoadError(f"The weights {path.name} hold no state dict but a {type_name(value)}.")
+    others = [str(key) for key, each in value.items() if not isinstance(each, torch.Tensor)]
+    others = [key for key in others if not key.endswith("_extra_state")]
+    if others or not value:
+        what = f"no tensor under {listed(others)}" if others else "nothing"
+        raise LoadError(f"The weights {path.name} hold no state dict: there is {what}.")
+    return dict(value)
+
+
+def _without_prefix(
+    model: nn.Module, state: dict[str, torch.Tensor], path: Path, notes: list[str]
+) -> dict[str, torch.Tensor]:
+    """Strip what a wrapper put before every name, only where that makes all names fit."""
+    own = set(model.state_dict())
+    for prefix in WRAPPER_PREFIXES:
+        if own == set(state) or not all(name.startswith(prefix) for name in state):
+            continue
+        stripped = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        if set(stripped) <= own and not _untied(model, own - set(stripped), stripped):
+            notes.append(f"The prefix {prefix!r} of all names in {path.name} was left out.")
+            return stripped
+    return state
+
+
+def _tied(model: nn.Module, missing: Sequence[str], state: Mapping[str, Any]) -> set[str]:
+    """Those of the missing names whose tensor stands in the file under another name."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    filled = {id(tensor) for name, tensor in tensors.items() if name in state}
+    return {name for name in missing if name in tensors and id(tensors[name]) in filled}
+
+
+def _untied(model: nn.Module, missing: set[str], state: Mapping[str, Any]) -> set[str]:
+    return missing - _tied(model, sorted(missing), state)
+
+
+def _cast(given: torch.Tensor, own: Any) -> bool:
+    return isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given.dtype != own.dtype
+
+
+def refuse_empty_parameters(model: nn.Module) -> None:
+    empty = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if empty:
+        raise LoadError(
+            f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta); "
+            f"give them by --weights or build the model on the CPU."
+        )

@@ -1,0 +1,22 @@
+"""What can be done to a module: one pass a file, found by name in `passes.registry`."""
+
+from passes.base import Context, GraphPass, Pass, PassResult
+from passes.channels_last import ChannelsLast
+from passes.fold_conv_bias import FoldConvBias
+from passes.fold_conv_bn import FoldConvBn
+from passes.graph.rewriter import Change, Rewriter, Skip
+from passes.torch_compile import TorchCompile
+
+__all__ = [
+    "Change",
+    "ChannelsLast",
+    "Context",
+    "FoldConvBias",
+    "FoldConvBn",
+    "GraphPass",
+    "Pass",
+    "PassResult",
+    "Rewriter",
+    "Skip",
+    "TorchCompile",
+]

@@ -1,0 +1,178 @@
+"""What a pass is."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from passes.errors import PassOptionError, RequirementNotMet
+from passes.graph.program import Program
+from passes.graph.rewriter import Change, Rewriter, Skip
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass may know of the run it is part of.
+
+    Attributes:
+        mode: "inference" or "training".
+        device: where the model's parameters are.
+        example_calls: (args, kwargs) at several batch sizes; empty where the user gave no example inputs.
+        output_formats: for the dense 4-D and 5-D tensors that the root returned in a run, in the order of its output
+            leaves, their memory format; None for other leaves; empty where there was no run.
+    """
+
+    mode: str
+    device: torch.device
+    example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    output_formats: tuple[torch.memory_format | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass did.
+
+    Attributes:
+        changes: the rewrites, in order.
+        skips: the places it left alone.
+        rewriter: what the changes were made with; it can take them back.
+    """
+
+    changes: tuple[Change, ...]
+    skips: tuple[Skip, ...]
+    rewriter: Rewriter
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A step of `optimize`: a frozen dataclass, whose fields are its options.
+
+    Attributes:
+        name: what it is called on the command line and in reports.
+        modes: the modes that it is made for.
+        needs_graph: whether it works on graphs, and so can't stand behind a barrier.
+        is_barrier: whether what it returns has no graph and can't be exported.
+    """
+
+    name: ClassVar[str]
+    modes: ClassVar[tuple[str, ...]] = ("inference", "training")
+    needs_graph: ClassVar[bool] = True
+    is_barrier: ClassVar[bool] = False
+
+    @abstractmethod
+    def run(self, program: Program, context: Context) -> PassResult:
+        """Rewrite the program.
+
+        Raises:
+            PassesError: with one sentence for the user.
+        """
+
+    def check(self, context: Context) -> None:
+        """Look, before any work, whether the pass can do what it is asked to.
+
+        Raises:
+            RequirementNotMet: it can't.
+        """
+        if context.mode not in self.modes:
+            raise RequirementNotMet(
+                f"{self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r}"
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields with their values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    @classmethod
+    def from_options(cls, options: dict[str, str]) -> Pass:
+        """Make the pass from options as text, as the command line has them.
+
+        Raises:
+            PassOptionError: an option that the pass doesn't have, or a value that doesn't fit it.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        types_of = typing.get_type_hints(cls)
+        values = {}
+        for name, text in options.items():
+            key = name.replace("-", "_")
+            if key not in fields:
+                known = ", ".join(fields) or "none"
+                raise PassOptionError(f"{cls.name} has no option {name!r}: its options are: {known}")
+            values[key] = _parse(cls.name, key, text, types_of[key])
+        return cls(**values)
+
+
+class GraphPass(Pass):
+    """A pass that finds, judges and rewrites places of the program."""
+
+    @abstractmethod
+    def rewrite(self, graph: Rewriter) -> None:
+        """Find the places, skip or change each."""
+
+    def run(self, program: Program, context: Context) -> PassResult:
+        """Rewrite the program's graphs and make them the forwards of their modules."""
+        rewriter = Rewriter(program)
+        try:
+            self.rewrite_in(rewriter, context)
+            rewriter.finish()
+        except BaseException:
+            rewriter.roll_back()
+            raise
+        return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter)
+
+    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
+        """As `rewrite`, for the passes that need to know the run."""
+        self.rewrite(graph)
+
+
+def _parse(owner: str, name: str, text: str, kind: Any) -> Any:
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    if choices:
+        if text not in choices:
+            raise PassOptionError(f"{owner}:{name} is one of {', '.join(map(str, choices))}, not {text!r}")
+        return text
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _parse_union(owner, name, text, kind)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise PassOptionError(f"{owner}:{name} is true or false, not {text!r}")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise PassOptionError(f"{owner}:{name} takes {kind.__name__}, not {text!r}") from None
+
+
+def _parse_union(owner: str, name: str, text: str, kind: Any) -> Any:
+    kinds = typing.get_args(kind)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    wanted = [one for one in kinds if one is not type(None)]
+    # Text is what every value is at first: the narrower kinds are tried before it.
+    for one in sorted(wanted, key=lambda one: one is str):
+        try:
+            return _parse(owner, name, text, one)
+        except PassOptionError:
+            continue
+    names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)
+    raise PassOptionError(f"{owner}:{name} takes {names}, not {text!r}")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU where there is none."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")

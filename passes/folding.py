@@ -1,0 +1,149 @@
+"""When a convolution and the BatchNorm behind it may become one."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+
+from passes.graph.guards import SettlingForward, inner_forward
+from passes.graph.match import BatchNorm, Convolution, TensorRef, has_hooks, is_parametrized
+from passes.graph.program import Program
+
+
+def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    """The reason why the two can't be rewritten together, or None.
+
+    What is asked here holds for every rewrite of the pair: that nothing else sees the value between them, and that
+    their tensors are theirs alone.
+    """
+    return (
+        _why_not_value(program, conv, norm)
+        or _why_not_modules(program, conv, norm)
+        or _why_not_tensors(program, conv, norm)
+        or _why_not_channels(program, conv, norm)
+        or _why_not_forward(program, conv, norm)
+    )
+
+
+def _why_not_value(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    others = [user for user in program.users(conv.node) if user is not norm.node]
+    if others:
+        return f"its output is also used by {_name_of_user(program, others[0])}"
+    if conv.node.meta.get("escapes"):
+        return "its output is kept somewhere outside of the graph"
+    for module in program.borders_between(conv.node, norm.node):
+        if has_hooks(module):
+            path = program.paths[id(module)][0] or "the root"
+            return f"its output passes the hooks of {path}"
+    return None
+
+
+def _name_of_user(program: Program, user: fx.Node) -> str:
+    if user.op == "output":
+        return f"the caller of {program.home(user).path or 'the root'}, which returns it"
+    return program.where(user)
+
+
+def _why_not_modules(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    for role, module in (("the convolution", conv.module), ("the BatchNorm", norm.module)):
+        if module is None:
+            continue
+        path, *aliases = program.paths[id(module)]
+        if aliases:
+            return f"{role} stands in the tree under two names, {path} and {aliases[0]}"
+        if len(program.calls_of(module)) > 1:
+            return f"{role} {path} is called {len(program.calls_of(module))} times"
+        if has_hooks(module):
+            return f"{role} {path} has hooks"
+        if is_parametrized(module):
+            return f"{role} {path} has parametrizations"
+    return None
+
+
+def _why_not_tensors(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    refs = [conv.weight, *([conv.bias] if conv.bias_value is not None and conv.bias else []), *norm.tensors]
+    for ref in refs:
+        if reason := _why_not_tensor(program, ref, (conv, norm)):
+            return reason
+    return None
+
+
+def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, BatchNorm]) -> str | None:
+    tensor, path = ref.value, _path_of(program, ref)
+    if tensor is None:
+        return f"{path} is missing"
+    if is_lazy(tensor):
+        return f"{path} is not initialised yet: run the model once first"
+    if tensor.is_meta:
+        return f"{path} is on the meta device and has no values"
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"{path} is a {type(tensor).__name__}, which has an arithmetic of its own"
+    if not tensor.is_floating_point():
+        return f"{path} is of dtype {str(tensor.dtype).removeprefix('torch.')}"
+    if program.holders_of(tensor) > 1:
+        return f"{path} is shared with another module"
+    readers = [node for node in program.readers_of(ref.owner, ref.name) if not _belongs_to(node, pair)]
+    if readers:
+        return f"{path} is also read by {program.home(readers[0]).path or 'the root'}"
+    recorded = program.recorded_readers_of(ref.owner, ref.name)
+    if recorded and not program.readers_of(ref.owner, ref.name):
+        return f"{path} is also read by the forward of {sorted(recorded)[0]}"
+    return None
+
+
+def _belongs_to(reader: fx.Node, pair: tuple[Convolution, BatchNorm]) -> bool:
+    return all(user is pair[0].node or user is pair[1].node for user in reader.users)
+
+
+def _path_of(program: Program, ref: TensorRef) -> str:
+    path = program.paths[id(ref.owner)][0]
+    return f"{path}.{ref.name}" if path else ref.name
+
+
+def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    if conv.dims == 0 and (reason := _why_not_linear(program, conv)):
+        return reason
+    sizes = {ref.value.numel() for ref in norm.tensors if ref.value is not None}
+    if sizes and sizes != {out_channels(conv)}:
+        return f"its {out_channels(conv)} channels are not those of the BatchNorm"
+    return None
+
+
+def _why_not_linear(program: Program, conv: Convolution) -> str | None:
+    rank = program.rank_of_input(conv.node)
+    if rank is None:
+        return (
+            "the rank of its input isn't known, and BatchNorm means other channels behind a linear layer on 3-D input:"
+            " give example inputs"
+        )
+    if rank != 2:
+        return f"its input is {rank}-D, where the BatchNorm's channels are not the features of the linear layer"
+    return None
+
+
+def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    for node in (conv.node, norm.node):
+        opaque = program.opaque_around(node)
+        if opaque is not None:
+            return (
+                f"the forward of {opaque or 'the root'} around it can't be traced, and no recorded run shows what it"
+                " does: give example inputs"
+            )
+    conv_home, norm_home = program.home(conv.node), program.home(norm.node)
+    if conv_home.traced and norm_home.traced:
+        return None
+    if conv_home is not norm_home:
+        return "it and the BatchNorm stand in different modules, of which one can't be traced"
+    if conv.module is None or norm.module is None:
+        return f"the forward of {conv_home.path or 'the root'} calls it as a function and can't be traced"
+    if not isinstance(inner_forward(conv_home.module), SettlingForward | None):
+        return f"the module {conv_home.path or 'the root'} has a forward of its instance, which can't be traced"
+    return None
+
+
+def out_channels(conv: Convolution) -> int:
+    """How many channels the convolution makes."""
+    weight = conv.weight.value
+    assert weight is not None
+    return int(weight.shape[1]) * conv.groups if conv.transposed else int(weight.shape[0])

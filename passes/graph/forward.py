@@ -1,0 +1,145 @@
+"""The forward of one module instance, run from its graph."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from passes.errors import UnseenCall
+from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
+
+_numbers = itertools.count()
+
+
+class GraphForward:
+    """Stands in a module's `__dict__` as its `forward`, so that class, attributes and tree of the module stay.
+
+    It holds one graph for each training flag that it was made for. It is copied and pickled with its module. Its graph
+    is never written to: a pass that changes the forward installs a new one.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        path: str,
+        structure: CallStructure,
+        graphs: dict[bool, tuple[fx.Graph, pytree.TreeSpec]],
+    ) -> None:
+        self.owner = owner
+        self.path = path
+        self.structure = structure
+        self.graphs = graphs
+        self._plain = structure.only_positional_tensors
+        self._arity = len(structure.leaves)
+        self._bind = binder_of(structure.signature)
+        self._functions = {flag: compile_graph(graph, path) for flag, (graph, _) in graphs.items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        training = self.owner.training
+        if training not in self._functions:
+            raise UnseenCall(
+                f"{self._name()} was rewritten for {'training' if not training else 'inference'} and is called with"
+                f" training={training}: call .{'eval' if training else 'train'}() on it, or optimize it in the other mode"
+            )
+        tensors: Sequence[Any]
+        if self._plain and not kwargs and len(args) == self._arity and all(isinstance(a, torch.Tensor) for a in args):
+            tensors = args
+        else:
+            tensors = self._tensors(args, kwargs)
+        leaves = self._functions[training](self.owner, *tensors)
+        return pytree.tree_unflatten(leaves, self.graphs[training][1])
+
+    def _tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        try:
+            return self.structure.tensors_of(self._bind(*args, **kwargs))
+        except UnseenCall as error:
+            raise UnseenCall(
+                f"{self._name()} is called {error}: give optimize() example inputs that call it so"
+            ) from None
+
+    def _name(self) -> str:
+        return f"{type(self.owner).__name__} at {self.path or 'the root'}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        graphs = {flag: (_nodes_of(graph), skeleton_of(spec)) for flag, (graph, spec) in self.graphs.items()}
+        # The owner comes as state, not as an argument: it holds this object, and pickle breaks the cycle at the state.
+        return _empty_forward, (), (self.owner, self.path, self.structure, graphs)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        owner, path, structure, graphs = state
+        self.__init__(  # type: ignore[misc]
+            owner,
+            path,
+            structure,
+            {flag: (_graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphForward:
+        twin = object.__new__(GraphForward)
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin.owner = memo.get(id(self.owner), self.owner)
+        return twin
+
+    @property
+    def __signature__(self) -> Any:
+        # Code that asks a model for its arguments (transformers' generate does) reads them here.
+        return self.structure.signature
+
+
+def compile_graph(graph: fx.Graph, path: str) -> Callable[..., Any]:
+    """The Python function `f(owner, *tensors) -> list of leaves` of a graph."""
+    code = graph.python_code("self")
+    name = f"<graph of {path or 'the root'} {next(_numbers)}>"
+    # Tracebacks show the lines of the graph.
+    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
+    namespace = dict(code.globals)
+    exec(compile(code.src, name, "exec"), namespace)
+    function: Callable[..., Any] = namespace["forward"]
+    return function
+
+
+def _empty_forward() -> GraphForward:
+    return object.__new__(GraphForward)
+
+
+def _nodes_of(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
+    """The graph as plain tuples; other nodes among the arguments become `_Reference`s."""
+    return [
+        (
+            node.op,
+            node.name,
+            node.target,
+            fx.node.map_arg(node.args, lambda n: _Reference(n.name)),
+            fx.node.map_arg(node.kwargs, lambda n: _Reference(n.name)),
+        )
+        for node in graph.nodes
+    ]
+
+
+class _Reference(str):
+    """The name of a node."""
+
+
+def _graph_of(nodes: list[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
+    graph = fx.Graph()
+    known: dict[str, fx.Node] = {}
+
+    def resolve(argument: Any) -> Any:
+        return fx.node.map_aggregate(argument, lambda leaf: known[leaf] if isinstance(leaf, _Reference) else leaf)
+
+    for op, name, target, args, kwargs in nodes:
+        known[name] = graph.create_node(op, target, resolve(args), resolve(kwargs), name=name)
+    return graph
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node takes one element of a container."""
+    return node.op == "call_function" and node.target is operator.getitem

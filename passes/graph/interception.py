@@ -1,0 +1,39 @@
+"""Watching the calls of the modules of one tree while it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def intercepted_calls(root: nn.Module, around: Around) -> Iterator[None]:
+    """Run `around(module, call, args, kwargs)` instead of every call of a module of `root` by this thread.
+
+    `call(*args, **kwargs)` makes the call itself, hooks included. No module is written to: the interception stands in
+    `nn.Module` for the time of the block, and lets the calls of other modules and other threads through.
+    """
+    inside = {id(module) for module in root.modules()}
+    thread = threading.get_ident()
+    original_call = nn.Module.__call__
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in inside or threading.get_ident() != thread:
+            return original_call(module, *args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original_call(module, *args, **kwargs)
+
+        return around(module, call, args, kwargs)
+
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original_call  # type: ignore[method-assign]

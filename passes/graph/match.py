@@ -1,0 +1,246 @@
+"""What a node computes, however it is spelled. Only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+from passes.graph.program import Program
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A parameter or buffer by its owner and name there."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The tensor, or None where the owner registers the name without one."""
+        value = getattr(self.owner, self.name, None)
+        return value if isinstance(value, torch.Tensor) else None
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution, transposed convolution or linear layer.
+
+    Attributes:
+        node: where it stands.
+        input: the node of its input.
+        weight: Conv: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in).
+        bias: where its bias is or would be registered; None for a functional call without one.
+        dims: spatial dims: 1, 2 or 3; 0 for a linear layer.
+        transposed: whether it is a transposed convolution.
+        groups: 1 for a linear layer.
+        module: the called module; None for a functional call.
+    """
+
+    node: fx.Node
+    input: fx.Node
+    weight: TensorRef
+    bias: TensorRef | None
+    dims: int
+    transposed: bool
+    groups: int
+    module: nn.Module | None
+
+    @property
+    def bias_value(self) -> torch.Tensor | None:
+        """The bias, (out,), or None."""
+        return None if self.bias is None else self.bias.value
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """A batch normalisation.
+
+    Attributes:
+        node, input, module: as in `Convolution`.
+        weight, bias: scale and shift, (channels,); None for a functional call without them.
+        mean, var: the running statistics, (channels,); None likewise.
+        eps: added to the variance.
+        uses_batch_statistics: whether this call normalises by the statistics of the batch.
+        updates_statistics: whether this call moves the running statistics.
+    """
+
+    node: fx.Node
+    input: fx.Node
+    weight: TensorRef | None
+    bias: TensorRef | None
+    mean: TensorRef | None
+    var: TensorRef | None
+    eps: float
+    uses_batch_statistics: bool
+    updates_statistics: bool
+    module: nn.Module | None
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All that it reads."""
+        return tuple(ref for ref in (self.weight, self.bias, self.mean, self.var) if ref is not None)
+
+
+_CONVOLUTIONS: Mapping[Any, tuple[int, bool]] = {
+    F.conv1d: (1, False), F.conv2d: (2, False), F.conv3d: (3, False),
+    torch.conv1d: (1, False), torch.conv2d: (2, False), torch.conv3d: (3, False),
+    F.conv_transpose1d: (1, True), F.conv_transpose2d: (2, True), F.conv_transpose3d: (3, True),
+    torch.conv_transpose1d: (1, True), torch.conv_transpose2d: (2, True), torch.conv_transpose3d: (3, True),
+}  # fmt: skip
+_CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_LINEAR_ARGUMENTS = ("input", "weight", "bias")
+_BATCH_NORM_ARGUMENTS: Mapping[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
+_STOCK_CONVOLUTIONS: tuple[type[_ConvNd], ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_ACTIVATION_MODULES: Mapping[type[nn.Module], str] = {
+    nn.ReLU: "relu", nn.ReLU6: "relu6", nn.GELU: "gelu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
+    nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid", nn.LeakyReLU: "leaky_relu", nn.ELU: "elu",
+    nn.Mish: "mish", nn.Softplus: "softplus",
+}  # fmt: skip
+_ACTIVATION_NAMES = frozenset({*_ACTIVATION_MODULES.values(), "relu_", "sigmoid_", "tanh_", "silu_"})
+
+
+def convolution_at(program: Program, node: fx.Node) -> Convolution | None:
+    """The convolution or linear layer that the node computes, if it does."""
+    if node.op == "call_module":
+        return _convolution_module(node, program.module_of(node))
+    if node.op != "call_function":
+        return None
+    if node.target in _CONVOLUTIONS:
+        dims, transposed = _CONVOLUTIONS[node.target]
+        names = _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS
+        return _convolution_call(program, node, names, dims, transposed)
+    if node.target in (F.linear, torch._C._nn.linear):
+        return _convolution_call(program, node, _LINEAR_ARGUMENTS, 0, False)
+    return None
+
+
+def _convolution_module(node: fx.Node, module: nn.Module | None) -> Convolution | None:
+    source = _only_tensor(node)
+    if module is None or source is None or not is_stock(module, (*_STOCK_CONVOLUTIONS, nn.Linear)):
+        return None
+    weight, bias = TensorRef(module, "weight"), TensorRef(module, "bias")
+    if isinstance(module, nn.Linear):
+        return Convolution(node, source, weight, bias, 0, False, 1, module)
+    assert isinstance(module, _ConvNd)
+    dims = len(module.kernel_size)
+    return Convolution(node, source, weight, bias, dims, isinstance(module, _ConvTransposeNd), module.groups, module)
+
+
+def _convolution_call(
+    program: Program, node: fx.Node, names: tuple[str, ...], dims: int, transposed: bool
+) -> Convolution | None:
+    given = arguments_of(node, names)
+    weight, bias = _ref(program, given.get("weight")), _ref(program, given.get("bias"))
+    groups = given.get("groups", 1)
+    source = given.get("input")
+    if not isinstance(source, fx.Node) or weight is None or not isinstance(groups, int):
+        return None
+    if given.get("bias") is not None and bias is None:
+        return None
+    return Convolution(node, source, weight, bias, dims, transposed, groups, None)
+
+
+def batch_norm_at(program: Program, node: fx.Node) -> BatchNorm | None:
+    """The batch normalisation that the node computes, if it does."""
+    if node.op == "call_module":
+        return _batch_norm_module(node, program.module_of(node))
+    if node.op != "call_function" or node.target not in _BATCH_NORM_ARGUMENTS:
+        return None
+    given = arguments_of(node, _BATCH_NORM_ARGUMENTS[node.target])
+    source, eps, training = given.get("input"), given.get("eps", 1e-5), given.get("training", False)
+    if not isinstance(source, fx.Node) or not isinstance(eps, float) or not isinstance(training, bool):
+        return None
+    names = ("weight", "bias", "running_mean", "running_var")
+    refs = {name: _ref(program, given.get(name)) for name in names}
+    if any(given.get(name) is not None and refs[name] is None for name in names):
+        return None
+    weight, bias, mean, var = (refs[name] for name in names)
+    return BatchNorm(node, source, weight, bias, mean, var, eps, training, training and mean is not None, None)
+
+
+def _batch_norm_module(node: fx.Node, module: nn.Module | None) -> BatchNorm | None:
+    source = _only_tensor(node)
+    stock = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    if module is None or source is None or not is_stock(module, stock):
+        return None
+    assert isinstance(module, _BatchNorm)
+    refs = [TensorRef(module, name) for name in ("weight", "bias", "running_mean", "running_var")]
+    weight, bias, mean, var = (ref if ref.value is not None else None for ref in refs)
+    uses_batch = module.training or mean is None
+    updates = module.training and module.track_running_stats and mean is not None
+    return BatchNorm(node, source, weight, bias, mean, var, module.eps, uses_batch, updates, module)
+
+
+def activation_at(program: Program, node: fx.Node) -> str | None:
+    """The name of the pointwise activation that the node computes, if it does."""
+    module = program.module_of(node)
+    if module is not None:
+        return next((name for cls, name in _ACTIVATION_MODULES.items() if is_stock(module, (cls,))), None)
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(name).rstrip("_") if node.op in ("call_method", "call_function") and name in _ACTIVATION_NAMES else None
+
+
+def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
+    """Every batch normalisation whose input a convolution or linear layer makes, wherever the two stand."""
+    for node in list(program.nodes()):
+        norm = batch_norm_at(program, node)
+        if norm is None:
+            continue
+        conv = convolution_at(program, program.producer(norm.input))
+        if conv is not None:
+            yield conv, norm
+
+
+def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the module computes what one of the classes does: it is one, or a subclass that keeps the forward."""
+    if "forward" in module.__dict__:
+        return False
+    for cls in classes:
+        if isinstance(module, cls) and type(module).forward is cls.forward:
+            kept = ("_conv_forward", "_check_input_dim")
+            return all(getattr(type(module), name, None) is getattr(cls, name, None) for name in kept)
+    return False
+
+
+def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a functional call by name; those left to their defaults are missing."""
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs anything beside its forward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(module.__dict__.get(name) for name in names)
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether some parameter of the module is computed from others at every access."""
+    return parametrize.is_parametrized(module)
+
+
+def _only_tensor(node: fx.Node) -> fx.Node | None:
+    """The one argument of a module call that takes one tensor and nothing else."""
+    arguments = (*node.args, *node.kwargs.values())
+    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], fx.Node) else None
+
+
+def _ref(program: Program, argument: Any) -> TensorRef | None:
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    owner, name, value = program.tensor_of(argument)
+    return TensorRef(owner, name) if isinstance(value, torch.Tensor) else None

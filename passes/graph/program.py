@@ -1,0 +1,290 @@
+"""All graphs of one module tree, and who feeds whom across them.
+
+A `fx.Node` is a place in the program: a call of a module, of a function or of a method in the forward of some module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
+from passes.graph.recording import Recordings
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a module passes can reach.
+
+    Attributes:
+        reached: modules with parameters of their own that some graph calls or reads from.
+        parameterised: all modules with parameters of their own.
+        graphs: forwards that were traced.
+        recorded: islands whose recorded runs agree and stand in for a graph.
+        islands: (path, reason) of each forward that couldn't be traced.
+    """
+
+    reached: int
+    parameterised: int
+    graphs: int
+    recorded: int
+    islands: tuple[tuple[str, str], ...]
+
+    @property
+    def share(self) -> float:
+        """Reached by parameterised modules; 1 where no module has parameters."""
+        return self.reached / self.parameterised if self.parameterised else 1.0
+
+
+@dataclass
+class Program:
+    """The graphs of one working copy.
+
+    Attributes:
+        root: the working copy.
+        mode: "inference" or "training".
+        graphs: for each module with a graph, by identity; recorded ones only where there is no trace.
+        islands: the modules whose forward couldn't be traced.
+        recordings: what recorded runs agree on; None where there were no example inputs.
+    """
+
+    root: nn.Module
+    mode: str
+    graphs: dict[int, ModuleGraph]
+    islands: dict[int, Island]
+    recordings: Recordings | None
+    paths: dict[int, list[str]] = field(default_factory=dict)
+    _home: dict[fx.Graph, ModuleGraph] = field(default_factory=dict)
+    _modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
+    _calls: dict[int, list[fx.Node]] = field(default_factory=dict)
+    _reads: dict[tuple[int, str], list[fx.Node]] = field(default_factory=dict)
+    _tensor_owners: dict[int, int] = field(default_factory=dict)
+    _opaque: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, captured: Capture, recordings: Recordings | None, mode: str) -> Program:
+        graphs = dict(captured.graphs)
+        for key, graph in (recordings.graphs if recordings else {}).items():
+            if key in captured.islands:
+                graphs.setdefault(key, graph)
+        program = cls(captured.root, mode, graphs, dict(captured.islands), recordings)
+        program.refresh()
+        return program
+
+    def refresh(self) -> None:
+        """Read the tree and the graphs anew, after edits."""
+        self.paths = defaultdict(list)
+        for path, module in self.root.named_modules(remove_duplicate=False):
+            self.paths[id(module)].append(path)
+        self._tensor_owners = defaultdict(int)
+        for module in self.root.modules():
+            for tensor in own_tensors(module).values():
+                self._tensor_owners[id(tensor)] += 1
+        self._home, self._modules = {}, {}
+        self._calls, self._reads = defaultdict(list), defaultdict(list)
+        for graph in self.graphs.values():
+            self._read_graph(graph)
+        self._opaque = [island.path for key, island in self.islands.items() if key not in self.graphs]
+
+    def _read_graph(self, graph: ModuleGraph) -> None:
+        self._home[graph.graph] = graph
+        for node in graph.graph.nodes:
+            if node.op == "call_module":
+                module = node.meta["module"] if not graph.traced else resolve(graph.module, node.target)
+                self._modules[node] = module
+                self._calls[id(module)].append(node)
+            elif node.op == "get_attr":
+                owner, name = self._owner(graph, node)
+                self._reads[(id(owner), name)].append(node)
+
+    def _owner(self, graph: ModuleGraph, node: fx.Node) -> tuple[nn.Module, str]:
+        if not graph.traced:
+            return node.meta["owner"], str(node.target)
+        path, _, name = str(node.target).rpartition(".")
+        return resolve(graph.module, path), name
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """Every node of every graph, in the order of the tree and of each forward."""
+        for graph in self.graphs.values():
+            yield from graph.graph.nodes
+
+    def home(self, node: fx.Node) -> ModuleGraph:
+        """The graph that the node stands in."""
+        return self._home[node.graph]
+
+    def module_of(self, node: fx.Node) -> nn.Module | None:
+        """The module that the node calls; None for other nodes."""
+        return self._modules.get(node)
+
+    def calls_of(self, module: nn.Module) -> list[fx.Node]:
+        """Every place that calls the module, under whatever name."""
+        return self._calls.get(id(module), [])
+
+    def tensor_of(self, node: fx.Node) -> tuple[nn.Module, str, torch.Tensor | None]:
+        """Owner, name and value of the parameter, buffer or attribute that a `get_attr` node reads."""
+        owner, name = self._owner(self.home(node), node)
+        return owner, name, getattr(owner, name, None)
+
+    def readers_of(self, module: nn.Module, name: str) -> list[fx.Node]:
+        """The nodes that read a parameter or buffer of the module, other than by calling the module."""
+        return self._reads.get((id(module), name), [])
+
+    def recorded_readers_of(self, module: nn.Module, name: str) -> set[str]:
+        """The classes of modules that read the tensor in a recorded run, other than the module itself."""
+        return self.recordings.reads.get((id(module), name), set()) if self.recordings else set()
+
+    def holders_of(self, tensor: torch.Tensor) -> int:
+        """Under how many modules and names the tree holds the tensor."""
+        return self._tensor_owners.get(id(tensor), 0)
+
+    def opaque_around(self, node: fx.Node) -> str | None:
+        """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""
+        path = self.home(node).path
+        for opaque in self._opaque:
+            if opaque == "" or path == opaque or path.startswith(f"{opaque}."):
+                return opaque
+        return None
+
+    def rank_of_input(self, node: fx.Node) -> int | None:
+        """The number of dims of the one tensor that the called module is given; None where it isn't known."""
+        module = self.module_of(node)
+        if module is None or self.recordings is None:
+            return None
+        ranks = self.recordings.ranks.get(id(module), ())
+        return ranks[0] if len(ranks) == 1 else None
+
+    def producer(self, node: fx.Node) -> fx.Node:
+        """The operation that makes the value, looked up across the borders of modules that are called once."""
+        while True:
+            inner = self._inner_graph(node)
+            if inner is not None:
+                leaf = _only_output(inner.graph)
+                if leaf is None:
+                    return node
+                node = leaf
+            elif node.op == "placeholder":
+                outer = self._argument_outside(node)
+                if outer is None:
+                    return node
+                node = outer
+            elif isinstance(self.module_of(node), nn.Identity) and isinstance(node.args[0], fx.Node):
+                node = node.args[0]
+            else:
+                return node
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """The operations that use the value, looked up likewise; an `output` node where it leaves the known program."""
+        found: list[fx.Node] = []
+        waiting = list(node.users)
+        while waiting:
+            user = waiting.pop()
+            inner = self._inner_graph(user)
+            if isinstance(self.module_of(user), nn.Identity):
+                waiting.extend(user.users)
+            elif inner is not None and (inside := _only_input(inner.graph)) is not None:
+                waiting.extend(inside.users)
+            elif user.op == "output" and (call := self._only_call(user)) is not None:
+                waiting.extend(call.users)
+            else:
+                found.append(user)
+        return found
+
+    def borders_between(self, first: fx.Node, last: fx.Node) -> list[nn.Module]:
+        """The modules whose border a value crosses from `first` to `last`, in the two's own chains of callers."""
+        if self.home(first) is self.home(last):
+            return []
+        mine, theirs = self._chain(first), self._chain(last)
+        return [module for module in (*mine, *theirs) if module not in mine or module not in theirs]
+
+    def _chain(self, node: fx.Node) -> list[nn.Module]:
+        chain = [self.home(node).module]
+        while len(calls := self.calls_of(chain[-1])) == 1:
+            chain.append(self.home(calls[0]).module)
+        return chain
+
+    def _inner_graph(self, node: fx.Node) -> ModuleGraph | None:
+        module = self.module_of(node)
+        if module is None or is_atom(module) or len(self.calls_of(module)) != 1:
+            return None
+        return self.graphs.get(id(module))
+
+    def _argument_outside(self, placeholder: fx.Node) -> fx.Node | None:
+        graph = self.home(placeholder)
+        calls = self.calls_of(graph.module)
+        if len(calls) != 1 or graph.module is self.root or _only_input(graph.graph) is None:
+            return None
+        sources = calls[0].all_input_nodes
+        return sources[0] if len(sources) == 1 else None
+
+    def _only_call(self, output: fx.Node) -> fx.Node | None:
+        graph = self.home(output)
+        calls = self.calls_of(graph.module)
+        if len(calls) != 1 or graph.module is self.root or _only_output(graph.graph) is None:
+            return None
+        return calls[0]
+
+    def where(self, node: fx.Node) -> str:
+        """The path of the called module, or the path of the caller with the name of the operation."""
+        module = self.module_of(node)
+        if module is not None:
+            return self.paths[id(module)][0] if id(module) in self.paths else str(node.target)
+        home = self.home(node).path or "the root"
+        return f"{home} ({operation_name(node)})"
+
+    def coverage(self) -> Coverage:
+        """What passes can reach."""
+        owners = [module for module in self.root.modules() if any(p is not None for p in module._parameters.values())]
+        read = {owner for (owner, _), nodes in self._reads.items() if nodes}
+        reached = [m for m in owners if id(m) in read or (self.calls_of(m) and (is_atom(m) or id(m) in self.graphs))]
+        if is_atom(self.root):
+            reached = owners
+        traced = [graph for graph in self.graphs.values() if graph.traced]
+        return Coverage(
+            reached=len(reached),
+            parameterised=len(owners),
+            graphs=len(traced),
+            recorded=len(self.graphs) - len(traced),
+            islands=tuple((island.path, island.reason) for island in self.islands.values()),
+        )
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the module itself registers."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def resolve(owner: nn.Module, target: Any) -> nn.Module:
+    """The module that a graph of `owner` calls `target`."""
+    return owner.get_submodule(str(target))
+
+
+def operation_name(node: fx.Node) -> str:
+    """A short name for what the node does."""
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target)
+
+
+def _only_output(graph: fx.Graph) -> fx.Node | None:
+    (output,) = (node for node in reversed(graph.nodes) if node.op == "output")
+    leaves = output.args[0]
+    if not isinstance(leaves, list | tuple) or len(leaves) != 1 or not isinstance(leaves[0], fx.Node):
+        return None
+    return leaves[0]
+
+
+def _only_input(graph: fx.Graph) -> fx.Node | None:
+    inputs = []
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        inputs.append(node)
+    return inputs[0] if len(inputs) == 1 else None

@@ -1,0 +1,290 @@
+"""What a module does in an eager run: which modules it calls and how, and which value goes where.
+
+A trace shows everything that a forward can do for one structure of calls; a recorded run shows only what it did, and
+also where there is no trace. It is taken for true only where all runs agree.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils import _pytree as pytree
+
+from passes.graph.capture import METADATA, ModuleGraph, function_name, is_atom
+from passes.graph.interception import intercepted_calls
+from passes.graph.structure import CallStructure, Unstructured, flatten_outputs, signature_of
+
+
+@dataclass
+class RecordedCall:
+    """One call of one module.
+
+    Attributes:
+        structure: the structure of its arguments, or the clause that says why they have none.
+        ranks: the number of dims of each tensor among its arguments, in order.
+        graph: what its forward did, its children as calls; None for an atom.
+        outputs: the tree of what it returned; None where that can't be named.
+    """
+
+    structure: CallStructure | str
+    ranks: tuple[int, ...]
+    graph: fx.Graph | None
+    outputs: pytree.TreeSpec | None = None
+
+
+@dataclass
+class Recording:
+    """One eager run.
+
+    Attributes:
+        calls: the calls of each module, by its identity, in order.
+        reads: (id of the owner, name) of each parameter and buffer that something else than its owner's own operation
+            reads, with the class names of the readers.
+    """
+
+    calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
+    reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Recordings:
+    """What several runs agree on.
+
+    Attributes:
+        structures: for each module that was called, by identity, the structure of all its calls, or the clause that
+            says why they have no common one.
+        counts: how often each module was called in each run, where the runs agree; -1 where they don't.
+        ranks: the number of dims of each module's tensor arguments, where all calls agree.
+        graphs: for each module that is no atom, what it did in every one of its calls, where all agree.
+        reads: as in `Recording`, over all runs.
+    """
+
+    structures: dict[int, CallStructure | str] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    graphs: dict[int, ModuleGraph] = field(default_factory=dict)
+    reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+
+
+def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
+    """Run `root` once and keep what its modules did.
+
+    No tensor of the run is kept alive by the recording. The caller sees to training flags, gradients, buffers and
+    random state.
+
+    Raises:
+        Exception: whatever the forward raises.
+    """
+    recorder = _Recorder(root)
+    with intercepted_calls(root, recorder.around), recorder:
+        outputs = root(*args, **kwargs)
+    recorder.forget_outputs(outputs)
+    del outputs
+    recorder.mark_escapes()
+    return recorder.recording
+
+
+class _Frame:
+    """The call that is being run: which node stands for which tensor."""
+
+    def __init__(self, module: nn.Module, atom: bool) -> None:
+        self.module = module
+        self.atom = atom
+        self.graph = fx.Graph()
+        self.nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
+
+    def keep(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.nodes[id(tensor)] = (weakref.ref(tensor), node)
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
+        reference, node = self.nodes.get(id(tensor), (None, None))
+        return node if reference is not None and reference() is tensor else None
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.frames: list[_Frame] = []
+        self.values: list[tuple[weakref.ref[torch.Tensor], fx.Node]] = []
+        self.owners: dict[int, tuple[nn.Module, str]] = {}
+        self.names = {id(module): name for name, module in root.named_modules()}
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self.owners.setdefault(id(tensor), (module, name))
+
+    def around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        caller = self.frames[-1] if self.frames else None
+        frame = _Frame(module, is_atom(module))
+        structure = self._structure(module, args, kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        ranks = tuple(tensor.dim() for tensor in tensors)
+        arguments = None if caller is None else self._arguments(caller, (args, kwargs))
+        for index, tensor in enumerate(tensors):
+            frame.keep(tensor, frame.graph.placeholder(f"input_{index}"))
+        self.frames.append(frame)
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            self.frames.pop()
+        finished = RecordedCall(structure, ranks, None if frame.atom else frame.graph)
+        self.recording.calls.setdefault(id(module), []).append(finished)
+        self._finish(frame, finished, outputs)
+        if caller is not None and arguments is not None:
+            node = caller.graph.create_node("call_module", self._target(caller.module, module), *arguments)
+            node.meta["module"] = module
+            self._keep(caller, outputs, node)
+        return outputs
+
+    def _structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallStructure | str:
+        try:
+            return CallStructure.of_call(signature_of(module), args, kwargs)
+        except Unstructured as error:
+            return f"its forward is called with what a graph can't hold: {error}"
+        except TypeError as error:
+            return f"its forward is called with arguments that don't fit its signature ({error})"
+
+    def _finish(self, frame: _Frame, finished: RecordedCall, outputs: Any) -> None:
+        if frame.atom:
+            return
+        try:
+            leaves, finished.outputs = flatten_outputs(outputs, ())
+        except Unstructured:
+            leaves = pytree.tree_leaves(outputs)
+        frame.graph.output([self._argument(frame, leaf) for leaf in leaves])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.frames or function_name(func) in METADATA:
+            return result
+        frame = self.frames[-1]
+        if function_name(func) == "__get__" and func.__self__.__name__ in METADATA:
+            return result
+        arguments = self._arguments(frame, (args, kwargs))
+        if frame.atom:
+            return result
+        method = is_tensor_method_or_property(func) and function_name(func) != "__get__"
+        op, target = ("call_method", function_name(func)) if method else ("call_function", func)
+        self._keep(frame, result, frame.graph.create_node(op, target, *arguments))
+        return result
+
+    def _arguments(self, frame: _Frame, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        args, kwargs = pytree.tree_map(lambda leaf: self._argument(frame, leaf), arguments)
+        return tuple(args), kwargs
+
+    def _argument(self, frame: _Frame, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if isinstance(leaf, (type(None), bool, int, float, str, torch.dtype, torch.device)) else None
+        node = frame.node_of(leaf)
+        if node is not None:
+            return node
+        if id(leaf) in self.owners:
+            return self._read(frame, leaf)
+        self._escape(leaf)
+        return None
+
+    def _read(self, frame: _Frame, tensor: torch.Tensor) -> fx.Node | None:
+        owner, name = self.owners[id(tensor)]
+        if frame.atom and owner is frame.module:
+            return None
+        reader = type(frame.module).__name__
+        self.recording.reads.setdefault((id(owner), name), set()).add(reader)
+        node = frame.graph.get_attr(name)
+        node.meta["owner"] = owner
+        frame.keep(tensor, node)
+        return node
+
+    def _keep(self, frame: _Frame, value: Any, node: fx.Node) -> None:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                frame.keep(leaf, node)
+                self.values.append((weakref.ref(leaf), node))
+
+    def _target(self, caller: nn.Module, module: nn.Module) -> str:
+        # A recorded graph is read, never run: the path from the root does as the name of a call.
+        return self.names.get(id(module), type(module).__name__)
+
+    def _escape(self, tensor: torch.Tensor) -> None:
+        """A tensor that comes from nowhere in this call was kept somewhere by the one that made it."""
+        for reference, node in self.values:
+            if reference() is tensor:
+                node.meta["escapes"] = True
+
+    def forget_outputs(self, outputs: Any) -> None:
+        """The tensors that the root returns don't count as kept somewhere: they are in its output."""
+        returned = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
+        self.values = [(ref, node) for ref, node in self.values if id(ref()) not in returned]
+
+    def mark_escapes(self) -> None:
+        """A value that outlives the run was kept somewhere: it has a user that no graph shows."""
+        gc.collect()
+        for reference, node in self.values:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in self.owners:
+                node.meta["escapes"] = True
+        self.values.clear()
+
+
+def agree(root: nn.Module, runs: Sequence[Recording]) -> Recordings:
+    """What all the runs have in common."""
+    result = Recordings()
+    for path, module in root.named_modules():
+        calls = [run.calls.get(id(module), []) for run in runs]
+        every = [call for run in calls for call in run]
+        if not every:
+            continue
+        counts = {len(run) for run in calls}
+        result.counts[id(module)] = counts.pop() if len(counts) == 1 else -1
+        result.structures[id(module)] = _common_structure(every)
+        ranks = {call.ranks for call in every}
+        if len(ranks) == 1:
+            result.ranks[id(module)] = ranks.pop()
+        graph = _common_graph(path, module, every)
+        if graph is not None and result.counts[id(module)] > 0:
+            result.graphs[id(module)] = graph
+    for run in runs:
+        for place, readers in run.reads.items():
+            result.reads.setdefault(place, set()).update(readers)
+    return result
+
+
+def _common_structure(calls: Sequence[RecordedCall]) -> CallStructure | str:
+    first = calls[0].structure
+    for call in calls:
+        if isinstance(call.structure, str):
+            return call.structure
+        assert isinstance(first, CallStructure)
+        if not first.same_as(call.structure):
+            return "its forward is called in different ways"
+    return first
+
+
+def _common_graph(path: str, module: nn.Module, calls: Sequence[RecordedCall]) -> ModuleGraph | None:
+    first = calls[0]
+    if first.graph is None or isinstance(first.structure, str) or first.outputs is None:
+        return None
+    shape = _shape_of(first.graph)
+    for call in calls[1:]:
+        if call.graph is None or call.outputs != first.outputs or _shape_of(call.graph) != shape:
+            return None
+    return ModuleGraph(path, module, first.graph, first.structure, first.outputs, traced=False)
+
+
+def _shape_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """What must be equal in two runs: operations and who feeds whom, not the numbers that follow the batch size."""
+    numbers = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        (node.op, node.target, bool(node.meta.get("escapes")), [numbers[source] for source in node.all_input_nodes])
+        for node in graph.nodes
+    ]

@@ -1,0 +1,123 @@
+import pytest
+import torch
+from exportable_models import EXPORTABLE, DictOutput, Keywords, Mlp, exportable, floats
+from torch import nn
+
+from exporters import Adapter, StructureError
+
+
+@pytest.mark.parametrize("name", EXPORTABLE)
+def test_the_adapter_computes_what_the_model_computes(name):
+    model, calls = exportable(name)
+    adapter = Adapter(model, *calls[0])
+    for args, kwargs in calls:
+        with torch.no_grad():
+            expected = adapter.flatten_outputs(model(*args, **kwargs))
+            got = adapter(*adapter.flatten_inputs(args, kwargs))
+        got = got if isinstance(got, tuple) else (got,)
+        assert len(got) == len(adapter.output_names)
+        assert all(torch.allclose(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_single_tensor_stays_a_tensor():
+    assert isinstance(Adapter(Mlp(), (floats(2, 3),))(floats(4, 3)), torch.Tensor)
+
+
+def test_names_follow_the_signature_and_the_keys():
+    adapter = Adapter(DictOutput(), (floats(2, 3),))
+    assert adapter.input_names == ("x",)
+    assert adapter.output_names == ("logits", "hidden_0", "hidden_1", "rows")
+    nested, calls = exportable("nested")
+    assert Adapter(nested, *calls[0]).input_names == (
+        "pair_0",
+        "pair_1_0",
+        "extra_shift",
+        "earlier_boxes",
+        "earlier_scores_0",
+    )
+
+
+def test_given_names_come_first():
+    adapter = Adapter(DictOutput(), (floats(2, 3),), input_names=["logits"])
+    assert (adapter.input_names, adapter.output_names[0]) == (("logits",), "logits_out")
+    assert Adapter(Mlp(), (floats(2, 3),), output_names=["y"]).output_names == ("y",)
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ({"input_names": ["a", "b"]}, r"2 input names were given for 1 input tensors \(x\)\."),
+        ({"output_names": []}, r"0 output names were given for 1 output tensors \(output\)\."),
+        ({"output_names": ["x"]}, r"`x` names an input and an output; each tensor of a file needs its own name\."),
+        ({"output_names": [" "]}, r"' ' is no name for an output\."),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(names, sentence):
+    with pytest.raises(StructureError, match=sentence):
+        Adapter(Mlp(), (floats(2, 3),), **names)
+
+
+def test_names_that_repeat_are_refused():
+    with pytest.raises(StructureError, match="The output names a, a, b, c aren't different"):
+        Adapter(DictOutput(), (floats(2, 3),), output_names=["a", "a", "b", "c"])
+
+
+def test_position_and_name_are_the_same_call():
+    adapter = Adapter(Keywords(), (floats(2, 3), floats(2, 3)))
+    assert len(adapter.flatten_inputs((floats(4, 3),), {"mask": floats(4, 3)})) == 2
+    with pytest.raises(StructureError, match="the argument lacks `mask`"):
+        adapter.flatten_inputs((floats(4, 3),))
+
+
+@pytest.mark.parametrize("output", [None, 3, {"a": [1, "b"]}, ()])
+def test_outputs_without_a_tensor_are_refused(output):
+    class Silent(nn.Module):
+        def forward(self, x):
+            return output
+
+    with pytest.raises(StructureError, match="The model's output holds no tensor"):
+        Adapter(Silent(), (floats(2, 3),))
+
+
+def test_an_output_that_counts_rows_is_refused_at_another_batch():
+    class Counting(nn.Module):
+        def forward(self, x):
+            return x * 2, len(x)
+
+    adapter = Adapter(Counting(), (floats(2, 3),))
+    assert len(adapter.run([floats(2, 3)])) == 1
+    with pytest.raises(StructureError, match=r"output `1` was 2 when exported and is 3 here"):
+        adapter.run([floats(3, 3)])
+
+
+def test_the_mode_is_the_models_and_the_models_is_kept():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    model[0].eval()
+    assert Adapter(model, (floats(2, 3),)).training
+    assert [module.training for module in model.modules()] == [True, False, True]
+    assert not Adapter(model.eval(), (floats(2, 3),)).training
+
+
+def test_inputs_of_a_model_that_writes_to_them_are_kept():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    x = floats(2, 3)
+    before = x.clone()
+    Adapter(InPlace(), (x,)).run([x])
+    assert torch.equal(x, before)
+
+
+def test_weights_are_not_copied_and_strays_are_registered():
+    model, calls = exportable("listed")
+    adapter = Adapter(model, *calls[0])
+    assert {id(model.weights[0]), id(model.layers[0].weight)} <= {id(p) for p in adapter.parameters()}
+    assert not list(model.parameters())
+    assert adapter.model is model
+
+
+def test_structures_are_described():
+    adapter = Adapter(DictOutput(), (floats(2, 3),))
+    assert adapter.input_structure == {"type": "builtins.dict", "items": [["x", {"tensor": "x"}]]}
+    assert adapter.output_structure["items"][2:4] == [["loss", {"constant": None}], ["scale", {"constant": 2}]]

@@ -1,0 +1,232 @@
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from exportable_models import Branch, Mlp, exportable, floats, mlp_calls
+from tiny_models import enliven
+from torch import nn
+
+import exporters.onnx
+from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback
+from exporters.onnx import judge_placement, shape_only_nodes
+
+
+def export(model, calls, tmp_path, **options):
+    return OnnxExporter().export(ExportRequest(model.eval(), calls, **options), tmp_path)
+
+
+def written_dims(path):
+    graph = onnx.load(path).graph
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+
+
+def test_plain_onnxruntime_runs_it_at_any_batch(tmp_path):
+    model = enliven(Mlp()).eval()
+    artifact = export(model, mlp_calls(2, 3), tmp_path)
+    assert artifact.route == "dynamo"
+    session = ort.InferenceSession(str(artifact.path), providers=["CPUExecutionProvider"])
+    for size in (1, 7):
+        x = floats(size, 3)
+        (y,) = session.run(["output"], {"x": x.numpy()})
+        assert torch.allclose(torch.from_numpy(y), model(x), atol=1e-5)
+
+
+def test_dims_are_open_exactly_where_they_change(tmp_path):
+    model, calls = exportable("rows")
+    dims = written_dims(export(model, calls, tmp_path).path)
+    assert dims["x"] == ["batch", 3]
+    assert isinstance(dims["output_0"][0], str)
+    assert dims["output_0"][1] == 4
+    assert isinstance(dims["output_1"][0], str)
+    assert dims["output_2"] == [4, "batch"]
+    assert dims["output_3"] == [4]
+
+
+def test_a_static_export_has_no_open_dim(tmp_path):
+    artifact = export(Mlp(), mlp_calls(1), tmp_path, dynamic_batch=False)
+    assert written_dims(artifact.path) == {"x": [1, 3], "output": [1, 4]}
+
+
+def test_two_batches_have_two_names(tmp_path):
+    class Cross(nn.Module):
+        def forward(self, queries, keys):
+            return queries @ keys.t()
+
+    calls = tuple(((floats(size, 3), floats(other, 3)), {}) for size, other in ((2, 3), (4, 3), (5, 7)))
+    dims = written_dims(export(Cross(), calls, tmp_path).path)
+    assert dims == {"queries": ["batch", 3], "keys": ["keys_batch", 3], "output": ["batch", "keys_batch"]}
+
+
+def test_rows_that_the_data_chooses_stay_open(tmp_path):
+    class Positive(nn.Module):
+        def forward(self, x):
+            return x.reshape(-1)[x.reshape(-1) > 0]
+
+    x = floats(2, 3)
+    artifact = export(Positive(), (((x,), {}), ((x.flip(0),), {})), tmp_path)
+    assert isinstance(written_dims(artifact.path)["output"][0], str)
+
+
+def test_a_branch_on_data_is_refused_by_every_route(tmp_path, capfd):
+    calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
+    with pytest.raises(ExportError) as caught:
+        export(enliven(Branch()), calls, tmp_path)
+    assert "(dynamo and dynamo-unoptimized: Could not guard on data-dependent" in str(caught.value)
+    assert "torchscript: output `hidden` is wrong on inputs of [3, 3]" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_complex_outputs_are_refused_in_silence(tmp_path, capfd):
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(x)
+
+    with pytest.raises(ExportError, match="can't be exported to onnx"):
+        export(Spectrum(), mlp_calls(2, 3), tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("failing", [("dynamo",), ("dynamo", "dynamo-unoptimized")])
+def test_the_next_route_is_taken_and_is_as_good(failing, tmp_path, monkeypatch):
+    real = torch.onnx.export
+    outcomes = {"dynamo": (True, True), "dynamo-unoptimized": (True, False)}
+
+    def broken(*args, **options):
+        if (options["dynamo"], options.get("optimize")) in [outcomes[name] for name in failing]:
+            raise RuntimeError("no such operator\nmore")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", broken)
+    model, calls = exportable("rows")
+    artifact = export(model, calls, tmp_path)
+    assert artifact.refused == tuple((name, "no such operator") for name in failing)
+    assert artifact.route == ("dynamo-unoptimized" if len(failing) == 1 else "torchscript")
+    dims = written_dims(artifact.path)
+    assert dims["x"] == ["batch", 3]
+    assert [isinstance(size, str) for name in ("output_0", "output_2") for size in dims[name]] == [1, 0, 0, 1]
+    assert dims["output_3"] == [4]
+
+
+def test_weights_above_the_limit_go_into_a_file_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 1000)
+    model = nn.Linear(30, 30)
+    artifact = export(model, tuple(((floats(size, 30),), {}) for size in (2, 3)), tmp_path)
+    assert [path.name for path in artifact.files] == ["model.onnx", "model.onnx.data"]
+    assert sorted(tmp_path.iterdir()) == sorted(artifact.files)
+    assert artifact.files[1].stat().st_size >= 3600
+    assert artifact.files[0].stat().st_size < 1500
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in artifact.files:
+        path.rename(moved / path.name)
+    x = floats(4, 30)
+    assert torch.allclose(OnnxExporter.load(moved / "model.onnx", "cpu")(x)[0], model(x), atol=1e-5)
+
+
+def test_a_second_export_writes_the_same_bytes(tmp_path):
+    model, calls = exportable("encoder")
+    first = export(model, calls, tmp_path).path.read_bytes()
+    assert export(model, calls, tmp_path).path.read_bytes() == first
+
+
+def test_the_opset_is_the_one_asked_for(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path, opset=20)
+    assert {entry.domain: entry.version for entry in onnx.load(artifact.path).opset_import}[""] == 20
+
+
+def test_nodes_have_names_and_no_metadata(tmp_path):
+    model, calls = exportable("encoder")
+    graph = onnx.load(export(model, calls, tmp_path).path).graph
+    assert len({node.name for node in graph.node}) == len(graph.node)
+    assert not any(node.doc_string or node.metadata_props or not node.name for node in graph.node)
+
+
+def test_inputs_are_checked_before_they_are_bound_by_address(tmp_path):
+    loaded = export(Mlp(), mlp_calls(2, 3), tmp_path).load()
+    with pytest.raises(ValueError, match=r"Input `x` of the file is float, and torch\.float64 was given"):
+        loaded(floats(2, 3).double())
+    with pytest.raises(ValueError, match="takes 1 tensors, not 2"):
+        loaded(floats(2, 3), floats(2, 3))
+    x = floats(3, 4).t()[:, :3]
+    assert torch.equal(loaded(x)[0], loaded(x.contiguous())[0])
+
+
+def test_empty_batches_run(tmp_path):
+    assert export(Mlp(), mlp_calls(2, 3), tmp_path).load()(floats(0, 3))[0].shape == (0, 4)
+
+
+def test_the_placement_is_counted(tmp_path):
+    loaded = export(Mlp(), mlp_calls(2, 3), tmp_path).load()
+    assert loaded.device == "cpu"
+    assert set(loaded.placement) == {"CPUExecutionProvider"}
+    assert loaded.placement["CPUExecutionProvider"] >= 2
+
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+def test_a_placement_with_the_computations_on_cuda_is_accepted():
+    assigned = [(CUDA, "conv", "Conv"), (CPU, "s", "Shape"), (CPU, "g", "Gather"), (CPU, "m", "MemcpyToHost")]
+    judge_placement(assigned, frozenset({"g"}))
+
+
+@pytest.mark.parametrize(
+    ("assigned", "sentence"),
+    [
+        (
+            [(CUDA, "conv", "Conv"), (CPU, "g", "Gather")],
+            r"onnxruntime runs `g` \(Gather\) on the CPU, not on the GPU\.",
+        ),
+        ([(CUDA, "c", "Conv"), *((CPU, f"n{i}", "Add") for i in range(7))], r"`n4` \(Add\) and 2 more on the CPU"),
+        ([(CPU, "s", "Shape")], "runs no node of the file on the GPU"),
+        ([], "runs no node of the file on the GPU"),
+    ],
+)
+def test_a_placement_with_computations_on_the_cpu_is_refused(assigned, sentence):
+    with pytest.raises(ProviderFallback, match=sentence):
+        judge_placement(assigned, frozenset({"s"}))
+
+
+def test_shape_only_nodes_read_no_data():
+    node = onnx.helper.make_node
+    nodes = [
+        node("Shape", ["x"], ["shape"], name="shape"),
+        node("Gather", ["shape", "zero"], ["rows"], name="rows"),
+        node("Concat", ["rows", "minus_one"], ["target"], name="target", axis=0),
+        node("Reshape", ["x", "target"], ["flat"], name="reshape"),
+        node("Gather", ["table", "ids"], ["words"], name="embedding"),
+        node("Shape", ["words"], ["size"], name="size"),
+    ]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "graph",
+        [],
+        [],
+        [onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [0]) for name in ("zero", "minus_one", "table")],
+    )
+    assert shape_only_nodes(graph) == {"shape", "rows", "target", "size"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu_is_no_silent_fallback(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    with pytest.raises(ProviderFallback, match=r"CUDA provider"):
+        artifact.load("cuda")
+    with pytest.raises(ProviderFallback, match="'mps' is neither"):
+        artifact.load("mps")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_computes_on_cuda(tmp_path):
+    model, calls = exportable("conv_net")
+    loaded = export(model, calls, tmp_path).load("cuda")
+    assert loaded.placement[CUDA] >= 2
+    x = floats(7, 3, 6, 6)
+    (y,) = loaded(x)
+    assert y.is_cuda
+    assert torch.allclose(y.cpu(), model(x).detach(), atol=1e-4)

@@ -1,0 +1,160 @@
+import errno
+
+import pytest
+import torch
+from exportable_models import Mlp, exportable, floats, mlp_calls
+from torch import nn
+
+from exporters import ExportError, ExportRequest, RouteRefused, StructureError
+from exporters.proof import Route, difference, first_right, gather, one_line, prove, refusing
+
+
+def test_open_dims_are_those_that_change():
+    model, calls = exportable("rows")
+    evidence = gather(ExportRequest(model, calls))
+    assert evidence.input_specs[0].shape == ("batch", 3)
+    assert [spec.shape for spec in evidence.output_specs] == [
+        ("output_0_dim_0", 4),
+        ("output_1_dim_0",),
+        (4, "batch"),
+        (4,),
+    ]
+
+
+def test_an_input_that_does_not_change_stays_fixed():
+    model, calls = exportable("keywords")
+    specs = gather(ExportRequest(model, calls)).input_specs
+    assert {spec.name: spec.shape for spec in specs} == {"x": ("batch", 3), "bias": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("calls", "dynamic", "sentence"),
+    [
+        (mlp_calls(2, 3), False, "Input `x` changes its shape between the calls of a static export."),
+        (mlp_calls(1, 3), True, "Input `x` has a batch of 1 in the first call; tracing needs two rows or more."),
+        (
+            (((floats(2, 3),), {}), ((floats(2, 3).double(),), {})),
+            True,
+            "Input `x` changes its dtype between the calls.",
+        ),
+        ((((floats(2, 3),), {}), ((floats(2, 4),), {})), True, "Input `x` changes more than its first dim"),
+        ((((floats(2, 3),), {}), ((floats(2, 1, 3),), {})), True, "Input `x` changes more than its first dim"),
+        ((((floats(2, 3),), {}), ((), {"y": 1})), True, "the argument lacks `x` and adds `y`"),
+    ],
+)
+def test_calls_that_do_not_fit_each_other_are_refused(calls, dynamic, sentence):
+    with pytest.raises(StructureError) as caught:
+        gather(ExportRequest(Mlp(), calls, dynamic_batch=dynamic))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_an_unstable_output_is_named_and_compared_by_shape():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x), x * 2
+
+    evidence = gather(ExportRequest(Noisy(), mlp_calls(2, 4)))
+    assert evidence.notes == ("Output `output_0` differs between two runs of the model; only its shape was checked.",)
+    prove(evidence, lambda x: (x, x * 2))
+    with pytest.raises(RouteRefused, match="output `output_1` is wrong"):
+        prove(evidence, lambda x: (x, x))
+    with pytest.raises(RouteRefused, match=r"output `output_0` is wrong on inputs of .*: its shape is"):
+        prove(evidence, lambda x: (x[:1], x * 2))
+
+
+ones = torch.ones(4, 50)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "problem"),
+    [
+        (ones, ones * (1 + 1e-5), None),
+        (ones, ones * 1.01, "its values are off by 0.01 where the largest is 1"),
+        (ones, ones[:1], "its shape is [1, 50] in place of [4, 50]"),
+        (ones, ones.double(), "its dtype is float64 in place of float32"),
+        (ones, ones * float("nan"), "its values are off by nan where the largest is 1"),
+        (ones * float("nan"), ones * float("nan"), None),
+        (ones * float("nan"), ones, "NaN or infinity stand in other places"),
+        (ones * float("inf"), -ones * float("inf"), "NaN or infinity stand in other places"),
+        (ones.half(), ones.half() * 1.01, None),
+        (ones.half(), ones.half() * 1.1, "its values are off by 0.1 where the largest is 1"),
+        (ones.long(), ones.long(), None),
+        (ones.long(), ones.long() + 1, "200 of 200 elements differ"),
+        (torch.tensor(2), torch.tensor(3), "1 of 1 elements differ"),
+        (ones.to(torch.complex64), ones.to(torch.complex64) * 1j, "its values are off by 1 where the largest is 1"),
+        (ones[:0], ones[:0], None),
+        (ones * 0, ones * 0, None),
+        (ones * 0, ones * 1e-20, "its values are off by 1e-20 where the largest is 0"),
+    ],
+)
+def test_difference(expected, got, problem):
+    assert difference(expected, got) == problem
+
+
+def test_ties_of_single_elements_are_let_pass():
+    other = ones.long().clone()
+    other[0, 0] = 7
+    assert difference(ones.long(), other) is None
+
+
+def _routes(outcomes):
+    def write(outcome):
+        def route(folder):
+            (folder / "model.bin").write_bytes(b"x")
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return (folder / "model.bin",)
+
+        return route
+
+    return [Route(f"route-{index}", write(outcome)) for index, outcome in enumerate(outcomes)]
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    return gather(ExportRequest(Mlp(), mlp_calls(2, 3)))
+
+
+def test_the_first_right_route_is_taken(evidence, tmp_path):
+    artifact = first_right("bin", evidence, _routes([RouteRefused("no"), None, None]), tmp_path)
+    assert (artifact.route, artifact.refused) == ("route-1", (("route-0", "no"),))
+    assert artifact.path == tmp_path / "model.bin"
+    assert list(tmp_path.iterdir()) == [artifact.path]
+
+
+def test_all_refused_is_one_sentence_and_leaves_nothing(evidence, tmp_path):
+    with pytest.raises(ExportError) as caught:
+        first_right("bin", evidence, _routes([RouteRefused("no"), RouteRefused("no"), RouteRefused("never")]), tmp_path)
+    assert str(caught.value) == "The model can't be exported to bin (route-0 and route-1: no; route-2: never)."
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "disk full"), KeyboardInterrupt(), MemoryError()])
+def test_what_is_no_refusal_passes_and_leaves_nothing(evidence, tmp_path, error):
+    with pytest.raises(type(error)):
+        first_right("bin", evidence, _routes([error, None]), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusing_tells_a_full_disk_from_a_refusal():
+    for error in (OSError(errno.ENOSPC, "disk full"), MemoryError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)), refusing():
+            raise error
+    for error in (OSError("could not get source code"), RuntimeError("x"), AssertionError()):
+        with pytest.raises(RouteRefused), refusing():
+            raise error
+    with pytest.raises(RouteRefused, match=r"^it fails: ValueError: x$"), refusing("it fails"):
+        raise ValueError("x")
+
+
+def test_a_reason_is_the_first_line_of_the_cause_without_paths():
+    cause = ValueError('\n\x1b[31mFile "/home/me/models/net.py", line 3.\nmore')
+    error = RuntimeError("wrapped")
+    error.__cause__ = cause
+    assert one_line(error) == 'File "net.py", line 3'
+    assert one_line(AssertionError()) == "AssertionError"
+    assert one_line(KeyError("x")) == "KeyError: 'x'"
+    assert one_line(ValueError("In conflict:\n - x\n - y")) == "In conflict: - x"
+    interpreter = "The following operation failed in the TorchScript interpreter.\nTraceback:\nRuntimeError: no\n"
+    assert one_line(RuntimeError(interpreter)) == "RuntimeError: no"
+    assert len(one_line(ValueError("x" * 500))) == 200

@@ -1,0 +1,127 @@
+import pytest
+import torch
+from exportable_models import Detections, Keywords, Pair, floats
+from torch import nn
+
+from exporters.errors import StructureError
+from exporters.structure import Structure, bind, input_names, output_names
+
+x, y, z = floats(2, 3), floats(2, 4), floats(2, 5)
+
+
+def test_any_tree_is_flattened_and_rebuilt():
+    value = {"a": [x, (y, None)], "b": Pair(z, x), "c": Detections(y, (z,), "dog"), "n": 3}
+    structure = Structure(value, side="output")
+    flat = structure.flatten(value)
+    assert [id(t) for t in flat] == [id(t) for t in (x, y, z, x, y, z)]
+    back = structure.rebuild([t + 1 for t in flat])
+    assert type(back["b"]) is Pair
+    assert type(back["c"]) is Detections
+    assert back["c"].label == "dog"
+    assert back["n"] == 3
+    assert back["a"][1][1] is None
+    assert torch.equal(back["c"].scores[0], z + 1)
+    assert value["c"].scores[0] is z  # the example isn't written to
+
+
+def test_dict_order_does_not_matter_and_the_example_decides():
+    structure = Structure({"a": x, "b": y}, side="argument")
+    assert [id(t) for t in structure.flatten({"b": y, "a": x})] == [id(x), id(y)]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({"a": x}, "the argument lacks `n`, compared with the call that was exported."),
+        ({"a": x, "n": 1, "m": 2}, "the argument adds `m`, compared with the call that was exported."),
+        ({"a": None, "n": 1}, "argument `a` was a tensor when exported and is None here."),
+        (
+            {"a": x, "n": 2},
+            "argument `n` was 1 when exported and is 2 here; only tensors can change from call to call.",
+        ),
+        ({"a": x, "n": True}, "argument `n` was 1 when exported and is True here; only tensors"),
+        ({"a": x, "n": y}, "argument `n` was 1 when exported and is a tensor here"),
+        ([x, 1], "the argument was a dict when exported and is a list here."),
+    ],
+)
+def test_another_structure_is_refused(value, sentence):
+    with pytest.raises(StructureError) as caught:
+        Structure({"a": x, "n": 1}, side="argument").flatten(value)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_nan_constant_equals_itself():
+    assert len(Structure([x, float("nan")], side="argument").flatten([x, float("nan")])) == 1
+
+
+def test_constants_are_not_looked_at_on_request():
+    assert Structure((x, 1), side="output").flatten((y, 7), constants=False) == (y,)
+
+
+def test_what_cannot_be_taken_apart_is_named_with_the_way_out():
+    class DynamicCache:
+        pass
+
+    with pytest.raises(StructureError, match=r"output `past_key_values` is a DynamicCache.*use_cache=False"):
+        Structure({"logits": x, "past_key_values": DynamicCache()}, side="output")
+    with pytest.raises(StructureError, match=r"argument `a\[0\]` is a object, which can't be taken apart"):
+        Structure({"a": [object()]}, side="argument")
+
+
+def test_model_outputs_leave_out_what_is_none():
+    from transformers.modeling_outputs import BaseModelOutput
+
+    structure = Structure(BaseModelOutput(last_hidden_state=x, hidden_states=(y, z)), side="output")
+    assert output_names(structure.paths, ()) == ("last_hidden_state", "hidden_states_0", "hidden_states_1")
+    assert type(structure.rebuild([x, y, z])) is BaseModelOutput
+
+
+def test_arguments_are_bound_by_the_signature():
+    assert list(bind(Keywords(), (x, None), {"scale": 1.0})) == ["x", "mask", "scale"]
+    with pytest.raises(StructureError, match="argument `x` is given twice"):
+        bind(Keywords(), (x,), {"x": x})
+
+
+def test_the_class_names_the_arguments_even_when_the_instance_has_another_forward():
+    model = Keywords()
+    vars(model)["forward"] = lambda *args: args[0]
+    assert list(bind(model, (x, y), {})) == ["x", "mask"]
+
+
+def test_variadic_arguments_are_counted():
+    class Sum(nn.Module):
+        def forward(self, first, *rest):
+            return first + sum(rest)
+
+    assert list(bind(Sum(), (x, x, x), {})) == ["first", "rest_0", "rest_1"]
+
+
+def test_names_are_identifiers_and_unique():
+    assert input_names([("a", 0), ("a_0",), ("lambda",), ("0x",), ("größe",)]) == (
+        "a_0",
+        "a_0_1",
+        "_lambda",
+        "_0x",
+        "gr__e",
+    )
+    assert output_names([()], ()) == ("output",)
+    assert output_names([(0,), (1, "h")], ()) == ("output_0", "output_1_h")
+    assert output_names([("x",), ("x_out",)], ("x",)) == ("x_out", "x_out_1")
+
+
+def test_the_description_is_json():
+    structure = Structure({"a": (x, None), "d": torch.float16}, side="argument")
+    assert structure.describe(["a_0"]) == {
+        "type": "builtins.dict",
+        "items": [
+            ["a", {"type": "builtins.tuple", "items": [[0, {"tensor": "a_0"}], [1, {"constant": None}]]}],
+            ["d", {"constant": "torch.float16"}],
+        ],
+    }
+
+
+def test_rebuilding_needs_the_right_number_of_tensors():
+    structure = Structure([x, y], side="argument")
+    for count in (1, 3):
+        with pytest.raises(StructureError, match=f"{count} tensors were given where the model takes 2"):
+            structure.rebuild([x] * count)

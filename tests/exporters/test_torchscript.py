@@ -1,0 +1,205 @@
+import errno
+import os
+import subprocess
+import sys
+import warnings
+import zipfile
+
+import pytest
+import torch
+from exportable_models import Branch, Mlp, Replacement, floats, mlp_calls
+from tiny_models import enliven
+from torch import nn
+
+import exporters.torchscript
+from exporters import ExportError, ExportRequest, TorchScriptExporter
+from exporters.torchscript_deprecation import torchscript_allowed
+
+
+def export(model, calls, tmp_path, **options):
+    return TorchScriptExporter().export(ExportRequest(model.eval(), calls, **options), tmp_path)
+
+
+class Loop(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for index, row in enumerate(x):
+            rows.append(row * (index + 1))
+        return torch.stack(rows)
+
+
+def branch_calls():
+    return tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
+
+
+def test_a_branch_on_data_is_scripted(tmp_path):
+    model = enliven(Branch()).eval()
+    artifact = export(model, branch_calls(), tmp_path)
+    assert artifact.route == "script"
+    ((route, reason),) = artifact.refused
+    assert route == "trace"
+    assert "output `hidden` is wrong on inputs of [3, 3]" in reason
+    for (x,), _ in branch_calls():
+        assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
+
+
+def test_a_scripted_model_keeps_its_branches(tmp_path):
+    model = enliven(Branch()).eval()
+    with torchscript_allowed():
+        scripted = torch.jit.script(model)
+    artifact = export(scripted, branch_calls(), tmp_path)
+    assert artifact.inputs[0].name == "x"
+    for (x,), _ in branch_calls():
+        assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
+
+
+def test_a_loop_over_the_batch_is_scripted(tmp_path):
+    model = Loop().eval()
+    artifact = export(model, mlp_calls(2, 3), tmp_path)
+    assert artifact.route == "script"
+    x = floats(7, 3)
+    assert torch.allclose(artifact.load()(x)[0], model(x))
+
+
+def test_a_trace_that_no_call_contradicts_is_taken(tmp_path):
+    assert export(Branch(), branch_calls()[:1], tmp_path).route == "trace"
+
+
+def test_scripting_spells_out_trees_and_constants(tmp_path):
+    class Tree(nn.Module):
+        def forward(
+            self,
+            pair: tuple[torch.Tensor, list[torch.Tensor]],
+            named: dict[str, torch.Tensor],
+            mask: torch.Tensor | None = None,
+            flag: bool = False,
+            text: str = "",
+        ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            left, right = pair
+            if bool(left.sum() > 0) and flag and text == "it's" and mask is None:
+                left = -left
+            return left + right[0], [named["shift"]]
+
+    calls = tuple(
+        (((x, [x * 2]), {"shift": x + 1}), {"mask": None, "flag": True, "text": "it's"}) for ((x,), _) in branch_calls()
+    )
+    artifact = export(Tree(), calls, tmp_path)
+    assert artifact.route == "script"
+    for args, kwargs in calls:
+        flat = artifact.load()(args[0][0], args[0][1][0], args[1]["shift"])
+        expected = Tree()(*args, **kwargs)
+        assert torch.equal(flat[0], expected[0])
+        assert torch.equal(flat[1], expected[1][0])
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_forward_on_an_instance_is_never_scripted(inner, tmp_path):
+    class Other:
+        def __init__(self, module):
+            self.module = module
+
+        def __call__(self, x):
+            return {"hidden": self.module.linear(x) * (5 if bool(x.sum() > 0) else 7)}
+
+    branch = Branch()
+    vars(branch)["forward"] = Other(branch)
+    model = nn.Sequential(branch) if inner else branch
+    place = "module `0`" if inner else "the model"
+    with pytest.raises(ExportError, match=f"script: {place} has a forward of its own"):
+        export(model, branch_calls(), tmp_path)
+
+
+def test_the_parameters_of_the_file_are_named(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path, input_names=("my x",))
+    with torchscript_allowed():
+        module = torch.jit.load(str(artifact.path))
+    assert [argument.name for argument in module.forward.schema.arguments] == ["self", "my_x"]
+    assert artifact.inputs[0].name == "my x"
+
+
+def test_the_archive_is_plain(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    with zipfile.ZipFile(artifact.path) as archive:
+        names = archive.namelist()
+        assert archive.testzip() is None
+        assert {name.partition("/")[0] for name in names} == {"model"}
+        assert not [name for name in names if name.endswith(".debug_pkl") or "traced_inputs" in name]
+        data = artifact.path.read_bytes()
+        for entry in archive.infolist():
+            start = entry.header_offset
+            lengths = [int.from_bytes(data[start + at : start + at + 2], "little") for at in (26, 28)]
+            assert (start + 30 + sum(lengths)) % 64 == 0
+
+
+def test_large_weights_are_written_by_torch_to_a_place_made_sure_of(tmp_path, monkeypatch):
+    small = export(Mlp(), mlp_calls(2, 3), tmp_path).path.stat().st_size
+    monkeypatch.setattr(exporters.torchscript, "SAVED_THROUGH_MEMORY", 0)
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    assert abs(artifact.path.stat().st_size - small) < 200  # names of classes are numbered within a process
+    x = floats(4, 3)
+    assert artifact.load()(x)[0].shape == (4, 4)
+    assert list(tmp_path.iterdir()) == [artifact.path]
+
+    def full(descriptor, offset, size):
+        assert size >= 60_000 * 4
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(nn.Linear(300, 200), tuple(((floats(size, 300),), {}) for size in (2, 3)), tmp_path)
+    assert list(tmp_path.iterdir()) == [artifact.path]
+
+
+_PLAIN = """
+import sys, torch
+module = torch.jit.load(sys.argv[1])
+for size in (1, 7):
+    print(tuple(module(torch.ones(size, 3)).shape))
+assert not {"exporters", "optimizer", "passes"} & set(sys.modules)
+"""
+
+
+def test_a_process_that_knows_nothing_of_this_project_loads_it(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "(1, 4)\n(7, 4)\n"
+
+
+_EXPORT = """
+import hashlib, pathlib, sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+from exportable_models import exportable
+from exporters import ExportRequest, TorchScriptExporter
+artifact = TorchScriptExporter().export(ExportRequest(*exportable("conv_net")), pathlib.Path(sys.argv[3]))
+print(hashlib.sha256(artifact.path.read_bytes()).hexdigest())
+"""
+
+
+def test_two_processes_write_the_same_bytes(tmp_path, pytestconfig):
+    root = pytestconfig.rootpath
+    command = [sys.executable, "-I", "-c", _EXPORT, str(root), str(root / "tests" / "support"), str(tmp_path)]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second
+    assert len(first) == 65
+
+
+def test_another_forward_is_not_confused_with_the_class(tmp_path):
+    model = enliven(Mlp())
+    vars(model)["forward"] = Replacement(model)
+    assert export(model, mlp_calls(2, 3), tmp_path).route == "trace"
+
+
+def test_nothing_but_torchscript_is_silenced():
+    with torchscript_allowed():
+        warnings.warn("`torch.jit.trace` is deprecated.", DeprecationWarning, stacklevel=1)
+        warnings.warn("`torch.jit.load` is deprecated.", FutureWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("numpy.thing is deprecated", DeprecationWarning, stacklevel=1)
+        with pytest.raises(UserWarning):
+            warnings.warn("`torch.jit.trace` is slow", UserWarning, stacklevel=1)

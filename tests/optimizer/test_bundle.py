@@ -1,0 +1,1096 @@
+"""The bundle: written whole or not at all, its manifest, its golden data, its verification."""
+
+import errno
+import functools
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import enliven
+from torch import nn
+
+from exporters.base import Adapter, Artifact, ExportRequest, TensorSpec
+from exporters.errors import ExporterError
+from exporters.registry import exporter_named, load_artifact
+from optimizer import bundle as bundles
+from optimizer import exchange
+from optimizer.bundle import (
+    Bundle,
+    artifact_entry,
+    check_target,
+    open_bundle,
+    read_golden,
+    verify_bundle,
+    weights_hash,
+    write_bundle,
+    write_golden,
+)
+from optimizer.errors import BundleError, DeviceError, UsageError
+from optimizer.golden import stored_noises, stored_tolerances
+from optimizer.inputs import Call, Samples
+from optimizer.manifest import check_manifest, number, plain, to_json_text, usage_text, without_local_paths
+from optimizer.parity import GoldenEntry, OutputNoise, Reference, judge
+from optimizer.verify import device_factor
+
+WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float32).reshape(4, 3)
+
+
+class Affine:
+    """An artifact of a format of its own: `x @ weight`, and where it is positive."""
+
+    device = "cpu"
+    placement = None
+    loaded: ClassVar[list[Path]] = []
+
+    def __init__(self, path: Path) -> None:
+        self.loaded.append(path)
+        self.weight = load_file(path)["weight"]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ self.weight
+        return y, y > 0
+
+
+@pytest.fixture(autouse=True)
+def affine_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    Affine.loaded = []
+    monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device: Affine(path))
+
+
+@functools.cache
+def measured() -> Reference:
+    """The original of the artifact, run once: inputs, answers and noise of the golden data."""
+
+    def original(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ WEIGHT
+        return y, y > 0
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    return Reference.measure(original, Samples((x,)), batch_sizes=(1, 3), draws=1)
+
+
+def flat(args: tuple[Any, ...], kwargs: Any) -> tuple[torch.Tensor, ...]:
+    return args
+
+
+def golden(folder: Path, **changes: Any) -> dict[str, Any]:
+    given = {"flatten": flat, "input_names": ["x"], "output_names": ["y", "positive"], **changes}
+    return write_golden(folder, measured().golden_entries(), measured().noises, **given)
+
+
+def fill(folder: Path, *, weight: torch.Tensor = WEIGHT, **changes: Any) -> dict[str, Any]:
+    save_file({"weight": weight}, folder / "model.affine")
+    (folder / "extra").mkdir()
+    (folder / "extra" / "report.json").write_text("{}")
+    artifact = Artifact(
+        format="affine",
+        path=folder / "model.affine",
+        files=(folder / "model.affine",),
+        route="direct",
+        refused=(("winding", f"it failed in {folder}/model.affine"),),
+        inputs=(TensorSpec("x", "float32", ("batch", 4)),),
+        outputs=(TensorSpec("y", "float32", ("batch", 3)), TensorSpec("positive", "bool", ("batch", 3))),
+        notes=(),
+    )
+    parity = {"ok": True, "verdict": "ok", "reason": "All outputs agree.", "worst": float("nan")}
+    return {
+        "mode": "inference",
+        "seed": 0,
+        "device": bundles.describe_device("cpu"),
+        "model": {
+            "class": "Affine",
+            "source": "examples/affine.py",
+            "parameters": 12,
+            "bytes": 48,
+            "weights_sha256": weights_hash({"weight": weight}),
+        },
+        "passes": [{"name": "fold-conv-bn", "options": {}, "status": "unchanged"}],
+        "artifacts": [artifact_entry(artifact, folder, parity)],
+        "parity": parity,
+        "golden": golden(folder),
+        **changes,
+    }
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(tmp_path / "parent" / "net", fill)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def must_not_fill(folder: Path) -> dict[str, Any]:
+    raise AssertionError("the work began although the target was refused")
+
+
+def edit_manifest(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((bundle.path / "manifest.json").read_text())
+    change(manifest)
+    (bundle.path / "manifest.json").write_text(json.dumps(manifest))
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def test_a_bundle_has_its_files_and_nothing_is_left_beside_it(bundle: Bundle) -> None:
+    assert names(bundle.path.parent) == ["net"]
+    assert sorted(content(bundle.path)) == [
+        "README.md",
+        "SHA256SUMS",
+        "extra/report.json",
+        "golden.safetensors",
+        "manifest.json",
+        "model.affine",
+    ]
+
+
+def test_the_manifest_has_what_was_given_and_what_is_added(bundle: Bundle) -> None:
+    manifest = bundle.manifest
+    check_manifest(manifest)
+    assert next(iter(manifest)) == "schema"
+    assert list(manifest)[-1] == "files"
+    assert manifest["environment"]["libraries"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__
+    artifact = manifest["artifacts"][0]
+    file = next(file for file in manifest["files"] if file["path"] == "model.affine")
+    assert (artifact["sha256"], artifact["bytes"]) == (file["sha256"], file["bytes"])
+    assert artifact["bytes"] == (bundle.path / "model.affine").stat().st_size
+    assert artifact["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}]
+    assert number(artifact["parity"]["worst"]) != number(artifact["parity"]["worst"])
+
+
+def test_the_manifest_is_strict_json_in_utf8_with_a_last_newline(tmp_path: Path) -> None:
+    bundle = write_bundle(
+        tmp_path / "net", lambda folder: fill(folder, notes=["größer"], coverage={"share": float("inf")})
+    )
+    text = (bundle.path / "manifest.json").read_bytes().decode("utf-8")
+    assert text.endswith("}\n")
+    assert "größer" in text
+    assert '"share": "Infinity"' in text
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(text, parse_constant=no_constant)
+
+
+def test_no_file_of_the_program_names_a_folder_of_this_machine(bundle: Bundle, tmp_path: Path) -> None:
+    for name in ("manifest.json", "README.md", "SHA256SUMS"):
+        assert str(tmp_path) not in (bundle.path / name).read_text()
+    assert bundle.manifest["artifacts"][0]["refused"][0]["reason"] == "it failed in model.affine"
+
+
+def test_local_paths_are_cut_and_others_stay() -> None:
+    roots = ("/home/me/work", "/home/me")
+    given = {"a": ["/home/me/work/net.py:3", "in /home/me", "/home/meadow/x", "x/home/me/y", "/data/home"]}
+    assert without_local_paths(given, roots) == {
+        "a": ["net.py:3", "in .", "/home/meadow/x", "x/home/me/y", "/data/home"]
+    }
+
+
+def test_the_same_input_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    first, second = (write_bundle(tmp_path / name, fill) for name in ("a", "b"))
+    assert first.manifest["created"] == "1970-01-02T00:00:00Z"
+    assert content(first.path) == content(second.path)
+
+
+def test_a_broken_source_date_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(BundleError, match="SOURCE_DATE_EPOCH"):
+        write_bundle(tmp_path / "net", fill)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        bundle = write_bundle(tmp_path / "net", fill)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in bundle.path.rglob("*") if path.is_file()} == {"0o644"}
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum")
+def test_the_hashes_are_those_of_sha256sum(bundle: Bundle) -> None:
+    subprocess.run(["sha256sum", "-c", "--strict", "--quiet", "SHA256SUMS"], cwd=bundle.path, check=True)
+
+
+def test_a_readme_of_the_writer_is_kept(tmp_path: Path) -> None:
+    def with_readme(folder: Path) -> dict[str, Any]:
+        (folder / "README.md").write_text("mine")
+        return fill(folder)
+
+    assert (write_bundle(tmp_path / "net", with_readme).path / "README.md").read_text() == "mine"
+
+
+def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
+    manifest = json.loads(json.dumps(bundle.manifest))
+    artifact = manifest["artifacts"][0]
+    artifact["inputs"].append({"name": "mask", "dtype": "bool", "shape": ["batch"]})
+    manifest["artifacts"] = [
+        {**artifact, "format": "onnx", "path": "model.onnx"},
+        {**artifact, "format": "torchscript", "path": "model.torchscript.pt"},
+    ]
+    text = usage_text(manifest)
+    assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
+    assert '"mask": numpy.zeros((2,), dtype=numpy.bool_),' in text
+    assert "mask = torch.zeros((2,), dtype=torch.bool)" in text
+    assert "outputs = model(x, mask)" in text
+    assert "`[batch, 4]`" in text
+    for snippet in text.split("```python")[1:]:
+        compile(snippet.partition("```")[0], "README.md", "exec")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "SHA256SUMS", "a\\b", "line\nbreak"])
+def test_a_file_name_that_a_bundle_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
+    def with_name(folder: Path) -> dict[str, Any]:
+        (folder / name).write_text("x")
+        return fill(folder)
+
+    with pytest.raises(BundleError, match="can't be a file of a bundle"):
+        write_bundle(tmp_path / "net", with_name)
+    assert names(tmp_path) == []
+
+
+def test_a_link_in_a_bundle_is_refused(tmp_path: Path) -> None:
+    def with_link(folder: Path) -> dict[str, Any]:
+        (folder / "link").symlink_to("/etc/passwd")
+        return fill(folder)
+
+    with pytest.raises(BundleError, match="link can't be a file"):
+        write_bundle(tmp_path / "net", with_link)
+
+
+def test_an_incomplete_manifest_is_not_published(tmp_path: Path) -> None:
+    def without_seed(folder: Path) -> dict[str, Any]:
+        body = fill(folder)
+        del body["seed"]
+        return body
+
+    with pytest.raises(BundleError, match="the field `seed` is missing"):
+        write_bundle(tmp_path / "net", without_seed)
+    assert names(tmp_path) == []
+
+
+def test_an_artifact_that_was_not_written_is_refused(tmp_path: Path) -> None:
+    def without_file(folder: Path) -> dict[str, Any]:
+        body = fill(folder)
+        (folder / "model.affine").unlink()
+        return body
+
+    with pytest.raises(BundleError, match=r"names model\.affine, which wasn't written"):
+        write_bundle(tmp_path / "net", without_file)
+
+
+# ---------------------------------------------------------------------------------------------------- where it may stand
+
+
+def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
+    before = content(bundle.path)
+    with pytest.raises(BundleError, match="is a bundle already: use force"):
+        write_bundle(bundle.path, must_not_fill)
+    assert content(bundle.path) == before
+    write_bundle(bundle.path, lambda folder: fill(folder, seed=7), force=True)
+    assert open_bundle(bundle.path).manifest["seed"] == 7
+    assert names(bundle.path.parent) == ["net"]
+
+
+def test_a_bundle_with_files_of_the_user_is_not_replaced(bundle: Bundle) -> None:
+    (bundle.path / "notes.txt").write_text("mine")
+    (bundle.path / "folder").mkdir()
+    (bundle.path / "folder" / "deep").write_text("mine")
+    with pytest.raises(BundleError, match=r"didn't write \(folder, notes\.txt\)"):
+        write_bundle(bundle.path, must_not_fill, force=True)
+    assert (bundle.path / "notes.txt").exists()
+
+
+def test_a_file_that_the_user_adds_while_the_new_bundle_is_made_is_kept(bundle: Bundle) -> None:
+    def and_meanwhile(folder: Path) -> dict[str, Any]:
+        (bundle.path / "notes.txt").write_text("mine")
+        return fill(folder)
+
+    with pytest.raises(BundleError, match=r"notes\.txt"):
+        write_bundle(bundle.path, and_meanwhile, force=True)
+    assert (bundle.path / "notes.txt").read_text() == "mine"
+    assert names(bundle.path.parent) == ["net"]
+
+
+def test_a_bundle_that_another_writer_puts_there_meanwhile_is_not_replaced_without_force(tmp_path: Path) -> None:
+    def and_meanwhile(folder: Path) -> dict[str, Any]:
+        write_bundle(tmp_path / "net", lambda other: fill(other, seed=1))
+        return fill(folder, seed=2)
+
+    with pytest.raises(BundleError, match="is a bundle already"):
+        write_bundle(tmp_path / "net", and_meanwhile)
+    assert open_bundle(tmp_path / "net").manifest["seed"] == 1
+
+
+def a_folder(target: Path) -> None:
+    target.mkdir()
+    (target / "mine").write_text("x")
+
+
+def a_damaged_bundle(target: Path) -> None:
+    a_folder(target)
+    (target / "manifest.json").write_text("{}")
+
+
+def a_dangling_link(target: Path) -> None:
+    target.symlink_to(target.parent / "nowhere")
+
+
+def a_link_to_an_empty_folder(target: Path) -> None:
+    (target.parent / "empty").mkdir()
+    target.symlink_to(target.parent / "empty")
+
+
+REFUSED = {
+    a_folder: "is a folder with other things in it",
+    a_damaged_bundle: "can't be recognised as a bundle",
+    a_dangling_link: "is a symbolic link",
+    a_link_to_an_empty_folder: "is a symbolic link",
+    Path.touch: "is a file, which is not replaced",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_bundle_is_never_replaced(tmp_path: Path, make: Callable[[Path], None], force: bool) -> None:
+    make(tmp_path / "net")
+    before = sorted(tmp_path.rglob("*")), content(tmp_path)
+    with pytest.raises(BundleError, match=REFUSED[make]):
+        write_bundle(tmp_path / "net", must_not_fill, force=force)
+    assert (sorted(tmp_path.rglob("*")), content(tmp_path)) == before
+
+
+def test_a_link_to_a_bundle_is_not_replaced_but_opened(bundle: Bundle) -> None:
+    link = bundle.path.parent / "latest"
+    link.symlink_to(bundle.path)
+    with pytest.raises(BundleError, match="is a symbolic link"):
+        check_target(link, force=True)
+    assert open_bundle(link).manifest == bundle.manifest
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    write_bundle(tmp_path / "net", fill)
+    assert verify_bundle(tmp_path / "net").ok
+
+
+@pytest.mark.parametrize("target", [".", "..", "", "/", "~", "../.."])
+def test_the_folders_that_one_works_in_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    home = tmp_path / "home"
+    (home / "work").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "work")
+    with pytest.raises(BundleError):
+        check_target(os.path.expanduser(target), force=True)
+
+
+def test_an_empty_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(BundleError, match="the current folder"):
+        check_target(tmp_path / "work")
+
+
+def test_a_relative_target_stands_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert write_bundle("dist/net", fill).path == tmp_path.resolve() / "dist" / "net"
+
+
+@pytest.mark.parametrize("below", ["inner", "extra/inner", "a/b/c"])
+def test_a_folder_inside_a_bundle_is_refused(bundle: Bundle, below: str) -> None:
+    with pytest.raises(BundleError, match="lies inside the bundle"):
+        check_target(bundle.path / below)
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_file_in_place_of_the_parent_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for target in (tmp_path / "file" / "net", tmp_path / "file" / "deep" / "net"):
+        with pytest.raises(BundleError, match=r"because .*file is not a folder"):
+            write_bundle(target, must_not_fill)
+
+
+def test_a_name_that_is_too_long_is_named(tmp_path: Path) -> None:
+    for target in (tmp_path / ("n" * 300), tmp_path / "a" / ("n" * 300) / "net"):
+        with pytest.raises(BundleError, match="too long"):
+            write_bundle(target, must_not_fill)
+    assert names(tmp_path) == []
+
+
+def test_a_null_character_is_named() -> None:
+    with pytest.raises(BundleError, match="null character"):
+        check_target("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(errno.EACCES, "may not write there"), (errno.EROFS, "read-only"), (errno.EPERM, "doesn't allow it")],
+)
+def test_a_folder_that_cannot_be_written_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+) -> None:
+    def refuse(path: object, mode: int = 0o777) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(BundleError, match=text) as caught:
+        write_bundle(tmp_path / "net", must_not_fill)
+    assert str(tmp_path / "net") in str(caught.value)
+
+
+def test_checking_a_target_leaves_nothing(tmp_path: Path) -> None:
+    check_target(tmp_path / "a" / "b" / "net")
+    assert names(tmp_path) == []
+
+
+def test_an_exchange_that_stopped_halfway_is_finished_at_the_next_open(bundle: Bundle) -> None:
+    with exchange.staged(bundle.path) as staging:
+        bundles._seal(staging.folder, fill(staging.folder, seed=9))
+        os.rename(bundle.path, staging.place / "old")
+        assert open_bundle(bundle.path).manifest["seed"] == 9
+        assert verify_bundle(bundle.path).ok
+
+
+# -------------------------------------------------------------------------------------------------------- when it fails
+
+
+def raising(error: BaseException) -> Callable[[Path], dict[str, Any]]:
+    def half(folder: Path) -> dict[str, Any]:
+        fill(folder)
+        raise error
+
+    return half
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("x"), RuntimeError("x"), SystemExit(1)], ids=repr)
+def test_what_fill_raises_goes_on_and_the_target_is_as_it_was(bundle: Bundle, error: BaseException) -> None:
+    before = content(bundle.path)
+    with pytest.raises(type(error)):
+        write_bundle(bundle.path, raising(error), force=True)
+    with pytest.raises(type(error)):
+        write_bundle(bundle.path.parent / "new" / "deep", raising(error))
+    assert content(bundle.path) == before
+    assert names(bundle.path.parent) == ["net"]
+
+
+def wrapped(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        wrapped(ExporterError("every route failed"), FULL),
+        ExporterError(f"every route failed: {os.strerror(errno.ENOSPC)}"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=repr,
+)
+def test_a_full_disk_is_told_in_one_sentence(bundle: Bundle, error: Exception) -> None:
+    before = content(bundle.path)
+    with pytest.raises(
+        BundleError, match=r"the disk is full \([\d.]+ \w+ are free beside the [\d.]+ \w+ written"
+    ) as caught:
+        write_bundle(bundle.path, raising(error), force=True)
+    assert caught.value.exit_code == 8
+    assert "\n" not in str(caught.value)
+    assert content(bundle.path) == before
+    assert names(bundle.path.parent) == ["net"]
+
+
+def test_an_error_of_another_kind_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ExporterError, match="not supported"):
+        write_bundle(tmp_path / "net", raising(ExporterError("the operator is not supported")))
+    with pytest.raises(BundleError, match="can't be written: No such file or directory"):
+        write_bundle(tmp_path / "net", lambda folder: {"x": (folder / "missing").read_text()})
+
+
+@contextmanager
+def file_size_limit(size: int) -> Any:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_the_system_refuses_halfway_leaves_nothing(tmp_path: Path) -> None:
+    def big_golden(folder: Path) -> dict[str, Any]:
+        big = GoldenEntry(1, 0, Call((torch.ones(10000),), {}), {"y": torch.ones(1)}, {})
+        return write_golden(folder, [big], {"y": noise("y")}, flatten=flat, input_names=["x"], output_names=["y"])
+
+    def plain_file(folder: Path) -> dict[str, Any]:
+        with (folder / "big").open("wb") as file:
+            file.write(b"x" * 20000)
+        return {}
+
+    for writer in (big_golden, plain_file):
+        with file_size_limit(10000), pytest.raises(BundleError, match="larger than the system allows"):
+            write_bundle(tmp_path / "net", writer)
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_at_the_last_moment_leaves_the_target(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(bundle.path)
+
+    def full(handle: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BundleError, match="the disk is full"):
+        write_bundle(bundle.path, fill, force=True)
+    assert content(bundle.path) == before
+    assert names(bundle.path.parent) == ["net"]
+
+
+# ------------------------------------------------------------------------------------------------------------- opening
+
+
+def test_a_bundle_is_opened_by_its_folder_or_its_manifest(bundle: Bundle) -> None:
+    for path in (bundle.path, str(bundle.path), bundle.path / "manifest.json"):
+        assert open_bundle(path) == bundle
+    assert bundle.parity.ok
+    assert bundle.parity.artifacts["affine"]["verdict"] == "ok"
+    assert bundle.artifacts[0].path == bundle.path / "model.affine"
+    assert bundle.artifacts[0].inputs == (TensorSpec("x", "float32", ("batch", 4)),)
+    assert bundle.load("affine")(torch.ones(1, 4))[0].shape == (1, 3)
+    with pytest.raises(BundleError, match="no artifact of the format 'onnx'; it has affine"):
+        bundle.load("onnx")
+
+
+def test_what_is_no_bundle_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("missing", "There is no bundle at .*missing"),
+        ("missing/manifest.json", "There is no bundle at .*missing"),
+        ("file", "it is a file"),
+        ("folder", r"it has no manifest\.json"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            open_bundle(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"a": NaN}', "\udcff", "[" * 100000])
+def test_a_manifest_that_is_no_json_is_named(bundle: Bundle, text: str) -> None:
+    (bundle.path / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(BundleError, match=r"manifest\.json is broken: it is not valid JSON"):
+        open_bundle(bundle.path)
+
+
+def drop(*keys: Any) -> Callable[[dict[str, Any]], object]:
+    def change(manifest: dict[str, Any]) -> None:
+        inner: Any = manifest
+        for key in keys[:-1]:
+            inner = inner[key]
+        del inner[keys[-1]]
+
+    return change
+
+
+def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], object]:
+    def change(manifest: dict[str, Any]) -> None:
+        inner: Any = manifest
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+
+    return change
+
+
+BROKEN = [
+    (drop("schema"), "has no `schema`"),
+    (put("other", "schema", "name"), "has no `schema`"),
+    (put(2, "schema", "version"), "is of schema version 2, and this program reads version 1"),
+    (put("1", "schema", "version"), "is of schema version '1'"),
+    (drop("model", "weights_sha256"), r"the field `model\.weights_sha256` is missing"),
+    (put("abc", "model", "weights_sha256"), r"`model\.weights_sha256` must be a SHA-256"),
+    (put(True, "seed"), "`seed` must be a whole number, not true"),
+    (put(-1, "files", 0, "bytes"), r"`files\[0\]\.bytes` must be a whole number"),
+    (put({}, "passes"), "`passes` must be a list"),
+    (put([], "artifacts"), "`artifacts` must be a list of at least 1"),
+    (put("yes", "parity", "ok"), r"`parity\.ok` must be true or false"),
+    (put([1.5], "artifacts", 0, "inputs", 0, "shape"), r"shape\[0\]` must be a whole number or the name"),
+    (put("much", "golden", "outputs", 0, "noise"), r"noise` must be a number"),
+    (drop("golden", "calls", 1, "inputs"), r"`golden\.calls\[1\]\.inputs` is missing"),
+    (put("../secret", "files", 0, "path"), "the path of a file inside the bundle"),
+    (put("/etc/passwd", "artifacts", 0, "path"), "the path of a file inside the bundle"),
+    (put("a/../../b", "golden", "path"), "the path of a file inside the bundle"),
+    (put("C:\\x", "artifacts", 0, "files", 0), "the path of a file inside the bundle"),
+    (put("./model.affine", "artifacts", 0, "path"), "the path of a file inside the bundle"),
+    (put("other.safetensors", "golden", "path"), "contradicts itself: other.safetensors is not in `files`"),
+    (put("0" * 64, "artifacts", 0, "sha256"), "contradicts itself: the SHA-256 of model.affine"),
+    (put("z", "artifacts", 0, "outputs", 0, "name"), "contradicts itself: the outputs of the artifact affine"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_a_broken_manifest_names_the_field(bundle: Bundle, change: Callable[[Any], None], message: str) -> None:
+    edit_manifest(bundle, change)
+    for use in (open_bundle, verify_bundle):
+        with pytest.raises(BundleError, match=message) as caught:
+            use(bundle.path)
+        assert "\n" not in str(caught.value)
+    assert Affine.loaded == []
+
+
+def test_a_field_of_a_later_program_is_no_error(bundle: Bundle) -> None:
+    edit_manifest(bundle, put({"x": 1}, "later"))
+    assert open_bundle(bundle.path).manifest["later"] == {"x": 1}
+
+
+# ------------------------------------------------------------------------------------------------------------ verifying
+
+
+def test_a_bundle_is_verified_and_after_it_was_moved(bundle: Bundle, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(bundle.path, moved)
+    shutil.rmtree(bundle.path)
+    report = verify_bundle(moved)
+    assert report.ok
+    assert report.problems == ()
+    figures = report.artifacts[0]
+    assert figures.calls == 2
+    assert 0 < figures.parity.outputs[0].max_error < figures.parity.outputs[0].tolerance
+    assert "verified on cpu" in str(report)
+    assert json.loads(to_json_text(report.to_json()))["artifacts"][0]["parity"]["outputs"][0]["name"] == "y"
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["README.md", "SHA256SUMS", "extra/report.json", "golden.safetensors", "model.affine"])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_one_flipped_bit_anywhere_is_found_and_named(bundle: Bundle, name: str, place: float) -> None:
+    flip(bundle.path / name, int(place * ((bundle.path / name).stat().st_size - 1)))
+    report = verify_bundle(bundle.path)
+    assert not report.ok
+    assert not report.intact
+    assert any(name in problem for problem in report.problems)
+    if name in {"golden.safetensors", "model.affine", "SHA256SUMS"}:
+        assert Affine.loaded == []
+        assert any("model.affine was not run" in note for note in report.notes)
+
+
+def test_one_flipped_bit_anywhere_in_the_manifest_is_found_and_nothing_is_run(bundle: Bundle) -> None:
+    path = bundle.path / "manifest.json"
+    whole = path.read_bytes()
+    reported = refused = 0
+    for position in range(0, len(whole), 41):
+        flip(path, position)
+        try:
+            problems = verify_bundle(bundle.path).problems
+            reported += 1
+        except BundleError as error:
+            problems = (str(error),)
+            refused += 1
+        assert any("manifest.json" in problem for problem in problems), position
+        path.write_bytes(whole)
+    assert Affine.loaded == []
+    assert reported > 10
+    assert refused > 10
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_missing_an_added_and_a_cut_file_are_named(bundle: Bundle) -> None:
+    (bundle.path / "README.md").unlink()
+    (bundle.path / "extra" / "more").write_text("x")
+    (bundle.path / "model.affine").write_bytes(b"")
+    report = verify_bundle(bundle.path)
+    assert [problem.split(":")[0] for problem in report.problems] == [
+        "README.md is missing.",
+        "model.affine was changed",
+        "extra/more is not listed in manifest.json.",
+    ]
+    assert Affine.loaded == []
+    assert "NOT verified" in str(report)
+
+
+def test_a_link_in_place_of_a_file_is_named(bundle: Bundle, tmp_path: Path) -> None:
+    shutil.move(bundle.path / "README.md", tmp_path / "README.md")
+    (bundle.path / "README.md").symlink_to(tmp_path / "README.md")
+    assert verify_bundle(bundle.path).problems == ("README.md is not a regular file.",)
+
+
+def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The report on a whole bundle whose artifact computes something else than the golden data say."""
+    bundle = write_bundle(tmp_path / "net", fill)
+
+    class Other(Affine):
+        def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return run(x)
+
+    monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device: Other(path))
+    return verify_bundle(bundle.path)
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    return (x.double() @ WEIGHT.double()).float()
+
+
+def with_nan(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = exact(x)
+    y[0, 0] = float("nan")
+    return y, y > 0
+
+
+def raises(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    raise RuntimeError("no kernel\nfor this")
+
+
+WRONG = {
+    "a percent off": (lambda x: (exact(x) * 1.01, exact(x) > 0), "(?i)y is off by .* at batch size"),
+    "a hundred times the noise": (lambda x: (exact(x) + 1e-5, exact(x) > 0), "(?i)y is off by .* is allowed"),
+    "an element flipped": (lambda x: (exact(x), (exact(x) > 0) ^ True), "(?i)positive: 12 elements differ"),
+    "another dtype": (lambda x: (exact(x).double(), exact(x) > 0), "(?i)y: .*float64.*float32"),
+    "another shape": (lambda x: (exact(x)[:, :2], exact(x) > 0), r"(?i)y: .*2\).* 3\)"),
+    "a lost batch": (lambda x: (exact(x)[:1], exact(x)[:1] > 0), "(?i)y: .* at batch size 3"),
+    "NaN": (with_nan, "(?i)y: NaN or inf in other places"),
+    "too few outputs": (lambda x: (exact(x),), "gives 1 tensors and the original 2"),
+    "an error": (raises, "can't be loaded or run: RuntimeError: no kernel for this"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_artifact_that_computes_something_else_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    run, message = WRONG[case]
+    report = published(tmp_path, run, monkeypatch)
+    assert not report.ok
+    assert report.intact
+    assert len(report.problems) >= 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(" | ".join(report.problems))
+
+
+def test_an_error_within_the_noise_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(tmp_path, lambda x: (exact(x) + 2e-8, exact(x) > 0), monkeypatch).ok
+
+
+def test_tolerances_of_the_user_are_used_instead_of_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loose(folder: Path) -> dict[str, Any]:
+        return fill(folder) | {"golden": golden(folder, atol={"output_0": 0.5})}
+
+    bundle = write_bundle(tmp_path / "net", loose)
+    assert stored_tolerances(bundle.manifest["golden"]) == {"atol": {"y": 0.5}}
+    for shift, ok in ((0.4, True), (0.6, False)):
+        monkeypatch.setattr(
+            bundles,
+            "load_artifact",
+            lambda format, path, device, shift=shift: type(
+                "Shifted", (Affine,), {"__call__": lambda self, x: (exact(x) + shift, exact(x) > 0)}
+            )(path),
+        )
+        assert verify_bundle(bundle.path).ok is ok
+
+
+def test_nan_and_infinity_where_the_reference_has_them_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    special = torch.tensor([[1.0, float("nan"), float("inf"), -float("inf")]])
+    entry = GoldenEntry(None, 0, Call((torch.ones(1),), {}), {"a": special, "b": special > 0}, {})
+    noises = {"a": noise("a"), "b": noise("b", dtype="bool")}
+    names = {"flatten": flat, "input_names": ["x"], "output_names": ["y", "positive"]}
+
+    def with_special(folder: Path) -> dict[str, Any]:
+        return fill(folder) | {"golden": write_golden(folder, [entry], noises, **names)}
+
+    bundle = write_bundle(tmp_path / "net", with_special)
+    for output, ok in ((special, True), (-special, False), (special.nan_to_num(nan=0.0), False)):
+        other = type("Other", (Affine,), {"__call__": lambda self, x, output=output: (output, special > 0)})
+        monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device, other=other: other(path))
+        assert verify_bundle(bundle.path).ok is ok
+
+
+def test_outputs_that_prove_nothing_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_signal(folder: Path) -> dict[str, Any]:
+        body = fill(folder)
+        for output in body["golden"]["outputs"]:
+            output["signal"] = "all zero"
+        return body
+
+    report = verify_bundle(write_bundle(tmp_path / "net", without_signal).path)
+    assert report.ok
+    assert any("proves nothing" in note for note in report.notes)
+
+
+def test_the_factor_grows_with_the_distance_of_the_devices() -> None:
+    here, same_kind, gpu = ({"type": t, "name": n} for t, n in (("cpu", "a"), ("cpu", "b"), ("cuda", "c")))
+    assert device_factor(here, here, "float32") == 1
+    assert 1 < device_factor(here, same_kind, "float32") < device_factor(here, gpu, "float32")
+    assert device_factor(here, gpu, "float8_e4m3fn") >= 1
+
+
+def test_a_device_that_is_missing_is_an_error(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, require in (("cuda", False), ("cuda:0", False), ("cpu", True), ("auto", True), ("nonsense", False)):
+        with pytest.raises(DeviceError):
+            verify_bundle(bundle.path, device=device, require_gpu=require)
+    assert verify_bundle(bundle.path, device="auto").device == "cpu"
+
+
+# --------------------------------------------------------------------------------------------------- golden data, hashes
+
+
+def noise(name: str, **changes: Any) -> OutputNoise:
+    zeros = dict.fromkeys(("own_error", "own_error_rms", "response", "response_rms"), 0.0)
+    given = {"kind": "output", "dtype": "float32", "scale": 1.0, "rms": 1.0, "noise": 1e-7, "noise_rms": 1e-7}
+    rest = {"signal": None, "deterministic": True, "tied": 0}
+    return OutputNoise(**{"name": name, **given, **zeros, **rest, **changes})
+
+
+def test_golden_data_come_back_as_they_were(tmp_path: Path) -> None:
+    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    inputs = {
+        "view": whole[:, 1],
+        "other_view": whole,
+        "transposed": whole.t(),
+        "flags": torch.tensor([True, False]),
+        "ids": torch.tensor([1, 2**40]),
+        "half": torch.tensor([1.5], dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 2),
+        "complex": torch.tensor([1 + 2j], dtype=torch.complex128).conj(),
+    }
+    call = Call(tuple(inputs.values()), {})
+    ids, mask = torch.tensor([3, 4]), torch.tensor([True, False])
+    entries = [
+        GoldenEntry(3, 1, call, {"hidden.0": whole, "ids": ids}, {"ids": mask}),
+        GoldenEntry(None, 0, call, {"hidden.0": whole[:1], "ids": ids}, {}),
+    ]
+    noises = {"hidden.0": noise("hidden.0", noise=float("inf")), "ids": noise("ids", dtype="int64")}
+    names = ["hidden_0", "ids"]
+    section = write_golden(
+        tmp_path, entries, noises, flatten=flat, input_names=list(inputs), output_names=names, rtol={"hidden.0": 1e-3}
+    )
+    section = json.loads(to_json_text(section))
+    for entry, found in zip(entries, read_golden(tmp_path, section), strict=True):
+        assert (entry.batch_size, entry.draw) == (found.batch_size, found.draw)
+        assert list(found.inputs) == list(inputs)
+        assert list(found.outputs) == names
+        assert list(found.tied) == list(entry.tied)
+        given = (*inputs.values(), *entry.outputs.values(), *entry.tied.values())
+        for tensor, back in zip(
+            given, (*found.inputs.values(), *found.outputs.values(), *found.tied.values()), strict=True
+        ):
+            assert tensor.dtype == back.dtype
+            assert torch.equal(tensor, back)
+    assert stored_noises(section)["hidden_0"] == noise("hidden_0", noise=float("inf"))
+    assert stored_tolerances(section) == {"rtol": {"hidden_0": 1e-3}}
+
+
+def test_golden_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs one call at least"):
+        write_golden(tmp_path, [], {}, flatten=flat, input_names=[], output_names=[])
+    for wrong in ({"input_names": ["x", "z"]}, {"output_names": ["y"]}):
+        with pytest.raises(ValueError, match="a call has 1 inputs and the outputs"):
+            golden(tmp_path, **wrong)
+    section = golden(tmp_path)
+    section["calls"][0]["inputs"] = ["z"]
+    with pytest.raises(BundleError, match="has no tensor 'call0/input/z'"):
+        read_golden(tmp_path, section)
+    (tmp_path / "golden.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(BundleError, match="can't be read"):
+        read_golden(tmp_path, section)
+
+
+def test_the_hash_of_weights_is_of_their_values_alone() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    known = weights_hash({"a": weight, "b": torch.ones(2)})
+    assert known == weights_hash({"b": torch.ones(2), "a": weight.t().contiguous().t()})
+    assert known == weights_hash({"b": torch.ones(4)[::2], "a": torch.nn.Parameter(weight.clone())})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.zeros(4)},
+        {"a": torch.zeros(2, 2, dtype=torch.int32)},
+        {"a": torch.zeros(2, 2), "b": torch.zeros(0)},
+        {"c": torch.zeros(2, 2)},
+        {"a": torch.tensor([[0.0, 0.0], [0.0, -0.0]])},
+    ],
+)
+def test_the_hash_of_weights_sees_names_shapes_dtypes_and_bits(other: dict[str, torch.Tensor]) -> None:
+    assert weights_hash(other) != weights_hash({"a": torch.zeros(2, 2)})
+
+
+def test_the_hash_of_weights_takes_every_kind_of_entry() -> None:
+    state: dict[str, Any] = {
+        "bf16": torch.ones(3, dtype=torch.bfloat16),
+        "f8": torch.ones(3).to(torch.float8_e4m3fn),
+        "flag": torch.tensor(True),
+        "complex": torch.tensor([1j]),
+        "conjugate": torch.tensor([1j]).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.empty(3, device="meta"),
+        "bytes": b"abc",
+        "json": {"x": 1},
+        "other": io.BytesIO(),
+    }
+    known = weights_hash(state)
+    assert known == weights_hash(state)
+    for name, value in (
+        ("conjugate", torch.tensor([1j])),
+        ("bytes", b"abd"),
+        ("json", {"x": 2}),
+        ("flag", torch.tensor(False)),
+    ):
+        assert weights_hash({**state, name: value}) != known
+
+
+def test_the_hash_of_weights_makes_no_copy_of_the_whole() -> None:
+    script = (
+        "import resource, torch\n"
+        "from optimizer.manifest import weights_hash\n"
+        "state = {str(n): torch.ones(16 << 20) for n in range(4)}\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "weights_hash(state)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert int(done.stdout) < 64 << 10  # kB; the weights are 256 MB, the largest tensor 64 MB
+
+
+def test_plain_json_refuses_what_json_cannot_say() -> None:
+    assert plain((1, float("nan"), [-float("inf")], {"a": None})) == [1, "NaN", ["-Infinity"], {"a": None}]
+    for value in ({1: 2}, {"a": {1}}, torch.ones(1), Path("x")):
+        with pytest.raises(TypeError):
+            plain(value)
+
+
+def keys_of(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(keys_of, value))
+    return set(value).union(*map(keys_of, value.values())) if isinstance(value, dict) else set()
+
+
+def test_every_field_of_the_manifest_is_documented(bundle: Bundle) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bundle.md").read_text(encoding="utf-8")
+    own = {key: value for key, value in bundle.manifest.items() if key != "environment"}
+    own["artifacts"] = [{**own["artifacts"][0], "parity": None}]
+    own["parity"] = {key: own["parity"][key] for key in ("ok", "verdict", "reason")}
+    assert [key for key in sorted(keys_of(own)) if f"`{key}`" not in text] == []
+
+
+# ------------------------------------------------------------------------------------------------- with real artifacts
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.relu(self.bn(self.conv(image))).mean((2, 3))) * scale
+        return {"logits": logits, "label": logits.argmax(1)}
+
+
+def export_both(folder: Path) -> dict[str, Any]:
+    model = enliven(Classifier()).eval()
+    example = (torch.randn(2, 3, 8, 8), torch.rand(2, 1) + 0.5)
+    samples = Samples(example)
+    adapter = Adapter(model, *((call := samples.at(2)).args, call.kwargs))
+    reference = Reference.measure(model, samples, batch_sizes=(1, 2, 3), draws=1)
+    calls = tuple((entry.call.args, entry.call.kwargs) for entry in (samples_at(samples, n) for n in (2, 3)))
+    artifacts = []
+    for name in ("torchscript", "onnx"):
+        artifact = exporter_named(name).export(ExportRequest(model, calls), folder)
+        loaded = artifact.load("cpu")
+        report = judge(reference.compare(loaded, flatten=adapter.flatten_inputs))
+        artifacts.append(artifact_entry(artifact, folder, report.to_json()))
+    return fill(folder) | {
+        "artifacts": artifacts,
+        "golden": write_golden(
+            folder,
+            reference.golden_entries(),
+            reference.noises,
+            flatten=adapter.flatten_inputs,
+            input_names=adapter.input_names,
+            output_names=adapter.output_names,
+        ),
+        "model": {
+            "class": "Classifier",
+            "source": "net.py",
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "bytes": 0,
+            "weights_sha256": weights_hash(model.state_dict()),
+        },
+        "input_structure": adapter.input_structure,
+        "output_structure": adapter.output_structure,
+    }
+
+
+def samples_at(samples: Samples, batch_size: int) -> GoldenEntry:
+    return GoldenEntry(batch_size, 0, samples.at(batch_size), {}, {})
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return write_bundle(tmp_path_factory.mktemp("real") / "net", export_both)
+
+
+@pytest.fixture
+def real_copy(real: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(bundles, "load_artifact", load_artifact)
+    return Path(shutil.copytree(real.path, tmp_path / "moved"))
+
+
+def test_real_artifacts_are_verified_after_the_move(real_copy: Path) -> None:
+    report = verify_bundle(real_copy)
+    assert report.ok, str(report)
+    assert [figures.format for figures in report.artifacts] == ["torchscript", "onnx"]
+    assert all(figures.parity.ok for figures in report.artifacts)
+    assert report.artifacts[1].placement
+
+
+def test_the_readme_of_real_artifacts_runs_without_this_program(real_copy: Path) -> None:
+    snippets = [part.partition("```")[0] for part in (real_copy / "README.md").read_text().split("```python")[1:]]
+    assert len(snippets) == 2
+    end = (
+        "\nimport sys\nassert not {'optimizer', 'exporters', 'passes'} & sys.modules.keys()\nassert len(outputs) == 2\n"
+    )
+    for snippet in snippets:
+        subprocess.run([sys.executable, "-I", "-c", snippet + end], cwd=real_copy, check=True, capture_output=True)
+
+
+def test_a_flipped_bit_in_the_onnx_leaves_the_other_artifact_verified(real_copy: Path) -> None:
+    flip(real_copy / "model.onnx", (real_copy / "model.onnx").stat().st_size // 2)
+    report = verify_bundle(real_copy)
+    assert [figures.format for figures in report.artifacts] == ["torchscript"]
+    assert report.artifacts[0].ok
+    assert [problem.partition(" was changed")[0] for problem in report.problems] == ["model.onnx"]

@@ -1,0 +1,480 @@
+"""The command itself: options, exit codes, what goes to stdout and what to stderr. The work is done by a stand-in."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from optimizer import cli
+from optimizer.errors import (
+    BundleError,
+    DeviceError,
+    ExportFailed,
+    LoadError,
+    OptimizeExportError,
+    OptimizeFailed,
+    ParityError,
+    UsageError,
+)
+from optimizer.options import (
+    ExportOptions,
+    ListOptions,
+    VerifyOptions,
+    default_output,
+    parse_batch_sizes,
+)
+from optimizer.result_table import as_text
+
+ROOT = Path(cli.__file__).parent.parent
+DONE = {
+    "ok": True,
+    "exit_code": 0,
+    "bundle": "dist/net",
+    "passes": [
+        {"name": "fold-conv-bn", "status": "applied", "changes": 53, "skips": [1], "seconds": 0.5, "reason": None},
+        {
+            "name": "channels-last",
+            "status": "rolled-back",
+            "changes": 0,
+            "skips": [],
+            "seconds": 1,
+            "reason": "error 3",
+        },
+    ],
+    "artifacts": [
+        {
+            "format": "onnx",
+            "path": "model.onnx",
+            "bytes": 2048,
+            "route": "dynamo",
+            "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 3, 224]}],
+            "outputs": [{"name": "logits", "dtype": "float32", "shape": ["batch", 10]}],
+            "parity": {
+                "verdict": "ok",
+                "outputs": [{"name": "logits", "max_error": 1.23e-6, "tolerance": 4e-6, "problem": None}],
+            },
+        }
+    ],
+    "notes": ["[no] markup"],
+    "report": {
+        "before": {"operations": 1175, "parameters": 25_000_000},
+        "after": {"operations": 122, "parameters": 24_000_000},
+        "coverage": {"reached": 106, "parameterised": 107},
+    },
+}
+
+
+class Engine:
+    """Stands in for `optimizer.command`; keeps the options that it was called with."""
+
+    def __init__(self, outcome=DONE, during=lambda: None):
+        self.outcome, self.during, self.options = outcome, during, None
+
+    def export_model(self, options, progress):
+        self.options = options
+        progress(SimpleNamespace(stage="load", done=0, total=2, text="model.py"))
+        progress(SimpleNamespace(stage="load", done=1, total=2, text="model.py:net"))
+        self.during()
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    def verify(self, options):
+        return self.export_model(options, lambda progress: None)
+
+    def list_passes(self):
+        return {"ok": True, "available_passes": [{"name": "p", "summary": "Does [x].", "options": {"budget": 0.5}}]}
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs the command in this process; the result has the exit code and both streams."""
+
+    def run(*arguments, engine=None):
+        engine = engine or Engine()
+        monkeypatch.setattr(cli, "_torch_side", lambda: engine)
+        code = cli.main(arguments)
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err, options=engine.options)
+
+    return run
+
+
+def test_defaults(run):
+    assert run("nets/my_model.py").options == ExportOptions(model="nets/my_model.py", output=Path("dist/my_model"))
+
+
+def test_every_option_arrives(run):
+    text = (
+        "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
+        "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
+        "--force --seed 7 --quiet"
+    )
+    assert run(*text.split()).options == ExportOptions(
+        model="m.py",
+        output=Path("out"),
+        name="net",
+        inputs=("2x3", "ids=int64[2,3]:0..9"),
+        weights=Path("w.pt"),
+        passes="a,b:x=1",
+        formats=("onnx",),
+        device="cuda",
+        require_gpu=True,
+        batch_sizes=(1, 4),
+        input_names=("a", "b"),
+        output_names=("y", "z"),
+        strict=True,
+        force=True,
+        seed=7,
+    )
+
+
+def test_no_passes_are_not_the_preset(run):
+    assert run("m.py").options.passes is None
+    assert run("m.py", "--passes", "none").options.passes == ""
+
+
+def test_modes(run):
+    assert run("--verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
+    listed = run("--list-passes")
+    assert listed.out.split() == ["pass", "what", "it", "does", "options", "p", "Does", "[x].", "budget=0.5"]
+    assert json.loads(run("--list-passes", "--json").out)["available_passes"][0]["name"] == "p"
+    assert isinstance(cli.command.main(["--list-passes"], standalone_mode=False), ListOptions)
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ("model.py", "model"),
+        ("a/b/net.py:build", "net"),
+        ("pkg.nets:tiny", "nets"),
+        ("pkg.nets", "nets"),
+        ("/x/y.py", "y"),
+    ],
+)
+def test_the_default_folder_is_named_after_the_model(model, folder):
+    assert default_output(model) == Path("dist") / folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "MODEL is missing: give a Python file such as model.py"),
+        (["m.py", "--no-such"], "No such option '--no-such'"),
+        (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
+        (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        (["m.py", "--seed", "-1"], "'--seed'"),
+        (["m.py", "--input"], "requires an argument"),
+        (["m.py", "--batch-sizes", "0"], "'0' is no whole number from 1 on"),
+        (["m.py", "--batch-sizes", "1,-2"], "'-2' is no whole number from 1 on"),
+        (["m.py", "--batch-sizes", "two"], "'two' is no whole number from 1 on"),
+        (["m.py", "--batch-sizes", "1,,2"], "has an empty entry"),
+        (["m.py", "--batch-sizes", ""], "has an empty entry"),
+        (["m.py", "--batch-sizes", "1,2,1"], "--batch-sizes has 1 twice."),
+        (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 on"),
+        (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
+        (["m.py", "--require-gpu", "--device", "cpu"], "--require-gpu and --device cpu contradict each other."),
+        (["m.py", "--formats", "onnx,onnx"], "--formats has onnx twice."),
+        (["m.py", "--output-names", "a,,b"], "has an empty entry"),
+        (["m.py", "--verify", "b", "--passes", "x"], "--verify doesn't go with MODEL, --passes."),
+        (["--verify", "b", "--list-passes"], "--verify doesn't go with --list-passes."),
+        (["--verify", ""], "--verify names no folder."),
+        (["--list-passes", "--force"], "--list-passes doesn't go with --force."),
+    ],
+)
+def test_usage_errors_are_one_line(run, arguments, part):
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("optimize-export: error: ")
+    assert done.err.count("\n") == 1
+    assert part in done.err
+    assert done.options is None
+
+
+def test_batch_sizes_are_read():
+    assert parse_batch_sizes("1, 2,16") == (1, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("a\n  b"), 2),
+        (LoadError("a b"), 3),
+        (ExportFailed("a b"), 4),
+        (DeviceError("a b"), 5),
+        (ParityError("a b"), 6),
+        (OptimizeFailed("a b"), 7),
+        (BundleError("a b"), 8),
+    ],
+)
+def test_errors_have_their_exit_codes_and_one_line(run, error, code):
+    done = run("m.py", "--quiet", engine=Engine(error))
+    assert (done.code, done.out, done.err) == (code, "", "optimize-export: error: a b\n")
+    done = run("m.py", "--quiet", "--json", engine=Engine(error))
+    assert done.code == code
+    assert json.loads(done.out) == {
+        "ok": False,
+        "exit_code": code,
+        "error": {"code": code, "kind": type(error).__name__, "message": "a b"},
+    }
+
+
+def test_every_error_class_is_documented_in_the_help(run):
+    codes = {error.exit_code for error in OptimizeExportError.__subclasses__()} | {0, 1, 130}
+    shown = {line.split()[0] for line in run("--help").out.partition("Exit codes:")[2].splitlines() if line.strip()}
+    assert shown == {str(code) for code in codes}
+
+
+def test_a_defect_says_how_to_report_it(run):
+    done = run("m.py", "--quiet", engine=Engine(KeyError("x")))
+    assert done.code == 1
+    assert done.err == (
+        "optimize-export: error: a defect of optimize-export itself: KeyError: 'x'; "
+        "please report it with what --debug shows.\n"
+    )
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), LoadError("gone")])
+def test_only_debug_shows_a_traceback(run, error):
+    assert "Traceback" not in run("m.py", engine=Engine(error)).err
+    done = run("m.py", "--debug", engine=Engine(error))
+    assert "Traceback" in done.err
+    assert "in export_model" in done.err
+    assert done.err.splitlines()[-1].startswith("optimize-export: error: ")
+
+
+def test_usage_errors_speak_json_too(run):
+    done = run("m.py", "--device", "tpu", "--json")
+    assert json.loads(done.out)["error"]["code"] == 2
+    assert done.code == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_signals_unwind(run, number, code, word):
+    unwound = []
+
+    def during():
+        try:
+            signal.raise_signal(number)
+        finally:
+            unwound.append(True)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    done = run("m.py", "--quiet", engine=Engine(during=during))
+    assert (done.code, done.out, done.err) == (code, "", f"optimize-export: {word}\n")
+    assert unwound
+    assert signal.getsignal(signal.SIGTERM) is handler
+    done = run("m.py", "--json", "--quiet", engine=Engine(during=during))
+    assert json.loads(done.out)["error"]["code"] == code
+
+
+def test_another_thread_may_run_the_command(run):
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(run("m.py").code))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+# stdout and stderr ----------------------------------------------------------------------------------------------------
+
+
+def noisy():
+    print("printed by the user")
+    os.write(1, b"written by a C library\n")
+    subprocess.run([sys.executable, "-c", "print('printed by a child')"], check=True)
+
+
+NOISE = ["printed by the user", "written by a C library", "printed by a child"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--quiet"], ["--quiet", "--json"]])
+def test_what_the_user_prints_goes_to_stderr(run, options):
+    done = run("m.py", *options, engine=Engine(during=noisy))
+    for line in NOISE:
+        assert line in done.err
+        assert line not in done.out
+    if "--json" in options:
+        assert json.loads(done.out) == DONE
+    elif "--quiet" in options:
+        assert done.out == "dist/net\n"
+
+
+def test_quiet_has_no_progress(run):
+    assert run("m.py", "--quiet").err == ""
+    assert run("m.py").err == "optimize-export: load: model.py\n"
+
+
+def test_the_result_table(run):
+    lines = [line.split() for line in run("m.py").out.splitlines()]
+    assert lines == [
+        ["pass", "status", "changes", "skips", "seconds", "reason"],
+        ["fold-conv-bn", "applied", "53", "1", "0.50"],
+        ["channels-last", "rolled-back", "0", "0", "1.00", "error", "3"],
+        [],
+        ["file", "size", "route", "inputs", "outputs", "parity"],
+        ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "ok"],
+        [],
+        ["parity", "of", "output", "largest", "error", "allowed", "verdict"],
+        ["onnx", "logits", "1.2e-06", "4e-06", "ok"],
+        [],
+        ["note:", "[no]", "markup"],
+        [
+            "operations:",
+            "1,175",
+            "->",
+            "122;",
+            "parameters:",
+            "25,000,000",
+            "->",
+            "24,000,000;",
+            "within",
+            "reach",
+            "of",
+            "passes:",
+            "106",
+            "of",
+            "107",
+            "modules",
+            "with",
+            "parameters",
+        ],
+        ["bundle:", "dist/net"],
+    ]
+
+
+def test_tables_fit_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "dumb")  # no colours, which would count as characters here
+    text = as_text(DONE, terminal=True, encoding="ascii")
+    assert max(len(line) for line in text.splitlines() if not line.startswith("operations")) <= 60
+    assert text.isascii()
+    assert "─" in as_text(DONE, terminal=True, encoding="utf-8")
+
+
+def test_a_failed_check_shows_figures_and_problems(run):
+    outputs = [{"name": "y", "max_error": "Infinity", "tolerance": 4e-6, "problem": "y has inf"}]
+    failed = {
+        "ok": False,
+        "exit_code": 6,
+        "bundle": "b",
+        "problems": ["model.onnx: y has inf."],
+        "artifacts": [{"format": "onnx", "path": "model.onnx", "outputs": outputs}],
+    }
+    done = run("--verify", "b", engine=Engine(failed))
+    assert done.code == 6
+    assert ["onnx", "y", "Infinity", "4e-06", "failed"] in [line.split() for line in done.out.splitlines()]
+    assert done.err == "optimize-export: error: model.onnx: y has inf.\n"
+    assert json.loads(run("--verify", "b", "--json", engine=Engine(failed)).out) == failed
+
+
+# As a process ---------------------------------------------------------------------------------------------------------
+
+
+def process(code: str, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False, **kwargs
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["m.py", "--batch-sizes", "0"]])
+def test_torch_isnt_imported_before_it_is_needed(arguments):
+    done = process(
+        f"import sys\nfrom optimizer.cli import main\nmain({arguments!r})\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'onnx', 'rich'}))"
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+FAKE = """
+import atexit, os, signal, sys, threading
+from optimizer import cli
+class Engine:
+    @staticmethod
+    def export_model(options, progress):
+        {body}
+        return {{"ok": True, "bundle": "b" * 100000}}
+cli._torch_side = lambda: Engine
+sys.argv = ["optimize-export", "m.py", {options}]
+sys.exit(cli.main())
+"""
+
+
+def test_what_is_printed_at_exit_goes_to_stderr():
+    done = process(FAKE.format(body="atexit.register(print, 'bye')", options="'--json'"))
+    assert json.loads(done.stdout)["ok"]
+    assert done.stderr.splitlines()[-1] == "bye"
+    assert done.returncode == 0
+
+
+def test_a_terminal_gets_bars():
+    import pty
+
+    leader, follower = pty.openpty()
+    body = (
+        "from types import SimpleNamespace as P; [progress(P(stage=s, done=1, total=2, text='[b]net')) for s in 'ab']"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", FAKE.format(body=body, options="")],
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )
+    os.close(follower)
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert done.returncode == 0
+    assert "[b]net" in shown
+    assert "━" in shown
+    assert done.stdout.startswith(b"bundle: bbb")
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code = FAKE.format(body="pass", options="'--json', '--quiet'")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_closed_streams_are_no_error():
+    code = "import os\nos.close(1)\n" + FAKE.format(body="print('x')", options="'--quiet'")
+    assert process(code).returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_result_that_cant_be_written_is_an_error():
+    with open("/dev/full", "wb") as full:
+        code = FAKE.format(body="pass", options="'--json', '--quiet'")
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert done.returncode == 8
+    assert (
+        done.stderr == b"optimize-export: error: the result couldn't be written to stdout: No space left on device.\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_real_signal_ends_the_process_with_one_line(number, code):
+    body = "print('ready', flush=True); threading.Event().wait(60)"
+    command = [sys.executable, "-c", FAKE.format(body=body, options="'--quiet'")]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    with running:
+        assert running.stderr.readline() == "ready\n"
+        time.sleep(0.05)
+        running.send_signal(number)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (code, "")
+    assert err in ("optimize-export: interrupted\n", "optimize-export: terminated\n")

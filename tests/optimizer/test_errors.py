@@ -1,0 +1,382 @@
+"""Mistakes and mishaps as the user of the command meets them: the exit code, one sentence, nothing half-written."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from optimizer import api, cli
+from optimizer.parity import judge
+
+ROOT = Path(cli.__file__).parent.parent
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.norm.running_mean.uniform_(-0.5, 0.5)
+        self.norm.running_var.uniform_(0.5, 2.0)
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)))
+"""
+INPUTS = "\nexample_inputs = (torch.randn(2, 3, 8, 8),)\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str = "", name: str = "model.py", *, whole: bool = False) -> str:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = textwrap.dedent(text)
+    path.write_text(text if whole else NET + text + INPUTS, encoding="utf-8")
+    return name
+
+
+@pytest.fixture
+def run(folder, capfd):
+    """Runs the command in this process."""
+
+    def run(*arguments: str):
+        code = cli.main(arguments)
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run
+
+
+@pytest.fixture
+def refused(run, folder):
+    """Runs the command, which has to fail with this code and one line, and has to leave nothing behind."""
+
+    def refused(code: int, *arguments: str) -> str:
+        before = sorted(folder.rglob("*"))
+        done = run(*arguments, "--quiet")
+        assert done.code == code, done.err
+        assert done.out == ""
+        assert done.err.count("\n") == 1
+        assert done.err.startswith("optimize-export: error: ")
+        assert "Traceback" not in done.err
+        assert sorted(folder.rglob("*")) == before
+        return done.err.removeprefix("optimize-export: error: ").strip()
+
+    return refused
+
+
+# Usage: known before anything of the user's runs ----------------------------------------------------------------------
+
+UNTOUCHED = "raise AssertionError('the file was run')"
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--passes", "fold-conv-bm"], "fold-conv-bn"),
+        (["--passes", "fold-conv-bn:speed=3"], "speed"),
+        (["--passes", "torch-compile,fold-conv-bn"], "fold-conv-bn can't come after torch-compile"),
+        (["--formats", "onxx"], "onxx"),
+        (["--input", "2xx3"], "'2xx3'"),
+        (["--model", "a b"], "'a b'"),
+        (["--batch-sizes", "0"], "'0'"),
+    ],
+)
+def test_usage(refused, options, part):
+    assert part in refused(2, write(UNTOUCHED, whole=True), *options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("options", [["--require-gpu"], ["--device", "cuda"]])
+def test_a_missing_gpu(refused, options):
+    assert "no GPU" in refused(5, write(UNTOUCHED, whole=True), *options)
+
+
+def test_an_output_folder_that_cant_be_written(refused):
+    write(UNTOUCHED, whole=True)
+    Path("file").write_text("x")
+    Path("full").mkdir()
+    Path("full/mine.txt").write_text("x")
+    assert "file" in refused(8, "model.py", "--output", "file")
+    assert "file" in refused(8, "model.py", "--output", "file/below")
+    assert "full" in refused(8, "model.py", "--output", "full")
+    assert "full" in refused(8, "model.py", "--output", "full", "--force")
+    assert "/proc" in refused(8, "model.py", "--output", "/proc/bundle")
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_such_file(refused):
+    write()
+    assert refused(3, "modle.py") == "There is no file modle.py; did you mean model.py?"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def f(:", "model.py couldn't be loaded: model.py line 1 has a syntax error: invalid syntax."),
+        (
+            "import no_such_thing",
+            "model.py couldn't be loaded: there is no module no_such_thing (the folder of the file is on the path; "
+            "if it is a package: pip install no_such_thing) (model.py line 1).",
+        ),
+        (
+            "x = 1",
+            "model.py has no model: there is no `model`, no get_model / build_model / create_model and no nn.Module "
+            "subclass that needs no arguments; add one of them, or name the model as model.py:NAME.",
+        ),
+    ],
+)
+def test_files_without_a_model(refused, text, sentence):
+    assert refused(3, write(text, whole=True)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "class Other(Net): ...",
+            "model.py has 2 nn.Module subclasses without arguments: Net, Other; choose one, such as model.py:Net.",
+        ),
+        (
+            "def build_model():\n    raise ValueError('no luck')",
+            "build_model() in model.py failed: ValueError: no luck (model.py line 16).",
+        ),
+        (
+            "class Wide(Net):\n    def __init__(self, width): ...\nmodel = Wide",
+            "model in model.py is the class Wide that needs arguments (width); add a function build_model() that gives "
+            "them and returns the model.",
+        ),
+        (
+            "class Bad(Net):\n    def forward(self, x):\n        raise KeyError('lost')\nmodel = Bad()",
+            "model.py:model failed on its inputs (float32[2, 3, 8, 8]): KeyError: 'lost' (model.py line 17).",
+        ),
+        (
+            "class Bad(Net):\n    def forward(self, x):\n        return {'n': 3}\nmodel = Bad()",
+            "forward of model.py:model returned no tensor but int; it has to return tensors, also in tuples, lists, "
+            "dicts or dataclasses.",
+        ),
+    ],
+)
+def test_models_that_dont_work(refused, text, sentence):
+    assert refused(3, write(text)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("inputs", "part"),
+    [
+        (
+            ["2x5x8x8"],
+            "model.py:Net failed on its inputs (float32[2, 5, 8, 8]): RuntimeError: Given groups=1, weight of",
+        ),
+        (["int64[2,3,8,8]"], "model.py:Net failed on its inputs (int64[2, 3, 8, 8]): RuntimeError: "),
+        (
+            ["2x3x8x8", "2x3"],
+            "The inputs don't fit forward of model.py:Net: too many positional arguments; forward takes (x)",
+        ),
+        (
+            ["y=2x3x8x8"],
+            "The inputs don't fit forward of model.py:Net: missing a required argument: 'x'; forward takes (x)",
+        ),
+    ],
+)
+def test_inputs_that_dont_fit(refused, inputs, part):
+    options = [option for text in inputs for option in ("--input", text)]
+    assert part in refused(3, write(), *options)
+
+
+def test_no_inputs(refused):
+    assert "model.py has no example_inputs" in refused(3, write(NET, whole=True))
+
+
+def test_weights(refused):
+    write()
+    torch.save({"conv.weight": torch.ones(4, 3, 3, 3), "extra": torch.ones(1)}, "part.pt")
+    assert refused(3, "model.py", "--weights", "part.pt") == (
+        "The weights part.pt don't fit the model: missing conv.bias, norm.weight, norm.bias, norm.running_mean, "
+        "norm.running_var; unexpected extra."
+    )
+    Path("evil.pt").write_bytes(pickle.dumps(os.system))
+    assert "evil.pt hold more than tensors and aren't opened" in refused(3, "model.py", "--weights", "evil.pt")
+    Path("cut.safetensors").write_bytes(b"\0" * 5)
+    assert "cut.safetensors couldn't be read" in refused(3, "model.py", "--weights", "cut.safetensors")
+    assert refused(3, "model.py", "--weights", "gone.pt") == "The weights file gone.pt doesn't exist."
+
+
+# The whole way --------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_way_and_back(run, folder):
+    write("print('hello from the file')")
+    done = run("model.py", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert "hello from the file" in done.err
+    assert document["ok"]
+    assert document["bundle"] == str(Path("dist/model"))
+    assert {artifact["format"] for artifact in document["artifacts"]} == {"torchscript", "onnx"}
+    assert all(artifact["parity"]["ok"] for artifact in document["artifacts"])
+    assert any(record["status"] == "applied" for record in document["passes"])
+    assert (folder / "dist/model/manifest.json").is_file()
+    assert str(folder) not in (folder / "dist/model/manifest.json").read_text()
+
+    assert run("--verify", "dist/model").code == 0
+    assert json.loads(run("--verify", "dist/model", "--json").out)["ok"]
+
+    again = run("model.py", "--quiet")
+    assert again.code == 8
+    assert "force" in again.err
+    shown = run("model.py", "--force", "--formats", "torchscript")
+    assert shown.code == 0
+    assert "model.torchscript.pt" in shown.out
+    assert shown.out.splitlines()[-1] == "bundle: dist/model"
+    assert run("model.py", "--force", "--quiet").out == "dist/model\n"
+
+    artifact = folder / "dist/model/model.onnx"
+    content = bytearray(artifact.read_bytes())
+    content[len(content) // 2] ^= 1
+    artifact.write_bytes(content)
+    damaged = run("--verify", "dist/model")
+    assert damaged.code == 8
+    assert "model.onnx" in damaged.err
+    assert "Traceback" not in damaged.err
+
+
+def test_the_users_modules_of_our_names(run):
+    write("WIDTH = 4", "optimizer.py", whole=True)
+    write("", "passes/__init__.py", whole=True)
+    write("SCALE = 3.0", "passes/base.py", whole=True)
+    write("SHIFT = 1.0", "exporters.py", whole=True)
+    write(
+        """
+        from optimizer import WIDTH
+        from passes.base import SCALE
+        class Mine(Net):
+            def forward(self, x):
+                import exporters
+                import passes.base
+                return super().forward(x)[:, :WIDTH] * passes.base.SCALE + exporters.SHIFT
+        model = Mine()
+        """
+    )
+    done = run("model.py", "--quiet")
+    assert (done.code, done.out) == (0, "dist/model\n"), done.err
+    assert sys.modules["optimizer"].__file__ == str(ROOT / "optimizer" / "__init__.py")
+
+
+def test_a_file_called_optimizer(run):
+    done = run(write(name="optimizer.py"), "--quiet", "--formats", "torchscript")
+    assert (done.code, done.out) == (0, "dist/optimizer\n"), done.err
+
+
+def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monkeypatch):
+    monkeypatch.setattr(api, "judge", lambda measurement, **_: judge(measurement, atol=0.0, rtol=0.0))
+    write("model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 50), nn.Softmax(1))")
+    before = sorted(folder.rglob("*"))
+    done = run("model.py", "--formats", "onnx", "--quiet")
+    assert (done.code, done.out, done.err.count("\n")) == (6, "", 1)
+    shown = run("model.py", "--formats", "onnx")
+    assert shown.code == 6
+    assert "Traceback" not in shown.err
+    rows = [line.split() for line in shown.out.splitlines()]
+    assert rows[0] == ["parity", "of", "output", "largest", "error", "allowed", "verdict"]
+    assert (rows[1][0], rows[1][-1]) == ("onnx", "failed")
+    document = json.loads(run("model.py", "--formats", "onnx", "--json").out)
+    assert (document["ok"], document["error"]["code"], document["error"]["kind"]) == (False, 6, "ParityError")
+    assert document["artifacts"][0]["parity"]["outputs"][0]["max_error"] > 0
+    assert sorted(folder.rglob("*")) in (before, sorted([*before, folder / "dist"]))
+
+
+def test_a_format_that_cant_be_had_withholds_the_bundle(refused):
+    write(
+        """
+        class Big(Net):
+            def forward(self, x):
+                if torch.jit.is_tracing():
+                    raise RuntimeError("not while tracing")
+                return super().forward(x)
+        model = Big()
+        """
+    )
+    assert "torchscript" in refused(4, "model.py", "--formats", "torchscript", "--passes", "none").lower()
+
+
+def test_an_output_of_nan_isnt_called_good(refused):
+    write("class Nan(Net):\n    def forward(self, x): return super().forward(x) * float('nan')\nmodel = Nan()")
+    assert "NaN or infinite in every element" in refused(6, "model.py", "--formats", "torchscript")
+
+
+def test_bundles_that_are_none(refused):
+    Path("empty").mkdir()
+    Path("broken").mkdir()
+    Path("broken/manifest.json").write_text("{")
+    assert "nowhere" in refused(8, "--verify", "nowhere")
+    assert "empty is not a bundle" in refused(8, "--verify", "empty")
+    assert "broken" in refused(8, "--verify", "broken")
+
+
+# As a process ---------------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, *arguments: str, before: str = "") -> subprocess.Popen[str]:
+    code = f"{before}\nimport sys\nfrom optimizer.cli import main\nsys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=folder, env=environment, **pipes)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_in_the_middle_leaves_nothing(folder, number, code):
+    write(
+        """
+        import pathlib, time
+        runs = []
+        class Slow(Net):
+            def forward(self, x):
+                runs.append(1)
+                if torch.jit.is_tracing() and len(runs) > 3:
+                    pathlib.Path("busy").touch()
+                    time.sleep(60)
+                return super().forward(x)
+        model = Slow()
+        """
+    )
+    before = [*folder.rglob("*"), folder / "busy"]
+    with start(folder, "model.py", "--quiet", "--formats", "torchscript", "--passes", "none") as running:
+        deadline = time.monotonic() + 120
+        while not (folder / "busy").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.send_signal(number)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (code, "")
+    assert err.count("\n") == 1
+    left = [path for path in sorted(folder.rglob("*")) if path not in before]
+    assert left in ([], [folder / "dist"])
+
+
+def test_a_disk_that_is_full_while_writing(folder):
+    write("model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 500))")
+    before = sorted(folder.rglob("*"))
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    with start(folder, "model.py", "--quiet", before=limit) as running:
+        out, err = running.communicate(timeout=300)
+    assert (running.returncode, out) == (8, ""), err
+    assert err.count("\n") == 1
+    left = [path for path in sorted(folder.rglob("*")) if path not in before]
+    assert left in ([], [folder / "dist"])

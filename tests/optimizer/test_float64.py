@@ -1,0 +1,255 @@
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+from optimizer.float64 import Float64Mode, PerturbedMode, float64_mode
+
+
+def double_copy(model):
+    return copy.deepcopy(model).double()
+
+
+class Conversions(nn.Module):
+    """What `.double()` on a copy doesn't reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(0.1))
+
+    def forward(self, x):
+        x = self.linear(x).float() * self.scale
+        x = x.to(torch.float16).to(self.linear.weight.dtype) + torch.zeros(4, dtype=torch.float32)
+        x = x + torch.arange(4, dtype=torch.float32) / 3
+        mask = torch.full((4,), torch.finfo(x.dtype).min)
+        mask = torch.triu(mask.expand(4, 4), 1)[-1]
+        return torch.softmax((x + mask).type(torch.FloatTensor), -1) * torch.tensor(0.5)
+
+
+def test_conversions_factories_and_dtype_questions_are_raised():
+    model = enliven(Conversions())
+    x = torch.randn(3, 4)
+    with float64_mode() as mode:
+        truth = model(x.double())
+    weight, bias = model.linear.weight.double(), model.linear.bias.double()
+    expected = (
+        torch.softmax((x.double() @ weight.T + bias) * model.scale.double() + torch.arange(4).double() / 3, -1) / 2
+    )
+    assert truth.dtype is torch.float64
+    assert (truth - expected).abs().max() < 1e-15
+    assert not mode.lowered
+    assert mode.coarsest == torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU()), (2, 3, 6, 6)),
+        (nn.LSTM(4, 5, num_layers=2, batch_first=True), (2, 3, 4)),
+        (nn.GRU(4, 5, bidirectional=True), (3, 2, 4)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 3, 8)),
+        (nn.Sequential(nn.ConvTranspose1d(4, 4, 2), nn.InstanceNorm1d(4)), (2, 4, 6)),
+    ],
+)
+def test_equals_a_double_copy_where_that_works(model, shape):
+    enliven(model).eval()
+    x = torch.randn(shape)
+    with torch.no_grad(), float64_mode() as mode:
+        truth = model(x.double())
+    with torch.no_grad():
+        expected = double_copy(model)(x.double())
+    if isinstance(truth, tuple):
+        truth, expected = truth[0], expected[0]
+    assert (truth - expected).abs().max() < 1e-13
+    assert not mode.lowered
+
+
+def test_multi_head_attention_and_embedding():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(11, 8, padding_idx=0)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, ids):
+            x = self.table(ids) + self.table.weight[3]
+            return self.attention(x, x, x, key_padding_mask=ids == 0)[0]
+
+    model = enliven(Attend()).eval()
+    ids = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    with torch.no_grad(), float64_mode():
+        truth = model(ids)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            expected = double_copy(model)(ids)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert (truth - expected).abs().max() < 1e-14
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.total += x.sum(0)
+        self.total[0].mul_(2)
+        self.total.data.add_(1)
+        torch.add(self.total, 1, out=self.total)
+        return self.total * x
+
+
+def test_writes_go_to_the_shadow_and_are_read_from_there():
+    model = Counting()
+    x = torch.rand(2, 3)
+    buffer, version = model.total, model.total._version
+    with float64_mode() as mode:
+        truth = model(x.double())
+    total = x.double().sum(0)
+    total[0] *= 2
+    assert (truth - (total + 2) * x.double()).abs().max() < 1e-15
+    assert (mode.shadow(model.total) - (total + 2)).abs().max() < 1e-15
+    assert model.total._version == version
+    assert model.total is buffer
+    assert not model.total.any()
+
+
+def test_batch_norm_statistics_of_the_model_stay():
+    model = enliven(nn.BatchNorm1d(3)).train()
+    before = model.running_mean.clone()
+    x = torch.randn(4, 3)
+    with float64_mode() as mode:
+        model(x.double())
+    assert torch.equal(model.running_mean, before)
+    expected = 0.9 * before.double() + 0.1 * x.double().mean(0)
+    assert (mode.shadow(model.running_mean) - expected).abs().max() < 1e-15
+
+
+RANDOM = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout module": nn.Dropout(0.3),
+    "dropout in place": lambda x: F.dropout(x * 1, 0.4, True, True),
+    "torch dropout": lambda x: torch.dropout(x, 0.5, True),
+    "dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1), 0.5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, True),
+    "rand": lambda x: x + torch.rand(x.shape),
+    "randn": lambda x: x + torch.randn(x.shape, dtype=torch.float32),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "normal": lambda x: torch.normal(x, 0.1),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()) * x,
+    "fill": lambda x: x + torch.empty(x.shape).uniform_(-1, 1),
+    "new": lambda x: x.new_empty(x.shape).normal_() + x,
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "multinomial": lambda x: x + torch.multinomial(x.softmax(1).flatten(1), 2).sum(),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+    "randperm": lambda x: x[:, torch.randperm(x.shape[1])],
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_come_from_the_same_stream(name):
+    x = torch.randn(2, 30, 20)
+
+    def forward(x):
+        first = RANDOM[name](x) if name != "multinomial" else RANDOM[name](x[..., 0])
+        return first, torch.randn(3), torch.rand(20)
+
+    torch.manual_seed(3)
+    own = forward(x)
+    torch.manual_seed(3)
+    with float64_mode():
+        truth = forward(x.double())
+    torch.manual_seed(4)
+    other = forward(x)
+    assert not torch.equal(own[0], other[0])
+    for a, b in zip(own, truth, strict=True):
+        assert b.dtype is torch.float64
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_dropout_of_zero_and_in_eval_stays_exact():
+    x = torch.randn(5)
+    with float64_mode() as mode:
+        assert torch.equal(F.dropout(x.double(), 0.5, training=False), x.double())
+        assert torch.equal(F.dropout(x.double(), 0.0), x.double())
+        assert not F.dropout(x.double(), 1.0).any()
+    assert not mode.lowered
+
+
+def test_autocast_has_no_effect():
+    linear = enliven(nn.Linear(8, 8))
+    x = torch.randn(2, 8)
+    with torch.no_grad(), float64_mode() as mode, torch.autocast("cpu", torch.bfloat16):
+        truth = torch.cat([linear(x.double()), x.double()])
+    expected = x.double() @ linear.weight.double().T + linear.bias.double()
+    assert (truth[:2] - expected).abs().max() < 1e-14
+    assert mode.coarsest == torch.finfo(torch.bfloat16).eps
+
+
+def test_the_default_dtype_comes_back_even_after_an_error():
+    def fail():
+        assert torch.zeros(1).dtype is torch.float64
+        assert (torch.arange(3) / 2).dtype is torch.float64
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), float64_mode():
+        fail()
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_integers_and_bits_stay():
+    with float64_mode():
+        x = torch.ones(2, 2)
+        assert torch.arange(3).dtype is torch.int64
+        assert x.argmax(1).dtype is torch.int64
+        assert x.to(torch.int32).dtype is torch.int32
+        assert torch.equal(x.view(torch.int32), torch.full((2, 2), 0x3F800000, dtype=torch.int32))
+
+
+def test_script_modules_are_not_seen_into():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        script = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
+    with pytest.raises(RuntimeError), float64_mode():
+        script(torch.randn(2, 3))
+
+
+def test_gradients_are_float64_with_leaves():
+    model = enliven(nn.Linear(3, 1))
+    x = torch.randn(5, 3)
+    with Float64Mode(leaf_parameters=True) as mode:
+        model(x.double()).square().sum().backward()
+    weight, bias = model.weight.detach().double().requires_grad_(), model.bias.detach().double()
+    (x.double() @ weight.T + bias).square().sum().backward()
+    gradient = mode.shadow(model.weight).grad
+    assert gradient.dtype is torch.float64
+    assert (gradient - weight.grad).abs().max() < 1e-13
+    assert model.weight.grad is None
+
+
+def test_perturbed_weights_are_off_by_about_one_unit_each_time_alike():
+    model = enliven(nn.Linear(50, 40, bias=False))
+    eye = torch.eye(50)
+    version = model.weight._version
+    with torch.no_grad():
+        with PerturbedMode(0):
+            first, second = model(eye).T, model(eye).T
+        with PerturbedMode(1):
+            other = model(eye).T
+    relative = ((first - model.weight) / model.weight).abs()
+    eps = torch.finfo(torch.float32).eps
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert relative.max() < 2.1 * eps
+    assert (first != model.weight).float().mean() > 0.9
+    assert model.weight._version == version
+    assert (first > model.weight).float().mean().sub(0.5).abs() < 0.3

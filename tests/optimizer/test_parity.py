@@ -1,0 +1,717 @@
+import copy
+import json
+import random
+import warnings
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from optimizer.errors import LoadError, UsageError
+from optimizer.inputs import Samples
+from optimizer.parity import (
+    Measurement,
+    OutputNoise,
+    ParityReport,
+    Reference,
+    check_parity,
+    check_region,
+    compare_golden,
+    judge,
+)
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+def net():
+    torch.manual_seed(0)
+    return enliven(ConvNet())
+
+
+def folded(model):
+    result = copy.deepcopy(model).eval()
+    result.conv = nn.utils.fusion.fuse_conv_bn_eval(result.conv, result.bn)
+    result.bn = nn.Identity()
+    return result
+
+
+def off_by(model, path, relative=0.01):
+    """The model with one weight wrong: the median one of a tensor."""
+    result = copy.deepcopy(model)
+    flat = result.get_parameter(path).data.view(-1)
+    flat[flat.abs().argsort()[len(flat) // 2]] *= 1 + relative
+    return result
+
+
+def image(batch=2):
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def verdict(reference, candidate, *inputs, **options):
+    return check_parity(reference, candidate, inputs, **options).verdict
+
+
+# ------------------------------------------------------------------------------------- right and wrong candidates
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        copy.deepcopy,
+        folded,
+        lambda model: copy.deepcopy(model).to(memory_format=torch.channels_last),
+        lambda model: lambda x: model(x.contiguous(memory_format=torch.channels_last)),
+        lambda model: lambda x: copy.deepcopy(model).eval().double()(x.double()).float(),
+        lambda model: lambda x: torch.cat([model(row) for row in x.split(1)]),
+    ],
+)
+def test_a_correct_rewrite_passes(rewrite):
+    model = net().eval()
+    report = check_parity(model, rewrite(model), (image(),))
+    assert report.ok, report
+    assert report.ratio < 3
+    assert report.reference == "float64"
+    assert report.batch_sizes == (2, 1, 3, 5, 8)
+
+
+@pytest.mark.parametrize("path", ["conv.weight", "bn.weight", "head.weight"])
+def test_one_weight_off_by_a_hundredth_fails(path):
+    report = check_parity(net(), off_by(net(), path), (image(),))
+    assert report.verdict == "failed"
+    assert "times its rounding noise" in report.reason
+
+
+def test_a_small_error_everywhere_fails_by_the_root_mean_square():
+    torch.manual_seed(0)
+    linear = enliven(nn.Linear(400, 400))
+
+    def shifted(x):
+        return linear(x) + 1.1e-6
+
+    report = check_parity(linear, shifted, (torch.randn(2, 400),))
+    assert report.verdict == "failed"
+    assert "root mean square" in report.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_judged_by_their_own_noise(dtype):
+    model = net().to(dtype)
+    x = image().to(dtype)
+    assert verdict(model, folded(model), x) == "ok"
+    assert verdict(model, off_by(model, "head.weight", 0.5), x) == "failed"
+    assert check_parity(model, model, (x,)).outputs[0].noise > 0
+
+
+def test_an_exact_operation_may_round_once_but_no_more():
+    assert verdict(lambda x: x * 2, lambda x: (x.double() * 2).float(), image()) == "ok"
+    assert verdict(lambda x: x * 2, lambda x: torch.nextafter(x * 2, x * 3), image()) == "ok"
+    assert verdict(lambda x: x * 2, lambda x: x * 2 + 1e-5, image()) == "failed"
+
+
+# ------------------------------------------------------------------------------------- what no tolerance forgives
+
+Pair = namedtuple("Pair", "a b")
+Other = namedtuple("Other", "a b")
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    state: list
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "words"),
+    [
+        (lambda x: x, lambda x: x.flatten(1), "shape"),
+        (lambda x: x, lambda x: x.double(), "dtype is float64"),
+        (lambda x: x > 0, lambda x: (x > 0).int(), "dtype"),
+        (lambda x: (x, x), lambda x: [x, x], "structure"),
+        (lambda x: (x, x), lambda x: (x,), "structure"),
+        (lambda x: Pair(x, x), lambda x: Other(x, x), "structure"),
+        (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "c": x}, "structure"),
+        (lambda x: Answer(x, [x]), lambda x: Answer(x, [x, x]), "state"),
+        (lambda x: (x, None), lambda x: (x, x), "structure"),
+        (lambda x: (x, 3), lambda x: (x, 4), "structure"),
+        (lambda x: x, lambda x: torch.where(x > 1, torch.nan, x), "NaN"),
+        (lambda x: torch.where(x > 1, torch.nan, x), lambda x: x, "NaN"),
+        (lambda x: torch.where(x > 1, torch.inf, x), lambda x: torch.where(x > 1, -torch.inf, x), "inf"),
+        (lambda x: (x, (x > 0).long()), lambda x: (x, (x > 0.1).long()), "elements differ"),
+        (lambda x: (x, x.sum().item()), lambda x: (x, x.sum().item() + 1), "output_1"),
+        (lambda x: (x, x.numpy()), lambda x: (x, x.numpy() + 1), "output_1"),
+        (lambda x: torch.complex(x, x), lambda x: torch.complex(x, x * 1.001), "off by"),
+    ],
+)
+def test_other_answers_fail(reference, candidate, words):
+    assert verdict(reference, reference, image()) == "ok"
+    report = check_parity(reference, candidate, (image(),))
+    assert report.verdict == "failed"
+    assert words in report.reason
+
+
+def test_equal_nan_and_inf_pass_and_nan_is_noted():
+    def odd(x):
+        return torch.where(x > 1, torch.nan, torch.where(x < -1, -torch.inf, x))
+
+    report = check_parity(odd, lambda x: odd(x), (image(),))
+    assert report.ok
+    assert any("NaN" in note for note in report.notes)
+
+
+def test_a_candidate_that_raises_at_one_batch_size_is_named():
+    def baked(x):
+        return x.view(2, -1).view(x.shape) if len(x) != 3 else x.view(-1, 7)
+
+    report = check_parity(lambda x: x, baked, (image(),))
+    assert report.verdict == "failed"
+    assert "batch size 3" in report.reason
+    assert "RuntimeError" in report.reason
+
+
+def test_a_baked_batch_or_branch_is_found():
+    assert verdict(lambda x: x - x.mean(), lambda x: x - x.sum() / 384, image()) == "failed"
+    assert verdict(lambda x: x.abs() if x.sum() > 0 else x, lambda x: x.abs(), image()) == "failed"
+
+
+# ------------------------------------------------------------------------------------- integers and ties
+
+
+def test_integers_must_be_equal():
+    layer = enliven(nn.Linear(8, 6))
+
+    def index(x):
+        return layer(x).argmax(-1)
+
+    assert (
+        verdict(index, lambda x: F.linear(x.double(), layer.weight.double(), layer.bias.double()).argmax(-1), image())
+        == "ok"
+    )
+    assert verdict(index, lambda x: (index(x) + 1) % 6, image()) == "failed"
+    assert verdict(index, lambda x: torch.where(x[..., 0] > 2, 0, index(x)), image()) == "failed"
+
+
+def test_ties_that_the_original_breaks_either_way_are_counted_not_compared():
+    def tied(x):
+        flat = x.flatten(1)
+        even = flat.sum(1, keepdim=True)
+        # Two sums of the same numbers, equal but for rounding.
+        return torch.cat([even, flat.flip(1).cumsum(1)[:, -1:], -even.abs()], 1).argmax(1), flat[:, :1] > 0
+
+    report = check_parity(tied, tied, (image(),))
+    assert report.outputs[0].tied > 0
+    assert any("ties" in note for note in report.notes)
+    wrong = check_parity(tied, lambda x: (tied(x)[0] * 0 + 2, tied(x)[1]), (image(),))
+    assert wrong.verdict == "failed"
+
+
+# ------------------------------------------------------------------------------------- no signal
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda x: x * 0, "all zero"),
+        (lambda x: x * 0 + torch.arange(8.0), "same for every input"),
+        (lambda x: x * torch.nan, "NaN"),
+        (lambda x: x * 3e-8 + 1, "rounding"),
+        (lambda x: x[:, :0], "empty"),
+        (lambda x: None, "no tensors"),
+        (lambda x: {"answer": 42}, "no tensors"),
+        (lambda x: torch.zeros(3, dtype=torch.int64), "all zero"),
+    ],
+)
+def test_outputs_without_signal_are_vacuous(model, words):
+    report = check_parity(model, model, (image(),))
+    assert report.verdict == "vacuous"
+    assert not report.ok
+    assert words in report.reason
+
+
+def test_one_output_without_signal_among_others_is_a_note():
+    report = check_parity(lambda x: (x, x * 0), lambda x: (x, x * 0), (image(),))
+    assert report.ok
+    assert any("output_1 is all zero" in note for note in report.notes)
+
+
+def test_a_wrong_answer_beside_no_signal_still_fails():
+    assert verdict(lambda x: x * 0, lambda x: x * 0 + 1, image()) == "failed"
+
+
+# ------------------------------------------------------------------------------------- randomness and determinism
+
+
+def test_random_models_run_under_one_seed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train()
+
+    def noisy(x):
+        return F.dropout(model[0](x), 0.5, training=True) + torch.rand_like(x)
+
+    assert verdict(noisy, lambda x: noisy(x), image()) == "ok"
+    assert verdict(noisy, lambda x: noisy(x + 0 * torch.rand(1)), image()) == "failed"
+    assert check_parity(noisy, noisy, (image(),)).reference == "float64"
+
+
+def test_an_original_that_differs_from_itself_is_named_and_judged_on_the_rest():
+    count = iter(range(10**6))
+
+    def moody(x):
+        return x * 2, x + next(count)
+
+    report = check_parity(moody, lambda x: (x * 2, x), (image(),))
+    assert report.ok
+    assert not report.outputs[1].judged
+    assert any("output_1 is not deterministic" in note for note in report.notes)
+    assert verdict(moody, lambda x: (x * 3, x), image()) == "failed"
+
+
+def test_nothing_deterministic_is_vacuous():
+    count = iter(range(10**6))
+    report = check_parity(lambda x: x + next(count), lambda x: x, (image(),))
+    assert report.verdict == "vacuous"
+    assert "deterministic" in report.reason
+
+
+# ------------------------------------------------------------------------------------- batch sizes
+
+
+def test_a_batch_size_at_which_the_original_raises_is_left_out_and_named():
+    def pairs_only(x):
+        if len(x) % 2:
+            raise ValueError("even batches only\nand more")
+        return x
+
+    report = check_parity(pairs_only, pairs_only, (image(),))
+    assert report.ok
+    assert report.batch_sizes == (2, 8)
+    assert any("batch size 1" in note and "even batches only" in note for note in report.notes)
+
+
+def test_an_original_that_always_raises_is_an_error():
+    def broken(x):
+        raise ValueError("no way")
+
+    with pytest.raises(LoadError, match="no way"):
+        check_parity(broken, broken, (image(),))
+
+
+def test_inputs_without_a_batch_run_as_they_are():
+    report = check_parity(torch.sin, torch.sin, (torch.tensor(0.5),), batch_sizes=(1, 2))
+    assert report.ok
+    assert report.batch_sizes == ()
+    assert any("can't be changed" in note for note in report.notes)
+
+
+# ------------------------------------------------------------------------------------- inputs changed in place
+
+
+def test_inputs_changed_in_place_count_as_answers():
+    def doubles(x):
+        x *= 2
+        return x.sum(1)
+
+    x = image()
+    before = x.clone()
+    assert verdict(doubles, lambda x: x.mul_(2).sum(1), x) == "ok"
+    only = check_parity(doubles, lambda x: (x * 2).sum(1), (x,))
+    assert only.verdict == "failed"
+    assert "x is changed in place by the original only" in only.reason
+    assert "candidate only" in check_parity(lambda x: (x * 2).sum(1), doubles, (x,)).reason
+    assert "off by" in check_parity(doubles, lambda x: x.mul_(2).sum(1) + 0 * x.add_(1).sum(1), (x,)).reason
+    assert torch.equal(x, before)
+
+
+# ------------------------------------------------------------------------------------- nothing is touched
+
+
+class Stateful(nn.Module):
+    """Counts, caches, and binds new tensors to its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(3))
+        self.bn = nn.BatchNorm1d(3)
+        self.seen = []
+        self.plain = torch.zeros(3)
+
+    def forward(self, x):
+        self.total += x.sum(0)
+        self.last = x[0]
+        self.plain.add_(1)
+        self.seen.append(x)
+        self.new = x
+        return self.bn(x) + self.total + self.plain + len(self.seen)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_modules_and_random_state_are_as_before(mode):
+    model = enliven(Stateful()).train()
+    model.bn.eval()
+    candidate, x = copy.deepcopy(model), torch.randn(4, 3)
+    model.bn.weight.grad = torch.ones(3)
+    state = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    keys = set(vars(model))
+    random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    default = torch.get_default_dtype()
+    report = check_parity(model, candidate, (x,), mode=mode)
+    assert report.ok, report
+    for module in (model, candidate):
+        assert module.training
+        assert not module.bn.training
+        assert set(vars(module)) == keys
+        assert module.seen == []
+        assert not module.plain.any()
+    for name, (value, before) in state.items():
+        assert model.state_dict(keep_vars=True)[name] is value
+        assert torch.equal(value, before)
+    assert torch.equal(model.bn.weight.grad, torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert random.getstate() == random_states[1]
+    assert (np.random.get_state()[1] == random_states[2]).all()
+    assert torch.get_default_dtype() is default
+
+
+def test_buffers_that_nothing_wrote_to_keep_their_version():
+    model = net()
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    check_parity(model, folded(model), (image(),))
+    assert {name: buffer._version for name, buffer in model.named_buffers()} == versions
+
+
+def test_state_is_restored_after_an_error_too():
+    model = net().train()
+
+    def fails(x):
+        model.bn.running_mean.add_(1)
+        raise ValueError("late")
+
+    broken = net()
+    broken.forward = fails
+    mean = broken.bn.running_mean.clone()
+    with pytest.raises(LoadError):
+        check_parity(broken, broken, (image(),))
+    assert torch.equal(broken.bn.running_mean, mean)
+    assert broken.training
+
+
+def test_settings_are_pinned_and_come_back():
+    seen = []
+    before = torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        report = check_parity(
+            lambda x: x, lambda x: (seen.append(torch.get_float32_matmul_precision()), x)[1], (image(),)
+        )
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.set_float32_matmul_precision(before[1])
+    assert set(seen) == {"highest"}
+    assert report.settings["float32_precision"] == "ieee"
+    assert torch.backends.cuda.matmul.allow_tf32 == before[0]
+
+
+# ------------------------------------------------------------------------------------- fall-back reference
+
+
+def test_without_float64_the_original_is_the_reference_and_the_reason_is_told():
+    def single_only(x):
+        if x.dtype is not torch.float32 or x.double().float().numpy().dtype != np.float32:
+            raise TypeError("float32 only")
+        return x.sin()
+
+    report = check_parity(single_only, lambda x: x.sin(), (image(),))
+    assert report.ok
+    assert report.reference == "own dtype"
+    assert any("float32 only" in note for note in report.notes)
+    assert verdict(single_only, lambda x: x.sin() * 1.0001, image()) == "failed"
+
+
+def test_a_float64_run_that_takes_another_way_is_not_believed():
+    def by_numpy(x):
+        # The dtype seen here is numpy's, which no torch function raises.
+        return x * (2 if x.numpy().dtype == np.float32 else 3)
+
+    report = check_parity(by_numpy, lambda x: x * 2, (image(),))
+    assert report.reference == "own dtype"
+    assert report.ok
+    assert verdict(by_numpy, lambda x: x * 3, image()) == "failed"
+
+
+# ------------------------------------------------------------------------------------- the user's tolerances
+
+
+def test_the_users_tolerance_replaces_the_noise():
+    def near(x):
+        return x + 1e-3
+
+    identity = torch.clone
+    assert verdict(identity, near, image()) == "failed"
+    assert verdict(identity, near, image(), atol=2e-3) == "ok"
+    assert verdict(identity, near, image(), atol=5e-4) == "failed"
+    assert verdict(identity, lambda x: x * 1.001, image(), rtol=2e-3) == "ok"
+    assert verdict(identity, lambda x: x * 1.001, image(), rtol=5e-4) == "failed"
+    assert verdict(identity, near, image(), rtol=2e-3) == "failed"
+
+
+def test_a_tolerance_by_output_name_leaves_the_others_alone():
+    def pair(x):
+        return {"a": x, "b": x}
+
+    def near(x):
+        return {"a": x + 1e-3, "b": x}
+
+    assert verdict(pair, near, image(), atol={"a": 2e-3}) == "ok"
+    assert verdict(pair, near, image(), atol={"b": 2e-3}) == "failed"
+    with pytest.raises(UsageError, match="'c'"):
+        check_parity(pair, near, (image(),), atol={"c": 1})
+    with pytest.raises(UsageError, match="0 or more"):
+        check_parity(pair, near, (image(),), atol=-1.0)
+
+
+def test_a_tolerance_forgives_no_structure_and_no_nan():
+    assert verdict(torch.clone, lambda x: torch.where(x > 1, torch.nan, x), image(), atol=1e9) == "failed"
+    assert verdict(lambda x: x > 0, lambda x: x > 0.1, image(), atol=1e9) == "failed"
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def trained(model, candidate, **options):
+    return check_parity(model, candidate, (image(4),), mode="training", **options)
+
+
+def test_training_compares_outputs_gradients_and_buffers():
+    model = net().train()
+    report = trained(model, copy.deepcopy(model))
+    assert report.ok, report
+    assert {output.kind for output in report.outputs} == {"output", "gradient", "buffer"}
+    names = {output.name for output in report.outputs}
+    assert {"gradient of conv.weight", "buffer bn.running_mean", "buffer bn.num_batches_tracked"} <= names
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_wrong_gradient_or_buffer_fails():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 0.999
+
+    model = net().train()
+    wrong = copy.deepcopy(model)
+    wrong.forward = lambda x: wrong.head(F.relu(wrong.bn(Scaled.apply(wrong.conv(x)))).mean((2, 3)))
+    report = trained(model, wrong)
+    assert report.verdict == "failed"
+    assert "gradient of conv.weight" in report.reason
+    slow = copy.deepcopy(model)
+    slow.bn.momentum = 0.11
+    assert "buffer bn.running" in trained(model, slow).reason
+
+
+def test_a_missing_parameter_is_named_and_none_equals_zero():
+    class Unused(nn.Module):
+        def __init__(self, touch):
+            super().__init__()
+            self.used, self.idle, self.touch = nn.Linear(8, 3), nn.Linear(8, 3), touch
+
+        def forward(self, x):
+            return self.used(x.mean((1, 2))) + (self.idle(x.mean((1, 2))) * 0 if self.touch else 0)
+
+    model = enliven(Unused(False))
+    touched = enliven(Unused(True))
+    touched.load_state_dict(model.state_dict())
+    assert trained(model, touched).ok
+    lacking = copy.deepcopy(model)
+    del lacking.idle
+    report = trained(model, lacking)
+    assert report.ok
+    assert any("gradient of idle.weight" in note for note in report.notes)
+
+
+def test_gradients_of_inputs_are_compared():
+    x = torch.randn(3, 4, requires_grad=True)
+    report = check_parity(torch.sin, lambda x: torch.sin(x.detach()) + 0 * x, (x,), mode="training")
+    assert report.verdict == "failed"
+    assert "gradient of" in report.reason
+
+
+def test_dropout_in_training_draws_alike():
+    model = enliven(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))).train()
+    report = check_parity(model, copy.deepcopy(model), (torch.randn(4, 8),), mode="training")
+    assert report.ok
+    assert report.reference == "float64"
+    without = copy.deepcopy(model)
+    without[1] = nn.Identity()
+    assert not check_parity(model, without, (torch.randn(4, 8),), mode="training").ok
+
+
+# ------------------------------------------------------------------------------------- reference, golden, JSON
+
+
+def test_one_reference_serves_many_candidates():
+    calls = []
+    model = net()
+
+    def counted(x):
+        calls.append(len(x))
+        return model(x)
+
+    model.eval()
+    reference = Reference.measure(counted, Samples((image(),)), batch_sizes=(1, 2), draws=2)
+    ran = len(calls)
+    assert judge(reference.compare(folded(model))).ok
+    assert not judge(reference.compare(off_by(model, "conv.weight"))).ok
+    assert len(calls) == ran
+
+
+def test_flat_candidates_are_matched_by_order():
+    def model(x, scale):
+        return {"a": x * scale["s"], "b": (x > 0, x + 1)}
+
+    reference = Reference.measure(model, Samples((image(),), {"scale": {"s": torch.tensor(3.0)}}))
+
+    def flatten(args, kwargs):
+        return (args[0], kwargs["scale"]["s"])
+
+    right = reference.compare(lambda x, s: (x * s, x > 0, x + 1), flatten=flatten)
+    assert judge(right).ok
+    swapped = reference.compare(lambda x, s: (x + 1, x > 0, x * s), flatten=flatten)
+    assert judge(swapped).verdict == "failed"
+    fewer = reference.compare(lambda x, s: (x * s, x > 0), flatten=flatten)
+    assert "2 tensors" in judge(fewer).reason
+
+
+def test_json_both_ways_and_judged_again():
+    reference = Reference.measure(net(), Samples((image(),)))
+    for candidate in (folded(net()), off_by(net(), "conv.weight")):
+        measurement = reference.compare(candidate)
+        again = Measurement.from_json(json.loads(json.dumps(measurement.to_json(), allow_nan=False)))
+        assert again == measurement
+        report = judge(again)
+        assert report == judge(measurement)
+        assert ParityReport.from_json(json.loads(json.dumps(report.to_json(), allow_nan=False))) == report
+
+
+def test_golden_entries_judge_without_the_original():
+    model = net()
+    reference = Reference.measure(model, Samples((image(),)))
+    entries = reference.golden_entries(3)
+    assert [entry.batch_size for entry in entries] == [2, 1, 3]
+    assert entries[0].outputs["output"].dtype is torch.float32
+    noises = {
+        name: OutputNoise.from_json(json.loads(json.dumps(noise.to_json()))) for name, noise in reference.noises.items()
+    }
+
+    def answers(candidate):
+        with torch.no_grad():
+            return [(entry, (candidate(*entry.call.args),)) for entry in entries]
+
+    assert compare_golden(noises, answers(folded(model))).ok
+    assert not compare_golden(noises, answers(off_by(folded(model), "conv.weight"))).ok
+    assert not compare_golden(noises, [(entries[0], (torch.zeros(2, 4),))]).ok
+    assert not compare_golden(noises, [(entries[0], ())]).ok
+
+
+# ------------------------------------------------------------------------------------- regions
+
+
+def test_a_region_is_checked_at_its_own_outputs():
+    model = net().eval()
+    old = nn.Sequential(model.conv, model.bn)
+    new = nn.utils.fusion.fuse_conv_bn_eval(model.conv, model.bn)
+    inputs = [(image(2),), (image(3),)]
+    right = check_region(old, new, inputs)
+    assert right.ok
+    assert 0 < right.error <= 4 * right.noise
+    wrong = copy.deepcopy(new)
+    flat = wrong.weight.data.view(-1)
+    flat[flat.abs().argsort()[len(flat) // 2]] *= 1.01
+    report = check_region(old, wrong, inputs)
+    assert not report.ok
+    assert report.ratio > 4
+    assert "recorded input" in report.reason
+
+
+def test_a_region_may_answer_zero_but_not_raise_or_change_shape():
+    assert check_region(lambda x: x * 0, lambda x: x * 0, [(image(),)]).ok
+    assert not check_region(lambda x: x * 0, lambda x: x * 0 + 1, [(image(),)]).ok
+    assert not check_region(lambda x: x, lambda x: x[0], [(image(),)]).ok
+    assert "ZeroDivisionError" in check_region(lambda x: x, lambda x: 1 / 0, [(image(),)]).reason
+    assert not check_region(lambda x: 1 / 0, lambda x: x, [(image(),)]).ok
+    with pytest.raises(UsageError):
+        check_region(lambda x: x, lambda x: x, [])
+
+
+# ------------------------------------------------------------------------------------- options
+
+
+def test_options_that_make_no_sense_are_refused():
+    for options in ({"mode": "serve"}, {"draws": 0}, {"batch_sizes": ()}):
+        with pytest.raises(UsageError):
+            check_parity(torch.sin, torch.sin, (image(),), **options)
+    with pytest.raises(UsageError, match="tuple"):
+        check_parity(torch.sin, torch.sin, [image()])
+
+
+def test_a_module_with_a_compiled_part_is_measured_eagerly():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.compile(nn.Linear(4, 4), backend="eager")
+
+        def forward(self, x):
+            return self.inner(x).sin()
+
+    model = Compiled()
+    enliven(model)
+    report = check_parity(model, copy.deepcopy(model), (torch.randn(2, 4),))
+    assert report.ok
+    assert report.reference == "float64"
+
+
+def test_a_checkpointed_part_is_run_again_in_float64():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.part, x, use_reentrant=False))
+
+    model = enliven(Checkpointed()).train()
+    plain = copy.deepcopy(model)
+    plain.forward = lambda x: plain.head(plain.part(x))
+    report = check_parity(model, plain, (torch.randn(2, 8),), mode="training")
+    assert report.ok, report
+    assert report.reference == "float64"
+
+
+def test_a_script_module_is_measured_in_its_own_dtype():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        script = torch.jit.freeze(torch.jit.trace(net().eval(), image()))
+    report = check_parity(script, net().eval(), (image(),))
+    assert report.ok
+    assert report.reference == "own dtype"
+    assert check_parity(net(), script, (image(),)).ok
+    assert not check_parity(script, off_by(net(), "conv.weight"), (image(),)).ok

@@ -1,0 +1,111 @@
+"""A user's folder may hold modules of the names of our packages."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from user_folder import UserFolder
+
+from optimizer.errors import LoadError
+from optimizer.loading import load
+from optimizer.trial import check_runs
+from optimizer.user_code import names_restored, put_first
+
+ROOT = Path(sys.modules["optimizer.user_code"].__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _own_names():
+    with names_restored():
+        yield
+
+
+@pytest.fixture
+def write(tmp_path):
+    return UserFolder(tmp_path)
+
+
+def test_the_users_modules_of_our_names_are_found_by_the_users_code(write, tmp_path):
+    import optimizer
+    import optimizer.errors
+    import passes
+    import passes.errors
+
+    write("WIDTH = 5", "optimizer.py", net=False, inputs=False)
+    write("", "passes/__init__.py", net=False, inputs=False)
+    write("SCALE = 3.0", "passes/errors.py", net=False, inputs=False)
+    write("SHIFT = 1.0", "exporters/shift.py", net=False, inputs=False)
+    path = write(
+        """
+        from optimizer import WIDTH
+        from passes.errors import SCALE
+
+        class Late(Net):
+            def forward(self, x):
+                from exporters import shift
+                import passes.errors
+                return super().forward(x) * passes.errors.SCALE + shift.SHIFT
+        def build_model(): return Late(WIDTH)
+        """
+    )
+    with names_restored():
+        loaded = load(str(path))
+        assert loaded.model.linear.out_features == 5
+        check_runs(loaded)
+        output = loaded.model(torch.zeros(1, 4))
+        assert torch.allclose(output, loaded.model.linear.bias * 3 + 1)
+        assert sys.modules["optimizer.errors"] is optimizer.errors
+    assert sys.modules["optimizer"] is optimizer
+    assert sys.modules["passes"] is passes
+    assert sys.modules["passes.errors"] is passes.errors
+    assert "exporters.shift" not in sys.modules
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_model_file_called_optimizer(write):
+    import optimizer
+
+    loaded = load(str(write("", "optimizer.py")))
+    assert type(loaded.model).__module__ == "optimizer"
+    assert sys.modules["optimizer"] is not optimizer
+
+
+def test_our_names_stay_ours_where_the_user_has_none(write, tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "step_100.pt").write_bytes(b"")
+    load(str(write("from optimizer.errors import LoadError\nfrom passes.errors import PassesError")))
+    assert sys.modules["model"].LoadError is LoadError
+
+
+def test_our_own_folder_claims_nothing(monkeypatch):
+    import optimizer
+
+    put_first(ROOT)
+    assert sys.modules["optimizer"] is optimizer
+
+
+def test_what_the_users_code_imported_is_taken_back_and_nothing_else(write, tmp_path):
+    write("", "own_sibling.py", net=False, inputs=False)
+    with names_restored():
+        load(str(write("import own_sibling\nimport colorsys")))
+        assert "own_sibling" in sys.modules
+    assert "own_sibling" not in sys.modules
+    assert "model" not in sys.modules
+    assert "colorsys" in sys.modules
+
+
+@pytest.mark.parametrize("name", ["passes", "exporters"])
+def test_the_program_finds_its_own_packages_wherever_it_is_started(write, tmp_path, name):
+    write("raise AssertionError('a module of the user was imported')", f"{name}/__init__.py", net=False, inputs=False)
+    code = (
+        "from optimizer.user_code import import_own_packages\nimport_own_packages()\n"
+        f"import {name}.errors\nprint({name}.errors.__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert done.stdout.strip() == str(ROOT / name / "errors.py"), done.stderr

@@ -1,0 +1,140 @@
+"""Weights from the files that users have."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import nn
+from user_folder import UserFolder, refused
+
+from optimizer.loading import load
+from optimizer.user_code import names_restored
+
+
+@pytest.fixture(autouse=True)
+def _own_names():
+    with names_restored():
+        yield
+
+
+@pytest.fixture
+def write(tmp_path):
+    return UserFolder(tmp_path)
+
+
+@pytest.fixture
+def state():
+    return {"linear.weight": torch.randn(3, 4), "linear.bias": torch.randn(3)}
+
+
+def assert_filled(loaded, state):
+    assert torch.equal(loaded.model.linear.weight, state["linear.weight"])
+    assert torch.equal(loaded.model.linear.bias, state["linear.bias"])
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.pth", "w.bin"])
+def test_weights_files(write, tmp_path, state, name):
+    path = tmp_path / name
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    loaded = load(str(write("")), weights=path)
+    assert_filled(loaded, state)
+    assert loaded.notes == ()
+
+
+def test_old_weights_files(write, tmp_path, state):
+    torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    assert_filled(load(str(write("")), weights=tmp_path / "w.pt"), state)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+def test_nested_weights(write, tmp_path, state, key):
+    torch.save({key: state, "epoch": 3}, tmp_path / "w.pt")
+    loaded = load(str(write("")), weights=tmp_path / "w.pt")
+    assert_filled(loaded, state)
+    assert loaded.notes == (f"The weights are those under '{key}' in w.pt.",)
+
+
+def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, state):
+    prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save(prefixed, tmp_path / "w.pt")
+    loaded = load(str(write("")), weights=tmp_path / "w.pt")
+    assert_filled(loaded, state)
+    assert loaded.notes == ("The prefix 'module.' of all names in w.pt was left out.",)
+    torch.save(prefixed | {"module.more": torch.ones(1)}, tmp_path / "w.pt")
+    message = refused(str(write("")), weights=tmp_path / "w.pt")
+    assert (
+        "missing linear.weight, linear.bias; unexpected module.linear.weight, module.linear.bias, module.more"
+        in message
+    )
+
+
+def test_casts_are_told(write, tmp_path, state):
+    save_file({name: tensor.half() for name, tensor in state.items()}, tmp_path / "w.safetensors")
+    loaded = load(str(write("")), weights=tmp_path / "w.safetensors")
+    assert loaded.model.linear.weight.dtype == torch.float32
+    assert loaded.notes == ("2 tensors of w.safetensors were cast to the dtypes of the model (linear.weight first).",)
+
+
+def test_tied_weights_that_the_file_has_once(write, tmp_path):
+    path = write(
+        "class Tied(Net):\n  def __init__(self):\n    super().__init__()\n    self.out = self.linear\nmodel = Tied()"
+    )
+    loaded = load(str(path))
+    save_model(loaded.model, str(tmp_path / "w.safetensors"))
+    again = load(str(path), weights=tmp_path / "w.safetensors", seed=9)
+    assert torch.equal(again.model.out.weight, loaded.model.linear.weight)
+    assert "share the values of others" in again.notes[0]
+
+
+def test_a_model_without_values_is_filled_or_refused(write, tmp_path, state):
+    path = write("with torch.device('meta'):\n    model = Net()")
+    assert "linear.weight, linear.bias of the model have no values (device meta); give them by --weights" in refused(
+        str(path)
+    )
+    torch.save(state, tmp_path / "w.pt")
+    assert_filled(load(str(path), weights=tmp_path / "w.pt"), state)
+
+
+def test_weights_that_dont_fit(write, tmp_path, state):
+    path, weights = str(write("")), tmp_path / "w.pt"
+    torch.save(state | {f"more.{index}": torch.ones(1) for index in range(7)}, weights)
+    assert "unexpected more.0, more.1, more.2, more.3, more.4 and 2 more." in refused(path, weights=weights)
+    torch.save({"linear.bias": state["linear.bias"]}, weights)
+    assert "don't fit the model: missing linear.weight." in refused(path, weights=weights)
+    torch.save(state | {"linear.weight": torch.ones(5, 4)}, weights)
+    assert "other shapes in linear.weight (file [5, 4], model [3, 4])." in refused(path, weights=weights)
+
+
+def test_weights_that_cant_be_read(write, tmp_path, state):
+    path, weights = str(write("")), tmp_path / "w.pt"
+    assert "doesn't exist" in refused(path, weights=weights)
+    assert "is a folder" in refused(path, weights=tmp_path)
+    torch.save(nn.Linear(3, 3), weights)
+    assert "hold more than tensors and aren't opened" in refused(path, weights=weights)
+    weights.write_bytes(pickle.dumps({"x": Path}))
+    assert "hold more than tensors and aren't opened" in refused(path, weights=weights)
+    weights.write_bytes(b"weights, honestly")
+    assert "are damaged or no state dict" in refused(path, weights=weights)
+    torch.save(state, weights)
+    weights.write_bytes(weights.read_bytes()[:300])
+    assert "are damaged or no state dict" in refused(path, weights=weights)
+    weights.write_bytes(b"")
+    assert "are damaged or no state dict" in refused(path, weights=weights)
+    torch.save([torch.ones(3)], weights)
+    assert "hold no state dict but a list" in refused(path, weights=weights)
+    torch.save({"epoch": 3}, weights)
+    assert "there is no tensor under epoch" in refused(path, weights=weights)
+    torch.save({}, weights)
+    assert "there is nothing" in refused(path, weights=weights)
+    safe = tmp_path / "w.safetensors"
+    save_file(state, safe)
+    safe.write_bytes(safe.read_bytes()[:-4])
+    assert "couldn't be read as safetensors" in refused(path, weights=safe)
+    (tmp_path / "w.txt").write_bytes(b"x")
+    assert "neither a .safetensors file nor a state dict" in refused(path, weights=tmp_path / "w.txt")
+
+
+def test_missing_weights_are_found_before_the_users_code_runs(write, tmp_path):
+    assert "doesn't exist" in refused(str(write("raise SystemExit")), weights=tmp_path / "w.pt")

@@ -1,0 +1,135 @@
+"""Writes folders with `optimizer.exchange` and kills the writer before every single thing it asks of the system.
+
+Run as a program of its own, because it forks: `python exchange_steps.py FOLDER fresh|exchange|renames|many`.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from optimizer import exchange
+
+FILES = {"a.bin": 3000, "below/b.bin": 10, "manifest": 5}
+# What the audit hooks of Python announce before it is done; the exchange itself goes through ctypes.
+STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open", "ctypes.dlsym", "os.listdir", "os.scandir"}
+
+
+def write(folder: Path, text: str) -> None:
+    for name, size in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text * size, encoding="ascii")
+
+
+def content(folder: Path) -> str | None:
+    """The letter that a whole folder is made of; None where there is no folder. Raises for half of one or a mix."""
+    if not os.path.lexists(folder):
+        return None
+    found = {path.relative_to(folder).as_posix(): path.read_text(encoding="ascii") for path in folder.rglob("*.*")}
+    found["manifest"] = (folder / "manifest").read_text(encoding="ascii")
+    letters = set("".join(found.values()))
+    if found.keys() != FILES.keys() or len(letters) != 1:
+        raise AssertionError(f"a mix of {letters} in {sorted(found)}")
+    letter = letters.pop()
+    if any(found[name] != letter * size for name, size in FILES.items()):
+        raise AssertionError("half of a folder")
+    return letter
+
+
+def publish(target: Path, letter: str) -> None:
+    exchange.remove_stale(target)
+    with exchange.staged(target) as staging:
+        write(staging.folder, letter)
+        exchange.publish(staging, content)
+
+
+def killed_before_step(target: Path, step: int) -> bool:
+    """Whether a child that replaces `target` was killed before that step; False once it has fewer steps."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def count(event: str, _: object) -> None:
+            nonlocal seen
+            if event in STEPS:
+                seen += 1
+                if seen == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        publish(target, "n")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status and not os.WIFSIGNALED(status):
+        raise AssertionError(f"the child failed: {status}")
+    return os.WIFSIGNALED(status)
+
+
+def every_step(parent: Path, before: str | None) -> tuple[int, set[str | None], int]:
+    """Kill at each step. Returns the number of steps, what stood there afterwards, how often a recovery was needed."""
+    outcomes: set[str | None] = set()
+    step = recoveries = 0
+    going_on = True
+    while going_on:
+        step += 1
+        target = parent / f"t{step}" / "made" / "target"
+        target.parent.mkdir(parents=True) if before else target.parent.parent.mkdir()
+        if before:
+            publish(target, before)
+        going_on = killed_before_step(target, step)
+        recoveries += before is not None and not os.path.lexists(target)
+        exchange.recover(target)
+        outcomes.add(content(target))
+        publish(target, "z")
+        if content(target) != "z":
+            raise AssertionError("the next writer didn't succeed")
+        # A place whose marker wasn't written yet can't be told from a stranger's folder and stays.
+        left = [path for path in target.parent.iterdir() if path != target and (path / exchange.MARKER).exists()]
+        if any((path / exchange.MARKER).stat().st_size for path in left):
+            raise AssertionError(f"left over: {left}")
+    return step, outcomes, recoveries
+
+
+def many_writers(parent: Path) -> tuple[int, int]:
+    """Eight processes replace one folder ten times each. Returns how many writes won and how many were told so."""
+    target = parent / "target"
+    publish(target, "o")
+    read, written = os.pipe()
+    children = []
+    for writer in range(8):
+        child = os.fork()
+        if child == 0:
+            for _ in range(10):
+                try:
+                    publish(target, "abcdefgh"[writer])
+                    os.write(written, b"w")
+                except exchange.Occupied:
+                    os.write(written, b"o")
+            os._exit(0)
+        children.append(child)
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
+    os.close(written)
+    with open(read, "rb") as pipe:
+        outcomes = pipe.read()
+    if failed or content(target) not in tuple("abcdefgh"):
+        raise AssertionError(f"{len(failed)} writers failed; the target is {content(target)}")
+    if left := [path.name for path in parent.iterdir() if path != target]:
+        raise AssertionError(f"left over: {left}")
+    return outcomes.count(b"w"), outcomes.count(b"o")
+
+
+def main() -> None:
+    parent, kind = Path(sys.argv[1]), sys.argv[2]
+    if kind.startswith("many"):
+        if kind == "many-renames":
+            exchange._exchange = lambda first, second: False
+        print(*many_writers(parent))
+        return
+    if kind == "renames":
+        exchange._exchange = lambda first, second: False
+    steps, outcomes, recoveries = every_step(parent, None if kind == "fresh" else "o")
+    print(steps, "".join(sorted(letter or "-" for letter in outcomes)), recoveries)
+
+
+if __name__ == "__main__":
+    main()
