@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -193,6 +193,7 @@ class Artifact:
         refused: (route, reason) of the routes that were tried before.
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked.
+        loader: the exporter's `load`.
     """
 
     format: str
@@ -203,13 +204,11 @@ class Artifact:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
+    loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """The artifact, ready to run on "cpu" or "cuda"."""
-        # The registry imports the exporters, which import this file.
-        from exporters.registry import load_artifact
-
-        return load_artifact(self.format, self.path, device)
+        return self.loader(self.path, device)
 
 
 class Exporter(ABC):

@@ -54,7 +54,7 @@ class OnnxExporter(Exporter):
         def route(name: str) -> Route:
             return Route(name, lambda folder: self._proven(captures[name], evidence, folder))
 
-        artifact = first_right(self.name, evidence, [route(name) for name in captures], directory)
+        artifact = first_right(self, evidence, [route(name) for name in captures], directory)
         inputs, outputs = _read_specs(artifact.path, evidence)
         return replace(artifact, inputs=inputs, outputs=outputs)
 

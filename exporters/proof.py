@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Artifact, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 
@@ -153,7 +153,7 @@ class Route:
     write: Callable[[Path], tuple[Path, ...]]
 
 
-def first_right(name: str, evidence: Evidence, routes: Sequence[Route], directory: Path) -> Artifact:
+def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route], directory: Path) -> Artifact:
     """The artifact of the first route that isn't refused; its files are moved into `directory` when they are proven.
 
     Raises:
@@ -170,7 +170,7 @@ def first_right(name: str, evidence: Evidence, routes: Sequence[Route], director
                 continue
             files = tuple(path.replace(directory / path.name) for path in written)
         return Artifact(
-            name,
+            exporter.name,
             files[0],
             files,
             route.name,
@@ -178,12 +178,13 @@ def first_right(name: str, evidence: Evidence, routes: Sequence[Route], director
             evidence.input_specs,
             evidence.output_specs,
             evidence.notes,
+            loader=exporter.load,
         )
     routes_by_reason: dict[str, list[str]] = {}
     for tried, reason in refused:
         routes_by_reason.setdefault(reason, []).append(tried)
     reasons = "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
-    raise ExportError(f"The model can't be exported to {name} ({reasons}).")
+    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).")
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class TorchScriptExporter(Exporter):
                 module = _script(evidence.adapter)
             return self._proven(module, evidence, folder)
 
-        return first_right(self.name, evidence, (Route("trace", traced), Route("script", scripted)), directory)
+        return first_right(self, evidence, (Route("trace", traced), Route("script", scripted)), directory)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
         inputs=specs(entry["inputs"]),
         outputs=specs(entry["outputs"]),
         notes=tuple(entry["notes"]),
+        loader=partial(load_artifact, entry["format"]),
     )
 
 

@@ -300,10 +300,12 @@ class PerturbedMode(TorchFunctionMode):
     """Each parameter that a call reads is off by about one unit in the last place, up or down at random.
 
     A parameter is off in the same way each time it is read. Gradients reach the parameters themselves.
+    With `results`, so is what each call computes: that is what rounding does to a model, wherever it happens.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, results: bool = False) -> None:
         super().__init__()
+        self._results = results
         self._generator = torch.Generator().manual_seed(seed)
         self._offsets: dict[int, tuple[torch.Tensor, int]] = {}
         # A prime length, so that the pattern falls differently on each row of a weight.
@@ -331,7 +333,10 @@ class PerturbedMode(TorchFunctionMode):
                 return value
             return self._off(value, self._offset(value))
 
-        return func(*_map(args, perturb), **_map(kwargs, perturb))
+        result = func(*_map(args, perturb), **_map(kwargs, perturb))
+        if not self._results or written or not isinstance(result, torch.Tensor) or _shares(result, args, kwargs):
+            return result
+        return self._off(result, int(torch.randint(0, len(self._signs), (), generator=self._generator)))
 
     def _offset(self, parameter: torch.Tensor) -> int:
         known = self._offsets.get(id(parameter))
@@ -352,6 +357,16 @@ def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> 
     pattern = signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape)
     eps = torch.finfo(value.dtype).eps
     return value + (value.detach() * pattern.to(value.dtype)) * eps
+
+
+def _shares(result: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a result lies in the memory of an argument: it is a view or was written in place."""
+    places = {
+        value.untyped_storage().data_ptr()
+        for value in (*args, *kwargs.values())
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+    return result.layout is not torch.strided or result.untyped_storage().data_ptr() in places
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

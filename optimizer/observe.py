@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from optimizer.float64 import Float64Mode, raised
 from optimizer.inputs import Call
@@ -196,14 +197,13 @@ def _add_gradients(
 
 def _gradients(
     roots: list[torch.Tensor], leaves: list[torch.Tensor], cotangents: list[torch.Tensor], *, in_float64: bool
-) -> list[torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     if not in_float64:
-        return list(torch.autograd.grad(roots, leaves, cotangents, allow_unused=True))
-    # A mode is off inside the functions that it sees, and `grad` is one: a checkpointed part would be run again without
-    # it. `backward` isn't seen. What it writes to is this run's own: float64 leaves and copies of the inputs.
-    reached = [leaf for leaf in leaves if leaf.dtype in (torch.float64, torch.complex128)]
-    torch.autograd.backward(roots, cotangents, inputs=reached)
-    return [leaf.grad if any(leaf is one for one in reached) else None for leaf in leaves]
+        return torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+    # A function mode is off inside the functions that it sees, and `grad` of tensors is one: a checkpointed part would be
+    # run again without it. `grad` of edges isn't seen.
+    outputs, inputs = ([get_gradient_edge(tensor) for tensor in tensors] for tensors in (roots, leaves))
+    return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
 
 
 def _own_name(name: str) -> str:

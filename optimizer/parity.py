@@ -146,12 +146,15 @@ def compare_golden(
     *,
     factor: float = FACTOR,
     device: str = "cpu",
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
 ) -> ParityReport:
     """Judge stored outputs against what a candidate answers now, by the stored noise; the original isn't needed.
 
     Args:
         entries: each stored call with the candidate's flat outputs, in the order of `entry.outputs`.
         factor: how many times the noise an output may be off: on another device or dtype more than `FACTOR`.
+        atol, rtol: the user's tolerances in place of that, as for `judge`.
     """
     comparison = Comparison(noises, flat=True)
     for entry, got in entries:
@@ -162,7 +165,7 @@ def compare_golden(
         comparison.add(kept, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
     blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, {})
-    return judge(comparison.finish(blank), factor=factor)
+    return judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
 
 
 def _placed(target: Callable[..., Any], device: torch.device | str | None) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from torch import nn
 
 from exporters import ExportError, ExportRequest, RouteRefused, StructureError
 from exporters.proof import Route, difference, first_right, gather, one_line, prove, refusing
+from exporters.torchscript import TorchScriptExporter
 
 
 def test_open_dims_are_those_that_change():
@@ -116,7 +117,7 @@ def evidence():
 
 
 def test_the_first_right_route_is_taken(evidence, tmp_path):
-    artifact = first_right("bin", evidence, _routes([RouteRefused("no"), None, None]), tmp_path)
+    artifact = first_right(TorchScriptExporter(), evidence, _routes([RouteRefused("no"), None, None]), tmp_path)
     assert (artifact.route, artifact.refused) == ("route-1", (("route-0", "no"),))
     assert artifact.path == tmp_path / "model.bin"
     assert list(tmp_path.iterdir()) == [artifact.path]
@@ -124,15 +125,20 @@ def test_the_first_right_route_is_taken(evidence, tmp_path):
 
 def test_all_refused_is_one_sentence_and_leaves_nothing(evidence, tmp_path):
     with pytest.raises(ExportError) as caught:
-        first_right("bin", evidence, _routes([RouteRefused("no"), RouteRefused("no"), RouteRefused("never")]), tmp_path)
-    assert str(caught.value) == "The model can't be exported to bin (route-0 and route-1: no; route-2: never)."
+        first_right(
+            TorchScriptExporter(),
+            evidence,
+            _routes([RouteRefused("no"), RouteRefused("no"), RouteRefused("never")]),
+            tmp_path,
+        )
+    assert str(caught.value) == "The model can't be exported to torchscript (route-0 and route-1: no; route-2: never)."
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "disk full"), KeyboardInterrupt(), MemoryError()])
 def test_what_is_no_refusal_passes_and_leaves_nothing(evidence, tmp_path, error):
     with pytest.raises(type(error)):
-        first_right("bin", evidence, _routes([error, None]), tmp_path)
+        first_right(TorchScriptExporter(), evidence, _routes([error, None]), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -102,6 +102,7 @@ def fill(folder: Path, *, weight: torch.Tensor = WEIGHT, **changes: Any) -> dict
         inputs=(TensorSpec("x", "float32", ("batch", 4)),),
         outputs=(TensorSpec("y", "float32", ("batch", 3)), TensorSpec("positive", "bool", ("batch", 3))),
         notes=(),
+        loader=bundles.load_artifact,
     )
     parity = {"ok": True, "verdict": "ok", "reason": "All outputs agree.", "worst": float("nan")}
     return {

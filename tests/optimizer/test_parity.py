@@ -229,6 +229,7 @@ def test_ties_that_the_original_breaks_either_way_are_counted_not_compared():
         (lambda x: x * 0 + torch.arange(8.0), "same for every input"),
         (lambda x: x * torch.nan, "NaN"),
         (lambda x: x * 3e-8 + 1, "rounding"),
+        (lambda x: (x * 5e-3 + 1e5) - 1e5, "rounding noise"),
         (lambda x: x[:, :0], "empty"),
         (lambda x: None, "no tensors"),
         (lambda x: {"answer": 42}, "no tensors"),
@@ -715,3 +716,13 @@ def test_a_script_module_is_measured_in_its_own_dtype():
     assert report.reference == "own dtype"
     assert check_parity(net(), script, (image(),)).ok
     assert not check_parity(script, off_by(net(), "conv.weight"), (image(),)).ok
+
+
+def test_numbers_that_cancel_are_rounding_and_not_another_computation():
+    def cancels(x):
+        return (x * 0.1 + 1e4) - 1e4
+
+    report = check_parity(cancels, lambda x: ((x * 0.1).double() + 1e4 - 1e4).float(), (image(),))
+    assert report.reference == "float64"
+    assert report.ok
+    assert verdict(cancels, lambda x: cancels(x) * 1.2, image()) == "failed"

@@ -1,0 +1,46 @@
+# make demo    install the project and run it on a ResNet-50
+# make test    install what the tests need and run them
+# make check   format, lint, type-check, test
+# make bench   the benchmarks (minutes; leave the machine alone meanwhile)
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Two processes of one thread each are faster than one of two: most of the time is Python's.
+WORKERS ?= 2
+
+.PHONY: demo test check format lint bench docs clean
+
+demo: $(VENV)/examples
+	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
+
+test: $(VENV)/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check: format lint test
+
+format: $(VENV)/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(VENV)/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/examples
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/latency.py
+
+docs: $(VENV)/dev
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+
+# One stamp per set of extras; the project itself is linked, so that an edit needs no new install.
+$(VENV)/%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[$*]'
+	touch $@

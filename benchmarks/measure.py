@@ -1,0 +1,215 @@
+"""Interleaved rounds, medians with quartiles, the peak of a process's memory, and what a measurement was made on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import gc
+import importlib.metadata
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "optimize-export")
+
+# What a runtime's threads need to fall asleep after its last call: they spin for a while, and would take the next
+# contender's cores.
+_SETTLING_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some figures with their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def to_json(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+def ratios(values: Sequence[float], to: Sequence[float]) -> Spread:
+    """The ratio of two contenders, taken within each round: what slows a round down slows both."""
+    return Spread.of([value / other for value, other in zip(values, to, strict=True)])
+
+
+def interleaved(contenders: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, list[float]]:
+    """Call every contender once in each round, in an order that changes; the figures by name, one for each round."""
+    figures: dict[str, list[float]] = {}
+    names = list(contenders)
+    for number in range(rounds):
+        random.Random(number).shuffle(names)
+        for name in names:
+            for figure, value in contenders[name]().items():
+                figures.setdefault(figure, []).append(value)
+    return figures
+
+
+class Stopwatch:
+    """Seconds of one step after another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """One call, with the garbage of others collected before."""
+    gc.collect()
+    started = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - started
+    del result
+    return seconds
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def latency_of(call: Callable[[], Any], repeats: int, device: str) -> float:
+    """Seconds of one call, over `repeats` of them, the device's work included."""
+    synchronize(device)
+    time.sleep(_SETTLING_SECONDS)
+    if repeats > 1:
+        # Short calls are measured warm: the contender before has left its own data in the caches.
+        call()
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - started) / repeats
+
+
+def repeats_for(call: Callable[[], Any], seconds: float, device: str) -> int:
+    """How many calls last about that long."""
+    return max(1, round(seconds / max(latency_of(call, 1, device), 1e-7)))
+
+
+class PeakMemory:
+    """How far the resident memory of this process rises above what it is when the block begins, in bytes.
+
+    Attributes:
+        bytes: the peak, set at the end of the block.
+        exact: False where the system can't set its high-water mark back: a rise that stays below an earlier peak is then
+            not seen.
+    """
+
+    bytes: int
+    exact: bool
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            # What was freed and is kept by the allocator would be taken again, and not be seen.
+            ctypes.CDLL(None).malloc_trim(0)
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.exact = False
+            self._before = self._highest()
+        else:
+            self.exact = True
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bytes = (_status("VmHWM") if self.exact else self._highest()) - self._before
+
+    @staticmethod
+    def _highest() -> int:
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return highest if sys.platform == "darwin" else highest * 1024
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
+    """Where and with what a measurement was made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "threads": threads,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def caption(environment: Mapping[str, Any]) -> str:
+    """The environment in one line, for below a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    where = environment["cpu"] if environment["device"] == "cpu" else environment["device"]
+    return (
+        f"{where}, {environment['cpus']} CPUs, {environment['threads']} thread(s), load {environment['load_before']} at"
+        f" the start; Python {environment['python']}, {versions}; {environment['date']}"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """The value of an option such as `1,8`: whole numbers from 1 on."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError("each number is 1 or more")
+    return values
+
+
+def positive(text: str) -> int:
+    """The value of an option that is one whole number from 1 on."""
+    values = numbers(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than one number")
+    return values[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,80 @@
+"""The peak memory of one way of using a model of many weights, in a process of its own: prints one JSON object.
+
+    python benchmarks/memory.py 256 optimize
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+from measure import PeakMemory
+from synthetic import Weights
+from torch import nn
+
+from optimizer import optimize
+from optimizer.working_copy import working_copy
+
+
+def _forward(model: Weights) -> nn.Module:
+    with torch.no_grad():
+        model(model.example())
+    return model
+
+
+def _optimize(model: Weights) -> nn.Module:
+    return optimize(model)
+
+
+def _optimize_with_inputs(model: Weights) -> nn.Module:
+    return optimize(model, example_inputs=(model.example(),))
+
+
+def _working_copy(model: Weights) -> nn.Module:
+    return working_copy(model).root
+
+
+CASES: dict[str, Callable[[Weights], nn.Module]] = {
+    "forward": _forward,
+    "working-copy": _working_copy,
+    "optimize": _optimize,
+    "optimize-with-inputs": _optimize_with_inputs,
+}
+
+
+def storages(model: nn.Module) -> dict[int, int]:
+    """The bytes of every storage that the model's parameters and buffers lie in, by address."""
+    tensors = (*model.parameters(), *model.buffers())
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def measure(mebibytes: int, case: str) -> dict[str, object]:
+    """The figures of one case; call it in a process that has done nothing else."""
+    # Once on a model of one layer: what is imported and set up at the first use isn't the model's.
+    CASES[case](Weights(1).eval())
+    model = Weights(mebibytes).eval()
+    own = storages(model)
+    peak = PeakMemory()
+    with peak:
+        result = CASES[case](model)
+    new = {address: size for address, size in storages(result).items() if address not in own}
+    return {
+        "case": case,
+        "model_bytes": sum(own.values()),
+        "peak_bytes": peak.bytes,
+        "peak_exact": peak.exact,
+        "new_tensors": len(new),
+        "new_bytes": sum(new.values()),
+        "largest_tensor_bytes": max(own.values()),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("mebibytes", type=int)
+    parser.add_argument("case", choices=CASES)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(json.dumps(measure(arguments.mebibytes, arguments.case)))

@@ -1,0 +1,232 @@
+"""What `optimize` itself costs: time against the number of operations, memory against the size of the model.
+
+    python benchmarks/overhead.py --json build/overhead.json --markdown build/overhead.md
+
+Beside it, in the same rounds, what torch has for the same: `torch.fx.symbolic_trace` and `torch.fx`'s `fuse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Spread, Stopwatch, caption, environment, interleaved, numbers, positive, ratios, seconds_of
+from memory import CASES
+from synthetic import OPERATIONS, SHAPES, example_of_graph, graph_of
+from table import Table, mebibytes, publish, seconds
+from torch import nn
+from torch.fx.experimental.optimization import fuse
+
+from optimizer import optimize, report_of
+from optimizer.working_copy import working_copy
+from passes.base import Context
+from passes.graph.capture import capture
+from passes.graph.program import Program
+from passes.registry import make_passes
+
+# Time per operation at the largest size against that at the smallest.
+LINEAR = 1.5
+# All passes together against symbolic_trace.
+AFFORDABLE = 2.0
+
+TRACE = "symbolic_trace"
+COPY = "working copy"
+CAPTURE = "capture"
+PASSES = "all passes"
+WHOLE = "optimize()"
+FUSE = "fuse"
+
+
+def steps_of(model: nn.Module) -> dict[str, float]:
+    """Seconds of each step of `optimize`, one after the other; the passes know of example inputs, and so do all they can."""
+    gc.collect()
+    watch = Stopwatch()
+    with watch(COPY):
+        root = working_copy(model).root
+    with watch(CAPTURE):
+        program = Program.of(capture(root), None, "inference")
+    context = Context("inference", torch.device("cpu"), (((example_of_graph(),), {}),))
+    for item in make_passes(None, "inference"):
+        with watch(PASSES), watch(item.name):
+            item.run(program, context)
+    return watch.seconds
+
+
+def counts_of(model: nn.Module) -> dict[str, Any]:
+    """What stands in the graphs, and how many changes each pass makes: the same on every machine."""
+    root = working_copy(model).root
+    program = Program.of(capture(root), None, "inference")
+    graphs, islands = len(program.graphs), len(program.islands)
+    context = Context("inference", torch.device("cpu"), (((example_of_graph(),), {}),))
+    changes = {item.name: len(item.run(program, context).changes) for item in make_passes(None, "inference")}
+    traced = torch.fx.symbolic_trace(model).graph.nodes
+    return {
+        "operations": sum(node.op.startswith("call_") for node in traced),
+        "graphs": graphs,
+        "islands": islands,
+        "changes": changes,
+        "changes_of_optimize": {item.name: len(item.changes) for item in report_of(optimize(model)).passes},
+    }
+
+
+def measure_graph(shape: str, operations: int, rounds: int) -> dict[str, Any]:
+    """All contenders on one graph."""
+    model = graph_of(shape, operations)
+    contenders: dict[str, Callable[[], dict[str, float]]] = {
+        TRACE: lambda: {TRACE: seconds_of(lambda: torch.fx.symbolic_trace(model))},
+        "steps": lambda: steps_of(model),
+        WHOLE: lambda: {WHOLE: seconds_of(lambda: optimize(model))},
+        FUSE: lambda: {FUSE: seconds_of(lambda: fuse(model))},
+    }
+    figures = interleaved(contenders, rounds)
+    return {
+        "shape": shape,
+        **counts_of(model),
+        "seconds": {name: {**Spread.of(values).to_json(), "values": values} for name, values in figures.items()},
+        "to_symbolic_trace": {name: ratios(values, figures[TRACE]).to_json() for name, values in figures.items()},
+    }
+
+
+def growth(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each step, from the smallest graph to the largest: the exponent e of time ~ operations ** e, and how much
+    dearer one operation gets."""
+    first, last = results[0], results[-1]
+    size = last["operations"] / first["operations"]
+    found = {}
+    for name, figure in last["seconds"].items():
+        time = figure["median"] / first["seconds"][name]["median"]
+        found[name] = {"exponent": math.log(time) / math.log(size), "per_operation": time / size}
+    return found
+
+
+def measure_memory(mebibytes: int) -> list[dict[str, Any]]:
+    """One process for each case: a peak is that of a process."""
+    script = Path(__file__).with_name("memory.py")
+    results = []
+    for case in CASES:
+        command = [sys.executable, str(script), str(mebibytes), case]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+        results.append(json.loads(done.stdout))
+    return results
+
+
+def time_table(results: Sequence[dict[str, Any]]) -> Table:
+    names = list(results[0]["seconds"])
+    order = [TRACE, FUSE, COPY, CAPTURE, *(n for n in names if n not in (TRACE, FUSE, COPY, CAPTURE, PASSES, WHOLE))]
+    order += [PASSES, WHOLE]
+    table = Table("Time by number of operations", ["graph", "operations", *order], left=1)
+    for result in results:
+        cells = []
+        for name in order:
+            ratio = "" if name == TRACE else f" ({result['to_symbolic_trace'][name]['median']:.2f}×)"
+            cells.append(f"{seconds(result['seconds'][name]['median'])}{ratio}")
+        table.add(result["shape"], f"{result['operations']:,}", *cells)
+    table.caption.append("In brackets: against symbolic_trace in the same round; all figures are medians.")
+    return table
+
+
+def growth_table(growths: dict[str, dict[str, dict[str, float]]]) -> Table:
+    names = list(next(iter(growths.values())))
+    table = Table("Growth from the smallest graph to the largest", ["step", *(f"{shape}" for shape in growths)])
+    for name in names:
+        cells = [f"{g[name]['per_operation']:.2f} (exponent {g[name]['exponent']:.2f})" for g in growths.values()]
+        table.add(name, *cells)
+    table.caption.append(f"How much dearer one operation gets: 1 is linear, the goal is at most {LINEAR}.")
+    return table
+
+
+def memory_table(results: Sequence[dict[str, Any]]) -> Table:
+    headings = ["", "model", "peak above the loaded model", "of the model", "new tensors in the result", "their bytes"]
+    table = Table("Memory", headings)
+    for r in results:
+        share = f"{100 * r['peak_bytes'] / r['model_bytes']:.0f} %"
+        sizes = [mebibytes(r["model_bytes"]), mebibytes(r["peak_bytes"]), share]
+        table.add(r["case"], *sizes, str(r["new_tensors"]), mebibytes(r["new_bytes"]))
+    if not all(r["peak_exact"] for r in results):
+        table.caption.append("This system keeps the highest mark of a process: a rise below an earlier one isn't seen.")
+    return table
+
+
+def misses(results: Sequence[dict[str, Any]], growths: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """A sentence for each goal that was missed."""
+    found = []
+    for result in results:
+        ratio = result["to_symbolic_trace"][PASSES]["median"]
+        if ratio > AFFORDABLE:
+            found.append(
+                f"{result['shape']}, {result['operations']} operations: all passes take {ratio:.2f} times as long as"
+                f" symbolic_trace; the goal is {AFFORDABLE:g}"
+            )
+    for shape, grown in growths.items():
+        for name in (CAPTURE, PASSES, WHOLE):
+            if grown[name]["per_operation"] > LINEAR:
+                found.append(
+                    f"{shape}: one operation of {name} gets {grown[name]['per_operation']:.2f} times as dear from the"
+                    f" smallest graph to the largest; the goal is {LINEAR:g}"
+                )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=numbers, default=[1000, 4000, 16000], help="operations of the synthetic graphs")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="flat, nested or both")
+    parser.add_argument("--repeat", type=positive, default=5, help="rounds")
+    parser.add_argument("--memory-mb", type=int, default=256, help="MiB of weights to measure memory with; 0 for none")
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    arguments = parser.parse_args()
+    shapes = arguments.shapes.split(",")
+    if unknown := set(shapes) - set(SHAPES):
+        parser.error(f"there is no shape {sorted(unknown)[0]!r}: use {', '.join(SHAPES)}")
+    torch.set_num_threads(arguments.threads)
+    where = environment(arguments.threads)
+    sizes = sorted(set(arguments.nodes))
+
+    # Once over a small graph: what is imported and set up at the first use belongs to no contender.
+    for shape in shapes:
+        measure_graph(shape, 10 * OPERATIONS, 1)
+    results, growths = [], {}
+    for shape in shapes:
+        of_shape = []
+        for size in sizes:
+            print(f"{shape}, {size} operations …", file=sys.stderr)
+            of_shape.append(measure_graph(shape, size, arguments.repeat))
+        results += of_shape
+        if len(of_shape) > 1:
+            growths[shape] = growth(of_shape)
+    memory = measure_memory(arguments.memory_mb) if arguments.memory_mb else []
+
+    tables = [time_table(results)]
+    tables += [growth_table(growths)] if growths else []
+    tables += [memory_table(memory)] if memory else []
+    missed = misses(results, growths)
+    tables[-1].caption += missed or ["All goals are met."]
+    tables[-1].caption.append(caption(where))
+    data = {
+        "benchmark": "overhead",
+        "environment": where,
+        "settings": {"nodes": sizes, "shapes": shapes, "repeat": arguments.repeat, "memory_mb": arguments.memory_mb},
+        "goals": {"per_operation": LINEAR, "passes_to_symbolic_trace": AFFORDABLE, "missed": missed},
+        "graphs": results,
+        "growth": growths,
+        "memory": memory,
+    }
+    publish(tables, data, arguments.json, arguments.markdown)
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Models that are all graph: thousands of operations over weights of next to nothing, and one that is all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+# Operations of one block: convolution, BatchNorm, activation, addition.
+OPERATIONS = 4
+_CHANNELS = 2
+_BLOCKS_OF_A_STAGE = 8
+
+
+def _convolution(number: int) -> nn.Conv2d:
+    # Every second one has a bias, for the pass that moves it.
+    return nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, bias=number % 2 == 0)
+
+
+def _activation(value: torch.Tensor, number: int) -> torch.Tensor:
+    if number % 3 == 0:
+        return functional.relu(value)
+    return value.relu() if number % 3 == 1 else torch.relu(value)
+
+
+class Flat(nn.Module):
+    """All blocks in one forward: one long graph."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(_convolution(number) for number in range(blocks))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(_CHANNELS) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            x = x + _activation(norm(convolution(x)), number)
+        return x
+
+
+class Block(nn.Module):
+    """One block with a forward of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.convolution = _convolution(number)
+        self.norm = nn.BatchNorm2d(_CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + _activation(self.norm(self.convolution(x)), self.number)
+
+
+class Nested(nn.Module):
+    """Blocks in stages in a body: many short graphs, three deep."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        starts = range(0, blocks, _BLOCKS_OF_A_STAGE)
+        self.body = nn.Sequential(
+            *(nn.Sequential(*(Block(n) for n in range(s, min(s + _BLOCKS_OF_A_STAGE, blocks)))) for s in starts)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+SHAPES: dict[str, Callable[[int], nn.Module]] = {"flat": Flat, "nested": Nested}
+
+
+def graph_of(shape: str, operations: int) -> nn.Module:
+    """A model of that many operations, to a whole block, in eval."""
+    return SHAPES[shape](max(1, operations // OPERATIONS)).eval()
+
+
+def example_of_graph() -> torch.Tensor:
+    """An input of the smallest size that the blocks take."""
+    return torch.randn(2, _CHANNELS, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Weights(nn.Module):
+    """Convolutions with BatchNorms on tiny images: next to nothing but weights."""
+
+    def __init__(self, mebibytes: int) -> None:
+        super().__init__()
+        self.channels = 512 if mebibytes >= 64 else 128
+        layers = max(1, round(mebibytes * 2**20 / (4 * 9 * self.channels**2)))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(self.channels, self.channels, 3, padding=1, bias=False), nn.BatchNorm2d(self.channels))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+    def example(self) -> torch.Tensor:
+        return torch.randn(2, self.channels, 4, 4, generator=torch.Generator().manual_seed(0))

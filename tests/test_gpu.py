@@ -1,0 +1,65 @@
+"""The whole way on a GPU: optimize, export, verify, with the artifacts really running there."""
+
+import pytest
+import torch
+from real_models import REAL_MODELS
+
+from optimizer import check_parity, export, optimize, verify_bundle
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["resnet", "bert"])
+def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
+    model, args, kwargs = REAL_MODELS[name]()
+    fast = optimize(model, example_inputs=args or None, example_kwargs=kwargs, device="cuda")
+    assert fast.report.device.startswith("cuda")
+    assert fast.report.verified
+    assert next(fast.parameters()).is_cuda
+    assert not next(model.parameters()).is_cuda
+
+    bundle = export(
+        fast,
+        example_inputs=args or None,
+        example_kwargs=kwargs,
+        output=tmp_path / "bundle",
+        device="cuda",
+        require_gpu=True,
+    )
+    assert bundle.parity.ok
+    assert bundle.manifest["device"]["type"] == "cuda"
+
+    placement = bundle.load("onnx", "cuda").placement
+    assert placement is not None
+    assert placement.get("CUDAExecutionProvider", 0) > 0
+
+    report = verify_bundle(bundle.path, device="cuda", require_gpu=True)
+    assert report.ok, report.problems
+    assert verify_bundle(bundle.path, device="cpu").ok
+
+
+def test_tf32_is_pinned_while_measuring_and_restored():
+    model = torch.nn.Linear(512, 512).cuda().eval()
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        report = check_parity(model, model, (torch.randn(64, 512, device="cuda"),), device="cuda")
+        assert report.ok
+        assert report.settings["float32_precision"] == "ieee"
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_a_candidate_that_computes_in_tf32_is_caught():
+    weight = torch.randn(512, 512, device="cuda")
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        # What TF32 does to its operands: 10 bits of mantissa.
+        def cut(value: torch.Tensor) -> torch.Tensor:
+            return (value.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+        return cut(x) @ cut(weight)
+
+    x = torch.randn(64, 512, device="cuda")
+    assert not check_parity(lambda x: x @ weight, rounded, (x,), device="cuda").ok
