@@ -1,6 +1,8 @@
 """The peak memory of one way of using a model of many weights, in a process of its own: prints one JSON object.
 
     python benchmarks/memory.py 256 optimize
+
+The weights are in MiB.
 """
 
 from __future__ import annotations

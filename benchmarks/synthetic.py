@@ -87,7 +87,9 @@ class Weights(nn.Module):
         self.channels = 512 if mebibytes >= 64 else 128
         layers = max(1, round(mebibytes * 2**20 / (4 * 9 * self.channels**2)))
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(self.channels, self.channels, 3, padding=1, bias=False), nn.BatchNorm2d(self.channels))
+            nn.Sequential(
+                nn.Conv2d(self.channels, self.channels, 3, padding=1, bias=False), nn.BatchNorm2d(self.channels)
+            )
             for _ in range(layers)
         )
 

@@ -53,10 +53,8 @@ class Table:
         return f"### {self.title}\n\n{body}\n{below}"
 
 
-def publish(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
-    """Print the tables, and write them and the figures where they are asked for."""
-    for table in tables:
-        table.show()
+def write(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
+    """Write the tables as Markdown and the figures as JSON, where they are asked for."""
     if markdown_path is not None:
         markdown_path.parent.mkdir(parents=True, exist_ok=True)
         markdown_path.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")

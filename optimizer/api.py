@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ def optimize(
     started = time.perf_counter()
     _check_model(model)
     if mode not in ("inference", "training"):
-        raise UsageError(f"mode is 'inference' or 'training', not {mode!r}")
+        raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
     chosen = make_passes(passes, mode)
     target = device_of(model) if device is None else _resolved(str(device), require_gpu=False)
     samples = _samples(example_inputs, example_kwargs, seed, target)
@@ -114,8 +115,8 @@ def optimize(
     )
     _note_what_was_seen(report, model, mode, parity)
     if strict and parity is not None and parity.verdict == "failed":
-        raise OptimizeFailed(f"the unchanged model doesn't answer as itself: {parity.reason}")
-    sources = _sources(copy, pipeline, program.paths)
+        raise OptimizeFailed(f"The unchanged model doesn't answer as itself: {parity.reason}")
+    sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
     attach(copy.root, Provenance(original, report, sources))
     if mode == "inference":
@@ -201,7 +202,7 @@ def export(
     tell = progress or no_progress
     samples = _samples(example_inputs, example_kwargs, seed, target)
     if samples is None:
-        raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model")
+        raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
     exported = _exportable(model, target)
     original = exported if provenance is None or provenance.original is None else provenance.original
     original = _on_device(original, target)
@@ -260,11 +261,13 @@ def export(
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model must be an nn.Module, not {type(model).__name__}")
-    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UsageError(f"The model must be an nn.Module, not {type(model).__name__}.")
+    # Importing torch's compiler takes seconds; without it no module can be of its class.
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None and isinstance(model, compiler.OptimizedModule):
         raise UsageError(
-            "the model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
-            " pass"
+            "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
+            " pass."
         )
 
 
@@ -283,11 +286,11 @@ def _resolved(device: str, *, require_gpu: bool) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"there is no device {device!r}: it is auto, cpu or cuda") from None
+        raise UsageError(f"There is no device {device!r}: it is auto, cpu or cuda.") from None
     if (require_gpu or resolved.type == "cuda") and not available:
-        raise DeviceError("a GPU is required, and torch finds none here: use device='cpu', or a machine that has one")
+        raise DeviceError("A GPU is required, and torch finds none here: use device='cpu', or a machine that has one.")
     if require_gpu and resolved.type != "cuda":
-        raise DeviceError(f"a GPU is required, and the device asked for is {resolved}: use device='cuda'")
+        raise DeviceError(f"A GPU is required, and the device asked for is {resolved}: use device='cuda'.")
     return resolved
 
 
@@ -327,22 +330,23 @@ def _note_what_was_seen(report: Report, model: nn.Module, mode: Mode, parity: Pa
         report.notes.extend(note for note in parity.notes if note not in report.notes)
 
 
-def _sources(copy: WorkingCopy, pipeline: Pipeline, paths: Mapping[int, list[str]]) -> tuple[Source, ...]:
+def _sources(copy: WorkingCopy, pipeline: Pipeline) -> tuple[Source, ...]:
+    paths = {id(module): path for path, module in pipeline.original.named_modules()}
     found: dict[int, Source] = {}
     for result in pipeline.kept:
         for ref in (ref for change in result.changes for ref in change.sources):
             reference = copy.source_of(ref.owner, ref.name)
             tensor = None if reference is None else reference()
             if tensor is not None:
-                path = next(iter(paths.get(id(ref.owner), [])), "")
-                found[id(tensor)] = Source(f"{path}.{ref.name}".lstrip("."), tensor, tensor._version)
+                path = paths.get(id(copy.originals[id(ref.owner)]), "")
+                found[id(tensor)] = Source.of(f"{path}.{ref.name}".lstrip("."), tensor)
     return tuple(found.values())
 
 
 def _unique(formats: Sequence[str]) -> list[str]:
     names = [formats] if isinstance(formats, str) else list(formats)
     if not names:
-        raise UsageError("formats names no format: give one at least, such as 'onnx'")
+        raise UsageError("formats names no format: give one at least, such as 'onnx'.")
     return list(dict.fromkeys(names))
 
 
@@ -350,7 +354,7 @@ def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> lis
     if static or not samples.dynamic:
         return None if samples.batch_size is None else [samples.batch_size]
     if any(not isinstance(size, int) or size < 1 for size in batch_sizes):
-        raise UsageError(f"batch sizes are whole numbers from 1 on, not {list(batch_sizes)}")
+        raise UsageError(f"Batch sizes are whole numbers from 1 on, not {list(batch_sizes)}.")
     own = [samples.batch_size] if samples.batch_size is not None else []
     return list(dict.fromkeys([*own, *batch_sizes]))
 
@@ -402,9 +406,9 @@ def _raise_unless_ok(reports: Mapping[str, ParityReport], entries: Sequence[dict
     for name, report in reports.items():
         if not report.ok:
             figures = {"artifacts": [plain(entry) for entry in entries]}
-            raise ParityError(
-                f"the {name} artifact isn't shown to compute what the original does: {report.reason}", figures
-            )
+            advice = " Give trained weights, or inputs that the model answers differently." * (report.verdict == "vacuous")
+            what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{advice}"
+            raise ParityError(what, figures)
 
 
 def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[str, Any]:

@@ -160,6 +160,9 @@ def _same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return bool(torch.equal(_on_cpu(tensor), _on_cpu(before)))
     now, old = tensor.detach(), before.to(tensor.dtype)
+    if torch.equal(now, old):
+        return True
+    # NaN differs from itself.
     return bool(((now == old) | ((now != now) & (old != old))).all())
 
 

@@ -23,7 +23,6 @@ from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
 from passes.graph.capture import Capture, Island, ModuleGraph, capture
 from passes.graph.edits import AttributeEdit, in_place, taken_back
-from passes.graph.forward import GraphForward
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.recording import Recordings, agree, record
@@ -112,6 +111,8 @@ class Pipeline:
         if recordings is not None:
             self._leave_wrong_graphs(captured)
         self._tell("capture", 3, 3, "")
+        # Now it is known which forwards may write to what they share with the caller's module.
+        self.copy.own_state(captured.graphs)
         return Program.of(captured, recordings, self.mode)
 
     def _record(self) -> Recordings | None:
@@ -124,13 +125,7 @@ class Pipeline:
             except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
                 self.notes.append(f"the runs couldn't be recorded ({type(error).__name__}: {_first_line(error)})")
                 return None
-            self._formats = self._output_formats()
         return agree(root, runs)
-
-    def _output_formats(self) -> tuple[torch.memory_format | None, ...]:
-        call = self._fresh_calls()[0]
-        leaves = pytree.tree_leaves(self.copy.root(*call.args, **call.kwargs))
-        return tuple(_format_of(leaf) for leaf in leaves)
 
     def _fresh_calls(self) -> list[Call]:
         """Copies of the calls, as a forward may write to its inputs."""
@@ -155,11 +150,12 @@ class Pipeline:
     def _leave_wrong_graphs(self, captured: Capture) -> None:
         """Make islands of the forwards that answer otherwise by their graph: a trace may have frozen something."""
         root = self.copy.root
+        with self._quiet(), private_buffers(root):
+            wanted = self._outputs()
+        self._formats = tuple(_format_of(leaf) for leaf in pytree.tree_leaves(wanted[0]))
         while captured.graphs:
-            edits = [_installed(graph) for graph in captured.graphs.values()]
             with self._quiet(), private_buffers(root):
-                wanted = self._outputs()
-                with in_place(edits):
+                with in_place([_installed(graph) for graph in captured.graphs.values()]):
                     if _same(wanted, self._outputs(tolerate=True)):
                         return
                 culprits = self._culprits(captured)
@@ -249,7 +245,7 @@ class Pipeline:
             reason = f"{type(error).__name__}: {_first_line(error)}"
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
             if self.strict:
-                raise OptimizeFailed(f"{item.name} failed ({reason})") from error
+                raise OptimizeFailed(f"{item.name} failed ({reason}).") from error
             return
         record = PassRecord(
             item.name,
@@ -295,7 +291,8 @@ class Pipeline:
     def _witness(
         self, program: Program, result: PassResult, regions: dict[int, Region]
     ) -> dict[int, tuple[torch.Tensor, ...]]:
-        call = self._fresh_calls()[0]
+        # Each change is looked at on few rows: it is the algebra that shows there, at every element.
+        call = min(self._fresh_calls(), key=_rows)
         root = self.copy.root
         with self._quiet(), private_buffers(root), taken_back(result.rewriter.edits):
             return witness_inputs(
@@ -409,13 +406,17 @@ def _check_algebra(old: Callable[..., Any], new: Callable[..., Any], values: tup
     return found if found.reference == "float64" else check_region(old, new, [values])
 
 
+def _rows(call: Call) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+
+
 def _is_double(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float64
 
 
 def _installed(graph: ModuleGraph) -> AttributeEdit:
-    graphs = {graph.module.training: (graph.graph, graph.outputs)}
-    return AttributeEdit(graph.module, "forward", GraphForward(graph.module, graph.path, graph.structure, graphs))
+    return AttributeEdit(graph.module, "forward", graph.forward())
 
 
 def _same(wanted: Any, got: Any) -> bool:

@@ -20,7 +20,21 @@ class Source:
 
     path: str
     tensor: torch.Tensor
-    version: int
+    version: int | None
+
+    @classmethod
+    def of(cls, path: str, tensor: torch.Tensor) -> Source:
+        """The tensor as it is now; one made in inference mode counts no versions."""
+        return cls(path, tensor, _version_of(tensor))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing was written to it since, as far as its version tells."""
+        return _version_of(self.tensor) == self.version
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass
@@ -53,10 +67,10 @@ class Provenance:
             ExportFailed: the caller wrote to one of them since.
         """
         for source in self.sources:
-            if source.tensor._version != source.version:
+            if not source.unchanged:
                 raise ExportFailed(
                     f"{source.path} was written to after optimize() folded it into other weights: the result has the old"
-                    " values, so optimize the model again before you export it"
+                    " values, so optimize the model again before you export it."
                 )
 
 
@@ -88,5 +102,5 @@ def report_of(model: nn.Module) -> Report:
     """
     provenance = provenance_of(model)
     if provenance is None:
-        raise UsageError(f"this {type(model).__name__} has no report: it doesn't come from optimize()")
+        raise UsageError(f"This {type(model).__name__} has no report: it doesn't come from optimize().")
     return provenance.report

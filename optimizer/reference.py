@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from optimizer.difference import Pool, distance, frontier, is_exact, least_noise, special, unit, wide
+from optimizer.difference import Pool, all_finite, distance, frontier, is_exact, least_noise, special, unit, wide
 from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import Float64Mode, PerturbedMode, off_by_one_ulp
 from optimizer.inputs import Call, Samples
@@ -23,6 +23,7 @@ from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import Measurement, OutputDifference, OutputNoise
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
+_FEW = 1 << 14
 Mode = Literal["inference", "training"]
 
 
@@ -140,7 +141,8 @@ class Reference:
 
         What the candidate raises is a failure in the result.
         """
-        comparison = Comparison(self.noises, flat=flatten is not None)
+        # A region is judged by its noise alone: nobody gives a tolerance for one.
+        comparison = Comparison(self.noises, flat=flatten is not None, frontiers=self._samples is not None)
         with as_run(candidate, self._blank.mode):
             for kept in self._kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
@@ -212,7 +214,7 @@ class Original:
         if not self.refused:
             kept.truth = self._float64(call, kept, training) or own
         self._gather(kept)
-        for number in range(2 if self.mode == "region" else 1):
+        for number in range(2 if self.mode == "region" and _is_small(own) else 1):
             self._perturb(call, kept, number, training)
         if draw == 0:
             self._again(call, kept, training)
@@ -344,9 +346,9 @@ class Original:
                 gathered.elements += own.numel()
                 gathered.truth_ties += int((own != truth).sum())
                 continue
-            plain = (special(own) == 0) & (special(truth) == 0)
+            _pool_finite(gathered.own_error, own, truth)
+            plain = ... if all_finite(own, truth) else (special(own) == 0) & (special(truth) == 0)
             gathered.size.add(wide(own)[plain].abs())
-            gathered.own_error.add(distance(own, truth)[plain])
 
     def _varies(self, call: Call) -> None:
         """Note whether any two calls of one shape differ in their inputs: else constant outputs prove nothing."""
@@ -517,7 +519,8 @@ class _Compared:
 class Comparison:
     """Gathers a candidate's differences from the reference."""
 
-    def __init__(self, noises: Mapping[str, OutputNoise], *, flat: bool) -> None:
+    def __init__(self, noises: Mapping[str, OutputNoise], *, flat: bool, frontiers: bool = True) -> None:
+        self.frontiers = frontiers
         self.noises = noises
         self.flat = flat
         self.compared: dict[str, _Compared] = {}
@@ -599,19 +602,23 @@ class Comparison:
             compared.mismatches += wrong
             compared.where = compared.where or (kept.where if wrong else "")
             return
-        odd_own, odd_value = special(own), special(value)
-        other = (odd_own != odd_value) & ~unstable
-        if bool(other.any()):
-            count = int(other.sum())
-            _append_once(compared.problems, f"NaN or inf in other places than the original ({count} at {kept.where})")
-        plain = (odd_own == 0) & (odd_value == 0)
-        # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
-        target = torch.where(special(truth) == 0, wide(truth), wide(own))
+        plain: Any = ...
+        target = truth
+        if not all_finite(own, value, truth):
+            odd_own, odd_value = special(own), special(value)
+            other = (odd_own != odd_value) & ~unstable
+            if count := int(other.sum()):
+                where = f"({count} at {kept.where})"
+                _append_once(compared.problems, f"NaN or inf in other places than the original {where}")
+            plain = (odd_own == 0) & (odd_value == 0)
+            # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
+            target = torch.where(special(truth) == 0, wide(truth), wide(own))
         errors = distance(value, target)[plain]
         if errors.numel() and float(errors.max()) > compared.error.largest:
             compared.where = kept.where
         compared.error.add(errors)
-        compared.frontier = frontier(distance(value, own)[plain], wide(own)[plain].abs(), compared.frontier)
+        if self.frontiers:
+            compared.frontier = frontier(distance(value, own)[plain], wide(own)[plain].abs(), compared.frontier)
 
     def _problem(self, sentence: str) -> None:
         _append_once(self.problems, sentence)
@@ -675,9 +682,16 @@ def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
     return None
 
 
+def _is_small(observation: Observation) -> bool:
+    """Whether one perturbed run moves too few numbers to tell how far rounding moves them."""
+    return sum(value.numel() for value in observation.values.values()) < _FEW
+
+
 def _pool_finite(pool: Pool, a: torch.Tensor, b: torch.Tensor) -> None:
-    plain = (special(a) == 0) & (special(b) == 0)
-    pool.add(distance(a, b)[plain])
+    if all_finite(a, b):
+        pool.add(distance(a, b))
+        return
+    pool.add(distance(a, b)[(special(a) == 0) & (special(b) == 0)])
 
 
 def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -6,13 +6,20 @@ import copy
 import enum
 import types
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from passes.graph.capture import ModuleGraph, is_atom
+from passes.graph.side_effects import Snapshot
+from passes.graph.tracing import writes_in_place
 
 Mode = Literal["inference", "training"]
 
@@ -37,6 +44,7 @@ _IMMUTABLE = (
     torch.Size,
 )
 # Dictionaries of hooks: the copy gets its own, with the same hooks in them.
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
@@ -66,6 +74,30 @@ class WorkingCopy:
         else:
             module.__dict__.pop(name, None)
 
+    def own_state(self, graphs: Mapping[int, ModuleGraph]) -> None:
+        """Give the copy storage of its own for buffers and plain tensors that its forwards may write to.
+
+        What only torch.nn's own layers use, or a traced forward that writes to nothing, stays shared with the caller's
+        module. In training all is shared.
+        """
+        if self.mode == "training":
+            return
+        done: dict[int, torch.Tensor] = {}
+        for module in map(self._twin_of, self.originals.values()):
+            if _is_script(module) or is_atom(module) or isinstance(module, _NormBase):
+                continue
+            graph = graphs.get(id(module))
+            if graph is not None and graph.traced and not writes_in_place(graph.graph):
+                continue
+            for home in (module._buffers, module.__dict__):
+                for name, value in home.items():
+                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                        home[name] = done.setdefault(id(value), _own(value))
+
+    def _twin_of(self, original: nn.Module) -> nn.Module:
+        twin: nn.Module = self._memo[id(original)]
+        return twin
+
     def source_of(self, module: nn.Module, name: str) -> weakref.ref[torch.Tensor] | None:
         """The caller's tensor behind parameter or buffer `name` of a module of the copy, held weakly."""
         original = self.originals.get(id(module))
@@ -76,8 +108,9 @@ class WorkingCopy:
 def working_copy(model: nn.Module, mode: Mode = "inference", *, share_parameters: bool | None = None) -> WorkingCopy:
     """Copy the tree of `model` over the same tensors.
 
-    Every attribute that can be changed in place (lists, dicts, configuration objects) is copied, tensors are not.
-    What a module refers to inside the tree refers to the copy's own modules.
+    Every attribute that can be changed in place (lists, dicts, configuration objects) is copied, tensors that a module
+    registers or has as an attribute are not. What a module refers to inside the tree refers to the copy's own modules.
+    Modules that stand in plain containers are copied likewise.
 
     Args:
         model: any module; it is read, never written.
@@ -97,20 +130,22 @@ class _Cloner:
         self.share_parameters = share_parameters
 
     def clone_tree(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        modules = _reachable(model)
         for module in modules:
             self._clone_tensors(module)
         # All shells exist before any attribute is copied, so that a reference from one module to another, in either
         # direction, finds its copy.
-        plain = [module for module in modules if not _copies_itself(module)]
-        for module in plain:
-            self._remember(module, object.__new__(type(module)))
-        # Children first: a module that copies itself finds those inside it in the memo.
+        for module in modules:
+            if not _copies_itself(module):
+                self._remember(module, object.__new__(type(module)))
+        # Children first: a module that copies itself finds those inside it in the memo, and complete.
         for module in reversed(modules):
+            if not _copies_itself(module):
+                self._fill(module)
+                continue
             if id(module) not in self.memo:
-                self._remember(module, copy.copy(module) if _is_script(module) else copy.deepcopy(module, self.memo))
-        for module in plain:
-            self._fill(module)
+                self.memo[id(module)] = copy.copy(module) if _is_script(module) else copy.deepcopy(module, self.memo)
+            self._remember(module, self.memo[id(module)])
         self.result.root = self.memo[id(model)]
 
     def _remember(self, original: nn.Module, clone: nn.Module) -> None:
@@ -118,22 +153,20 @@ class _Cloner:
         self.result.originals[id(clone)] = original
 
     def _clone_tensors(self, module: nn.Module) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in self.memo:
-                self.memo[id(parameter)] = parameter if self.share_parameters else _same_storage(parameter)
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in self.memo:
-                self.memo[id(buffer)] = buffer if self.share_parameters else _alias(buffer)
-        for value in module.__dict__.values():
-            # A tensor with a gradient history can't be deep-copied; plain tensors are constants of the forward.
-            if isinstance(value, torch.Tensor):
-                self.memo[id(value)] = value
+        # A script module gives its tensors out anew at each look: its copy shares them.
+        plain = () if _is_script(module) else module.__dict__.values()
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self.memo:
+                self.memo[id(tensor)] = tensor if self.share_parameters else _same_storage(tensor)
 
     def _fill(self, module: nn.Module) -> None:
         clone = self.memo[id(module)]
         for name, value in module.__dict__.items():
             clone.__dict__[name] = self._attribute(module, name, value)
         clone.__dict__.pop("_compiled_call_impl", None)
+        for name in (slot for cls in type(module).__mro__ for slot in _slots_of(cls)):
+            if hasattr(module, name):
+                object.__setattr__(clone, name, self._attribute(module, name, getattr(module, name)))
 
     def _attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         if isinstance(value, _IMMUTABLE):
@@ -141,9 +174,11 @@ class _Cloner:
         if name in ("_parameters", "_buffers", "_modules"):
             return {key: self.memo.get(id(item), item) if item is not None else None for key, item in value.items()}
         if name.endswith(_HOOKS) and isinstance(value, dict):
-            return copy.copy(value) if not value else self._hooks(value)
-        if isinstance(value, set | list | dict) and not value:
-            return copy.copy(value)
+            return type(value)() if not value else self._hooks(value)
+        if type(value) in (list, dict, set, OrderedDict) and not value:
+            return type(value)()
+        if isinstance(value, tuple) and all(isinstance(item, _IMMUTABLE) for item in value):
+            return value
         try:
             return copy.deepcopy(value, self.memo)
         except Exception as error:  # noqa: BLE001 - whatever an attribute's own __deepcopy__ raises: it is then shared
@@ -178,58 +213,119 @@ def _copies_itself(module: nn.Module) -> bool:
     return own_state or hasattr(cls, "__deepcopy__")
 
 
-def _same_storage(parameter: nn.Parameter) -> nn.Parameter:
-    if type(parameter) is not nn.Parameter:
-        return parameter
-    # `detach` shares the version counter with the caller's parameter, so a later write is seen on both sides.
-    clone = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    clone.__dict__.update(parameter.__dict__)
+def _slots_of(cls: type) -> Sequence[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
+
+
+def _reachable(model: nn.Module) -> list[nn.Module]:
+    """All modules of the tree, then those that stand in attributes and plain containers of one, and their trees."""
+    found = dict.fromkeys(model.modules())
+    waiting = list(found)
+    while waiting:
+        module = waiting.pop()
+        if _is_script(module):
+            continue
+        for name, value in module.__dict__.items():
+            if name in _REGISTRIES:
+                continue
+            for hidden in _modules_in(value, depth=3):
+                new = [inner for inner in hidden.modules() if inner not in found]
+                found.update(dict.fromkeys(new))
+                waiting.extend(new)
+    return list(found)
+
+
+def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple | set):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(item, depth - 1)
+
+
+def _same_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same class over the same storage, without the history of gradients."""
+    if is_lazy(tensor):
+        return _own(tensor)
+    # `detach` shares the version counter with the caller's tensor, so a later write is seen on both sides.
+    clone = tensor.detach()
+    if type(clone) is not type(tensor):
+        clone = clone.as_subclass(type(tensor))
+    if isinstance(tensor, nn.Parameter) and not isinstance(clone, nn.Parameter):
+        clone = nn.Parameter(clone, requires_grad=False)
+    if tensor.requires_grad and tensor.is_leaf:
+        clone.requires_grad_()
+    clone.__dict__.update(tensor.__dict__)
     return clone
 
 
-def _alias(buffer: torch.Tensor) -> torch.Tensor:
-    if type(buffer) is not torch.Tensor:
-        return buffer
-    return buffer.detach()
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same values in storage of its own; a lazy one has no storage yet."""
+    if is_lazy(tensor):
+        return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[set[tuple[int, str]]]:
-    """Let a run of `root` write to copies of its buffers, and put the buffers back afterwards.
+    """Let a run of `root` write to copies of its buffers and plain tensors, and put all its attributes back afterwards.
 
     Args:
         root: the module that is run inside.
-        keep_written: buffers that the run wrote to are replaced for good by a copy with the values from before the run,
+        keep_written: tensors that the run wrote to are replaced for good by a copy with the values from before the run,
             so that later runs don't write into the storage of whoever shares them.
 
     Yields:
-        A set that holds, after the block, (id of the module, name) of each buffer that was written to.
+        A set that holds, after the block, (id of the module, name) of each buffer or plain tensor that was written to.
     """
     written: set[tuple[int, str]] = set()
-    copies: dict[int, tuple[torch.Tensor, int]] = {}
-    places: list[tuple[nn.Module, str, torch.Tensor]] = []
-    for module in root.modules():
-        if _is_script(module):
-            continue
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in copies:
-                # `_is_view` aside, a clone keeps dtype, device and strides.
-                clone = buffer.detach().clone()
-                copies[id(buffer)] = (clone, clone._version)
-            places.append((module, name, buffer))
-            module._buffers[name] = copies[id(buffer)][0]
+    modules = [module for module in root.modules() if not _is_script(module)]
+    snapshots = [Snapshot(module) for module in modules]
+    nested = {id(tensor): (tensor, tensor.detach().clone()) for module in modules for tensor in _nested_tensors(module)}
+    copies: dict[int, torch.Tensor] = {}
+    places: list[tuple[nn.Module, bool, str, torch.Tensor]] = []
+    for module in modules:
+        for is_buffer, home in ((True, module._buffers), (False, module.__dict__)):
+            for name, tensor in home.items():
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not is_lazy(tensor):
+                    home[name] = copies.setdefault(id(tensor), tensor.detach().clone())
+                    places.append((module, is_buffer, name, tensor))
     try:
         yield written
     finally:
+        changed = {id(tensor) for *_, tensor in places if not _same_values(tensor, copies[id(tensor)])}
+        for snapshot in snapshots:
+            snapshot.restore()
+        for tensor, values in nested.values():
+            if not _same_values(tensor, values):
+                tensor.detach().copy_(values)
         kept: dict[int, torch.Tensor] = {}
-        for module, name, buffer in places:
-            clone, version = copies[id(buffer)]
-            current = module._buffers.get(name)
-            changed = current is not clone or clone._version != version
-            if changed:
-                written.add((id(module), name))
-            if changed and keep_written:
-                kept.setdefault(id(buffer), buffer.detach().clone())
-            module._buffers[name] = kept.get(id(buffer), buffer)
+        for module, is_buffer, name, tensor in places:
+            (module._buffers if is_buffer else module.__dict__)[name] = tensor
+            if id(tensor) not in changed:
+                continue
+            written.add((id(module), name))
+            if keep_written:
+                own = kept.setdefault(id(tensor), _own(tensor))
+                (module._buffers if is_buffer else module.__dict__)[name] = own
+
+
+def _nested_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors in the containers among a module's attributes: working copies have their own."""
+    for name, value in module.__dict__.items():
+        if name in _REGISTRIES or not isinstance(value, dict | list | tuple):
+            continue
+        for item in value.values() if isinstance(value, dict) else value:
+            inner = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else (item,)
+            yield from (t for t in inner if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+
+
+def _same_values(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if mine.is_meta:
+        return True
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    if mine.layout is not torch.strided:
+        mine, theirs = mine.to_dense(), theirs.to_dense()
+    return torch.equal(mine, theirs)

@@ -83,7 +83,7 @@ class Pass(ABC):
         """
         if context.mode not in self.modes:
             raise RequirementNotMet(
-                f"{self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r}"
+                f"The pass {self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r}."
             )
 
     @property
@@ -104,15 +104,36 @@ class Pass(ABC):
             PassOptionError: an option that the pass doesn't have, or a value that doesn't fit it.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        types_of = typing.get_type_hints(cls)
         values = {}
         for name, text in options.items():
             key = name.replace("-", "_")
             if key not in fields:
                 known = ", ".join(fields) or "none"
-                raise PassOptionError(f"{cls.name} has no option {name!r}: its options are: {known}")
-            values[key] = _parse(cls.name, key, text, types_of[key])
-        return cls(**values)
+                raise PassOptionError(f"{cls.name} has no option {name!r}: its options are: {known}.")
+            if key in values:
+                raise PassOptionError(f"{cls.name} is given the option {name!r} twice.")
+            values[key] = _parse(cls.name, key, text, typing.get_type_hints(cls)[key])
+        return cls.made_with(values)
+
+    @classmethod
+    def made_with(cls, values: dict[str, Any]) -> Pass:
+        """Make the pass with values for its fields.
+
+        Raises:
+            PassOptionError: a field without a default is missing, or the pass refuses a value with a ValueError.
+        """
+        needed = [field for field in dataclasses.fields(cls) if not has_default(field) and field.name not in values]
+        if needed:
+            raise PassOptionError(f"{cls.name} needs the option {needed[0].name!r}.")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise PassOptionError(f"{cls.name}: {error}") from error
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether an option may be left out."""
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 class GraphPass(Pass):
@@ -139,21 +160,23 @@ class GraphPass(Pass):
 
 
 def _parse(owner: str, name: str, text: str, kind: Any) -> Any:
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    if choices:
+    if typing.get_origin(kind) is typing.Literal:
+        choices = {str(choice): choice for choice in typing.get_args(kind)}
         if text not in choices:
-            raise PassOptionError(f"{owner}:{name} is one of {', '.join(map(str, choices))}, not {text!r}")
-        return text
+            raise PassOptionError(f"{owner}:{name} is one of {', '.join(choices)}, not {text!r}.")
+        return choices[text]
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return _parse_union(owner, name, text, kind)
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise PassOptionError(f"{owner}:{name} is true or false, not {text!r}")
+            raise PassOptionError(f"{owner}:{name} is true or false, not {text!r}.")
         return text.lower() == "true"
+    if kind not in (int, float, str):
+        raise PassOptionError(f"{owner}:{name} can't be given as text: make the pass in Python.")
     try:
         return kind(text)
     except ValueError:
-        raise PassOptionError(f"{owner}:{name} takes {kind.__name__}, not {text!r}") from None
+        raise PassOptionError(f"{owner}:{name} takes {kind.__name__}, not {text!r}.") from None
 
 
 def _parse_union(owner: str, name: str, text: str, kind: Any) -> Any:
@@ -168,7 +191,7 @@ def _parse_union(owner: str, name: str, text: str, kind: Any) -> Any:
         except PassOptionError:
             continue
     names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)
-    raise PassOptionError(f"{owner}:{name} takes {names}, not {text!r}")
+    raise PassOptionError(f"{owner}:{name} takes {names}, not {text!r}.")
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from passes.base import Context, GraphPass
-from passes.graph.match import TensorRef, has_hooks, is_parametrized
+from passes.graph.match import Node, TensorRef, convolution_at, has_hooks, is_parametrized
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
@@ -77,7 +77,18 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
         return "it has hooks, which may set its weight"
     if program.holders_of(weight) > 1:
         return "its weight is shared with another module"
+    for reader in program.readers_of(module, "weight"):
+        if not all(_convolves(program, user, reader) for user in reader.users):
+            return (
+                f"its weight is also read by {program.home(reader).path or 'the root'}, which may count on the format"
+            )
     return None
+
+
+def _convolves(program: Program, user: Node, weight: Node) -> bool:
+    """Whether the node is a convolution by that weight, and uses it for nothing else."""
+    conv = convolution_at(program, user)
+    return conv is not None and conv.input is not weight
 
 
 def _convert(graph: Rewriter, path: str, module: nn.Module) -> None:

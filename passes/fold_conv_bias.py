@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from passes.base import GraphPass
-from passes.folding import why_not
+from passes.folding import float64, why_not
 from passes.graph.match import BatchNorm, Convolution, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -45,6 +45,8 @@ class FoldConvBias(GraphPass):
 def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     if norm.uses_batch_statistics:
         return f"the BatchNorm {program.where(norm.node)} uses the statistics of the batch"
+    if norm.mean is None:
+        return f"the BatchNorm {program.where(norm.node)} keeps no running mean"
     return why_not(program, conv, norm)
 
 
@@ -54,10 +56,11 @@ def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm) -> None:
     bias, mean = conv.bias.value, norm.mean.value
     assert bias is not None
     assert mean is not None
-    moved = (mean.detach().double() - bias.detach().double()).to(mean.dtype)
+    moved = (float64(mean) - float64(bias)).to(mean)
     into = graph.program.where(norm.node)
     what = f"bias moved into the running mean of {into}"
     with graph.change(graph.program.where(conv.node), what, (conv.node, norm.node)) as change:
         change.sources += [conv.bias, norm.mean]
         graph.set_tensor(change, norm.mean, moved)
         graph.drop_bias(change, conv)
+        graph.tie(change, conv, norm)

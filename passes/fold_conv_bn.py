@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from passes.base import GraphPass
-from passes.folding import out_channels, why_not
+from passes.folding import float64, out_channels, why_not
 from passes.graph.match import BatchNorm, Convolution, TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -78,7 +78,7 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
         shift = shift + offset
     if (old := _float64(conv.bias)) is not None:
         shift = shift + old * scale
-    wide = weight.detach().double()
+    wide = float64(weight)
     if conv.transposed:
         # (in, out / groups, …): the input channels of group g make the g-th run of output channels.
         per_group = scale.reshape(conv.groups, 1, channels // conv.groups, *[1] * conv.dims)
@@ -87,9 +87,9 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
         wide = wide * scale.reshape(-1, *[1] * (wide.dim() - 1))
     # `empty_like` keeps the strides, and with them a channels_last layout.
     new = torch.empty_like(weight.detach()).copy_(wide)
-    return new, shift.to(weight.dtype)
+    return new, shift.to(weight)
 
 
 def _float64(ref: TensorRef | None) -> torch.Tensor | None:
     value = None if ref is None else ref.value
-    return None if value is None else value.detach().double()
+    return None if value is None else float64(value)

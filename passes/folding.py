@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from passes.graph.guards import SettlingForward, inner_forward
-from passes.graph.match import BatchNorm, Convolution, TensorRef, has_hooks, is_parametrized
+from passes.graph.guards import SealCheckingForward, inner_forward
+from passes.graph.match import (
+    BatchNorm,
+    Convolution,
+    Node,
+    TensorRef,
+    has_hooks,
+    is_parametrized,
+    is_stock,
+    modules_between,
+)
 from passes.graph.program import Program
 
 
@@ -32,14 +41,24 @@ def _why_not_value(program: Program, conv: Convolution, norm: BatchNorm) -> str 
         return f"its output is also used by {_name_of_user(program, others[0])}"
     if conv.node.meta.get("escapes"):
         return "its output is kept somewhere outside of the graph"
-    for module in program.borders_between(conv.node, norm.node):
-        if has_hooks(module):
-            path = program.paths[id(module)][0] or "the root"
-            return f"its output passes the hooks of {path}"
+    for module in modules_between(program, conv, norm):
+        if reason := _why_not_through(program, module):
+            return reason
     return None
 
 
-def _name_of_user(program: Program, user: fx.Node) -> str:
+def _why_not_through(program: Program, module: nn.Module) -> str | None:
+    path = program.paths[id(module)][0] or "the root"
+    if has_hooks(module):
+        return f"its output passes the hooks of {path}"
+    if isinstance(module, nn.Identity):
+        return None if is_stock(module, (nn.Identity,)) else f"its output passes {path}, which is no plain Identity"
+    if not program.graphs[id(module)].traced:
+        return f"its output passes {path}, whose forward can't be traced"
+    return None
+
+
+def _name_of_user(program: Program, user: Node) -> str:
     if user.op == "output":
         return f"the caller of {program.home(user).path or 'the root'}, which returns it"
     return program.where(user)
@@ -73,6 +92,8 @@ def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, B
     tensor, path = ref.value, _path_of(program, ref)
     if tensor is None:
         return f"{path} is missing"
+    if _registered(ref) is not tensor:
+        return f"{path} is computed or set by other code, and is no parameter or buffer"
     if is_lazy(tensor):
         return f"{path} is not initialised yet: run the model once first"
     if tensor.is_meta:
@@ -83,17 +104,27 @@ def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, B
         return f"{path} is of dtype {str(tensor.dtype).removeprefix('torch.')}"
     if program.holders_of(tensor) > 1:
         return f"{path} is shared with another module"
-    readers = [node for node in program.readers_of(ref.owner, ref.name) if not _belongs_to(node, pair)]
-    if readers:
-        return f"{path} is also read by {program.home(readers[0]).path or 'the root'}"
+    return _why_not_readers(program, ref, path, pair)
+
+
+def _registered(ref: TensorRef) -> torch.Tensor | None:
+    if hasattr(type(ref.owner), ref.name):
+        return None
+    return ref.owner._parameters.get(ref.name, ref.owner._buffers.get(ref.name))
+
+
+def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Convolution, BatchNorm]) -> str | None:
+    nodes = program.readers_of(ref.owner, ref.name)
+    for node in nodes:
+        if any(user is not pair[0].node and user is not pair[1].node for user in node.users):
+            return f"{path} is also read by {program.home(node).path or 'the root'}"
+    # A recorded run names the classes of those that read; the forwards that the graphs show may be among them.
+    shown = {type(program.home(node).module).__name__ for node in nodes}
+    hidden = {type(island.module).__name__ for key, island in program.islands.items() if key not in program.graphs}
     recorded = program.recorded_readers_of(ref.owner, ref.name)
-    if recorded and not program.readers_of(ref.owner, ref.name):
-        return f"{path} is also read by the forward of {sorted(recorded)[0]}"
+    if unknown := sorted(recorded - (shown - hidden)):
+        return f"{path} is also read by the forward of {unknown[0]}"
     return None
-
-
-def _belongs_to(reader: fx.Node, pair: tuple[Convolution, BatchNorm]) -> bool:
-    return all(user is pair[0].node or user is pair[1].node for user in reader.users)
 
 
 def _path_of(program: Program, ref: TensorRef) -> str:
@@ -102,7 +133,7 @@ def _path_of(program: Program, ref: TensorRef) -> str:
 
 
 def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    if conv.dims == 0 and (reason := _why_not_linear(program, conv)):
+    if reason := _why_not_rank(program, conv):
         return reason
     sizes = {ref.value.numel() for ref in norm.tensors if ref.value is not None}
     if sizes and sizes != {out_channels(conv)}:
@@ -110,15 +141,18 @@ def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> s
     return None
 
 
-def _why_not_linear(program: Program, conv: Convolution) -> str | None:
+def _why_not_rank(program: Program, conv: Convolution) -> str | None:
+    """BatchNorm takes the second dim for the channels: behind a layer on other ranks these are not its outputs."""
     rank = program.rank_of_input(conv.node)
-    if rank is None:
-        return (
-            "the rank of its input isn't known, and BatchNorm means other channels behind a linear layer on 3-D input:"
-            " give example inputs"
+    kind = "convolution" if conv.dims else "linear layer"
+    if rank is not None and rank != conv.dims + 2:
+        return f"its input is {rank}-D, where the BatchNorm's channels are not the outputs of the {kind}"
+    # Of more dims than one, an unbatched input is no input of BatchNorm2d and BatchNorm3d, and a rare one elsewhere.
+    ambiguous = conv.dims == 0 or (conv.dims == 1 and program.recordings is None)
+    if rank is None and ambiguous:
+        return f"the rank of its input isn't known, and BatchNorm takes the second dim for channels behind a {kind}" + (
+            ": give example inputs" if program.recordings is None else ""
         )
-    if rank != 2:
-        return f"its input is {rank}-D, where the BatchNorm's channels are not the features of the linear layer"
     return None
 
 
@@ -126,10 +160,12 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
     for node in (conv.node, norm.node):
         opaque = program.opaque_around(node)
         if opaque is not None:
-            return (
-                f"the forward of {opaque or 'the root'} around it can't be traced, and no recorded run shows what it"
-                " does: give example inputs"
+            unknown = (
+                "no recorded run shows what it does: give example inputs"
+                if program.recordings is None
+                else "the recorded runs don't agree on what it does"
             )
+            return f"the forward of {opaque or 'the root'} around it can't be traced, and {unknown}"
     conv_home, norm_home = program.home(conv.node), program.home(norm.node)
     if conv_home.traced and norm_home.traced:
         return None
@@ -137,7 +173,7 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
         return "it and the BatchNorm stand in different modules, of which one can't be traced"
     if conv.module is None or norm.module is None:
         return f"the forward of {conv_home.path or 'the root'} calls it as a function and can't be traced"
-    if not isinstance(inner_forward(conv_home.module), SettlingForward | None):
+    if not isinstance(inner_forward(conv_home.module), SealCheckingForward | None):
         return f"the module {conv_home.path or 'the root'} has a forward of its instance, which can't be traced"
     return None
 
@@ -147,3 +183,9 @@ def out_channels(conv: Convolution) -> int:
     weight = conv.weight.value
     assert weight is not None
     return int(weight.shape[1]) * conv.groups if conv.transposed else int(weight.shape[0])
+
+
+def float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in float64, without gradients; on the CPU where the device has no float64."""
+    tensor = tensor.detach()
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from passes.base import Pass
+from passes.base import Pass, has_default
 from passes.channels_last import ChannelsLast
 from passes.errors import DuplicatePass, PassOptionError, PassOrderError, UnknownPass
 from passes.fold_conv_bias import FoldConvBias
@@ -56,19 +57,48 @@ def _classes() -> dict[str, type[Pass]]:
 def register(own: Iterable[type[Pass]], others: Iterable[EntryPoint]) -> dict[str, type[Pass]]:
     """The classes by name.
 
+    An entry point is a name like any other: one that can't be loaded is said so where it is asked for.
+
     Raises:
         DuplicatePass: two owners have one name.
+        UnknownPass: an entry point is no pass, or not the pass of its name.
     """
     classes: dict[str, type[Pass]] = {}
-    for cls in (*own, *(point.load() for point in others)):
-        if cls.name in classes and classes[cls.name] is not cls:
-            first = classes[cls.name]
-            raise DuplicatePass(
-                f"the pass {cls.name!r} is registered by both {first.__module__}.{first.__qualname__} and"
-                f" {cls.__module__}.{cls.__qualname__}: uninstall one, or rename it"
-            )
-        classes[cls.name] = cls
+    _broken.clear()
+    for cls in own:
+        _add(classes, cls)
+    for point in others:
+        try:
+            loaded = point.load()
+        except Exception as error:  # noqa: BLE001 - another's package may fail in any way: the other passes go on
+            _broken[point.name] = f"{point.value} can't be loaded ({type(error).__name__}: {error})"
+            continue
+        _add(classes, _checked(point, loaded))
     return classes
+
+
+# The entry points that couldn't be loaded, with the reason.
+_broken: dict[str, str] = {}
+
+
+def _add(classes: dict[str, type[Pass]], cls: type[Pass]) -> None:
+    first = classes.setdefault(cls.name, cls)
+    if first is not cls:
+        raise DuplicatePass(
+            f"The pass {cls.name!r} is registered by both {first.__module__}.{first.__qualname__} and"
+            f" {cls.__module__}.{cls.__qualname__}: uninstall one, or rename it."
+        )
+
+
+def _checked(point: EntryPoint, loaded: object) -> type[Pass]:
+    if not isinstance(loaded, type) or not issubclass(loaded, Pass):
+        raise UnknownPass(f"The entry point {point.name!r} is {point.value}, which is no class of a Pass.")
+    if getattr(loaded, "name", None) != point.name:
+        raise UnknownPass(
+            f"The entry point {point.name!r} is {point.value}, whose name is {getattr(loaded, 'name', None)!r}:"
+            " give both the same one."
+        )
+    return loaded
 
 
 def pass_names() -> tuple[str, ...]:
@@ -83,11 +113,13 @@ def pass_named(name: str) -> type[Pass]:
         UnknownPass: there is none; the message names the closest.
     """
     classes = _classes()
-    if name not in classes:
-        near = get_close_matches(name, classes, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(classes)}"
-        raise UnknownPass(f"there is no pass {name!r}: {hint}")
-    return classes[name]
+    if name in classes:
+        return classes[name]
+    if name in _broken:
+        raise UnknownPass(f"The pass {name!r} is not to be had: {_broken[name]}.")
+    near = get_close_matches(name, classes, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(classes)}."
+    raise UnknownPass(f"There is no pass {name!r}: {hint}")
 
 
 def parse_pass(text: str) -> Pass:
@@ -102,53 +134,70 @@ def parse_pass(text: str) -> Pass:
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
-            raise PassOptionError(f"{text!r} has {part!r} where option=value is expected")
+            raise PassOptionError(f"{text.strip()!r} has {part!r} where option=value is expected.")
+        if key.strip() in options:
+            raise PassOptionError(f"{text.strip()!r} has the option {key.strip()!r} twice.")
         options[key.strip()] = value.strip()
     return cls.from_options(options)
 
 
 def parse_passes(text: str) -> list[Pass]:
-    """The passes of a list such as `fold-conv-bn,torch-compile:mode=max-autotune`; "none" or "" is no pass."""
+    """The passes of a list such as `fold-conv-bn,torch-compile:mode=max-autotune`; "none" or "" is no pass.
+
+    Raises:
+        UnknownPass, PassOptionError: what is wrong with the text.
+    """
     if text.strip() in ("", "none"):
         return []
-    return [parse_pass(part) for part in text.split(",")]
+    parts = text.split(",")
+    if not all(part.strip() for part in parts):
+        raise UnknownPass(f"{text!r} has nothing between two commas, or behind the last one.")
+    return [parse_pass(part) for part in parts]
 
 
-def make_passes(passes: Sequence[Pass | str] | None, mode: str) -> list[Pass]:
-    """The passes of `optimize`'s argument; None is the preset of the mode.
+def make_passes(passes: Sequence[Pass | str] | Pass | str | None, mode: str) -> list[Pass]:
+    """The passes of `optimize`'s argument; None is the preset of the mode, text is a list as on the command line.
 
     Raises:
         UnknownPass: a name that there is none of, or something that is no pass.
+        PassOptionError: an option that the pass doesn't have, that doesn't fit it, or that it lacks.
         PassOrderError: a pass that needs a graph stands behind one that leaves none.
     """
     if isinstance(passes, str):
         passes = parse_passes(passes)
-    asked = PRESETS[mode] if passes is None else passes
-    made = []
-    for item in asked:
-        if isinstance(item, type) and issubclass(item, Pass):
-            item = item()
-        if not isinstance(item, str | Pass):
-            raise UnknownPass(f"{item!r} is neither the name of a pass nor an instance of one")
-        made.append(parse_pass(item) if isinstance(item, str) else item)
+    if isinstance(passes, Pass):
+        passes = [passes]
+    made = [_made(item) for item in (PRESETS[mode] if passes is None else passes)]
     check_order(made)
     return made
 
 
+def _made(item: object) -> Pass:
+    if isinstance(item, str):
+        return parse_pass(item)
+    if isinstance(item, type) and issubclass(item, Pass):
+        return item.made_with({})
+    if isinstance(item, Pass):
+        return item
+    raise UnknownPass(f"{item!r} is neither the name of a pass nor an instance of one.")
+
+
 def check_order(passes: Sequence[Pass]) -> None:
-    """See that no pass that needs a graph stands behind one that leaves none.
+    """See that nothing stands behind a pass that leaves no graph but what needs none.
 
     Raises:
-        PassOrderError: one does.
+        PassOrderError: something does.
     """
     barrier: Pass | None = None
     for item in passes:
-        if barrier is not None:
+        if barrier is not None and item.is_barrier:
+            raise PassOrderError(f"{item.name} can't come after {barrier.name}: only one of them can be the last.")
+        if barrier is not None and item.needs_graph:
             raise PassOrderError(
                 f"{item.name} can't come after {barrier.name}, which leaves no graph to work on:"
-                f" put {barrier.name} last"
+                f" put {barrier.name} last."
             )
-        barrier = item if item.is_barrier else None
+        barrier = item if item.is_barrier else barrier
 
 
 def describe_passes() -> tuple[PassDescription, ...]:
@@ -159,8 +208,14 @@ def describe_passes() -> tuple[PassDescription, ...]:
             cls=cls.__name__,
             summary=cls.summary(),
             modes=cls.modes,
-            options={field.name: field.default for field in dataclasses.fields(cls)},
+            options={field.name: _default(field) for field in dataclasses.fields(cls)},
             preset=tuple(mode for mode, names in PRESETS.items() if cls.name in names),
         )
         for cls in _classes().values()
     )
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default if has_default(field) else "(required)"

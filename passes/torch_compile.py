@@ -6,15 +6,15 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from torch import nn
 
 from passes.base import Context, Pass, PassResult
 from passes.errors import RequirementNotMet
-from passes.graph.edits import AttributeEdit
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
@@ -51,23 +51,26 @@ class TorchCompile(Pass):
         super().check(context)
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:
+            raise RequirementNotMet(f"torch-compile has no backend {self.backend!r}: use one of {', '.join(known)}.")
+        if self.backend != "inductor" and self.mode != "default":
             raise RequirementNotMet(
-                f"torch-compile: there is no backend {self.backend!r}: use one of {', '.join(known)}"
+                f"torch-compile:mode={self.mode} is for inductor: leave it out for backend={self.backend}."
             )
         if self.backend == "inductor" and (missing := _missing_compiler(context.device)):
-            raise RequirementNotMet(f"torch-compile: {missing}")
+            raise RequirementNotMet(f"torch-compile can't be had here: {missing}.")
 
     def run(self, program: Program, context: Context) -> PassResult:
         """Set the compiled call on the root; the code is made at the first call."""
         rewriter = Rewriter(program)
         root = program.root
+        if root.__dict__.get("_compiled_call_impl") is not None:
+            rewriter.skip_module("", "its call is compiled already")
+            return PassResult((), tuple(rewriter.skips), rewriter)
         compiled = torch.compile(
             root._call_impl, mode=self.mode, fullgraph=self.fullgraph, dynamic=self.dynamic, backend=self.backend
         )
         with rewriter.change("", f"compiled by {self.backend}") as change:
-            edit = AttributeEdit(root, "_compiled_call_impl", compiled)
-            edit.apply()
-            change.edits.append(edit)
+            rewriter.set_attribute(change, root, "_compiled_call_impl", compiled)
         return PassResult(tuple(rewriter.changes), (), rewriter)
 
 
@@ -77,15 +80,12 @@ def _missing_compiler(device: torch.device) -> str | None:
         return None if found else "inductor needs triton to make GPU kernels: pip install triton"
     if device.type != "cpu":
         return None
-    asked = os.environ.get("CXX")
-    candidates = [asked] if asked else ["cl"] if sys.platform == "win32" else ["g++", "clang++", "c++"]
-    if any(shutil.which(name) for name in candidates):
-        return None
-    return (
-        f"inductor needs a C++ compiler for the CPU and finds none of {', '.join(candidates)}: install one or set CXX"
-    )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether some call in the tree is compiled."""
-    return any(inner.__dict__.get("_compiled_call_impl") is not None for inner in module.modules())
+    # Inductor looks for this one compiler and no other.
+    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", usual)
+    if shutil.which(compiler) is None:
+        return f"inductor needs a C++ compiler for the CPU, and there is no {compiler!r}: install one or set CXX"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        return f"inductor needs the headers of Python to make CPU kernels, and there is no {header}"
+    return None

@@ -8,41 +8,34 @@ forward is recorded as a node where FX can express it, and makes an island where
 from __future__ import annotations
 
 import copy
-import dis
-import inspect
-import random
+import gc
 import threading
-import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
-from passes.graph.structure import CallStructure, Unstructured, flatten_outputs, signature_of
+from passes.graph.side_effects import Snapshot, contains, forget, holds_generator, random_state, set_random_state
+from passes.graph.structure import CallStructure, Unstructured, signature_of
+from passes.graph.tracing import (
+    IS_TENSOR,
+    ForwardTracer,
+    Interception,
+    Tree,
+    Untraceable,
+    always_tensor,
+    function_of,
+    why_not_traced,
+)
 
-# FX patches nn.Module for the time of a trace, for all threads: one trace at a time.
-_tracing = threading.Lock()
-
-# What may be asked of a tensor that exists while tracing: the answer is the same for every input.
-METADATA = {
-    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-    "is_mkldnn", "is_nested", "is_complex", "is_floating_point", "requires_grad", "itemsize", "nbytes", "is_leaf",
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "get_device",
-    "__len__", "is_mps", "is_xpu", "names", "has_names", "is_tensor", "is_same_size", "grad_fn",
-}  # fmt: skip
-
-
-class Untraceable(Exception):
-    """The forward does what a graph can't hold; the message, a clause about the forward, says what."""
+# nn.Module is patched for the time of a capture: one at a time.
+_capturing = threading.Lock()
 
 
 @dataclass
@@ -57,6 +50,7 @@ class ModuleGraph:
         outputs: the tree of the outputs.
         traced: true for a trace, which is what the forward does for every call of that structure; false for a recorded
             run, which shows what it did and is never executed.
+        flags: the values of `training` that the graph holds for; none for the one that the module has.
     """
 
     path: str
@@ -65,6 +59,13 @@ class ModuleGraph:
     structure: CallStructure
     outputs: pytree.TreeSpec
     traced: bool = True
+    flags: tuple[bool, ...] = ()
+
+    def forward(self) -> GraphForward:
+        """The graph as a forward for its module."""
+        flags = self.flags or (self.module.training,)
+        graphs = dict.fromkeys(flags, (self.graph, self.outputs))
+        return GraphForward(self.module, self.path, self.structure, graphs)
 
 
 @dataclass
@@ -116,67 +117,158 @@ def capture(
     """Trace the forward of every module of the tree that is no atom.
 
     Args:
-        root: a module that may be traced, which is to say run on symbols: a working copy.
+        root: a module that may be traced, which is to say run on symbols: a working copy. What a trace changes in it,
+            or in globals and containers that its forwards name, is put back.
         structures: for the modules, by identity, that a recorded run called: the structure of their calls, or the reason
             why they have none. The others are traced for a tensor at each parameter without a default.
         uncalled: modules, by identity, that a recorded run didn't call: nothing is known of their calls, and they are
             left out.
     """
-    result = Capture(root)
-    known = structures or {}
-    with _tracing:
-        for path, module in root.named_modules():
-            if is_atom(module) or id(module) in uncalled or not _has_forward(module):
-                continue
-            structure = known.get(id(module))
-            try:
-                if isinstance(structure, str):
-                    raise Untraceable(structure)
-                result.graphs[id(module)] = _trace(path, module, structure)
-            except Untraceable as error:
-                result.islands[id(module)] = Island(path, module, str(error))
-    _find_leaks(result)
-    return result
+    with _capturing:
+        draws = random_state()
+        work = _Work(root, structures or {}, uncalled)
+        work.run()
+        if draws != random_state():
+            # Some forward draws numbers from Python or numpy: each is looked at on its own.
+            set_random_state(draws)
+            work = _Work(root, structures or {}, uncalled, watch_draws=True)
+            work.run()
+        if root.training:
+            work.compare_with_eval()
+        return work.result
+
+
+class _Work:
+    """One capture of one tree."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        structures: Mapping[int, CallStructure | str],
+        uncalled: frozenset[int],
+        *,
+        watch_draws: bool = False,
+    ) -> None:
+        self.result = Capture(root)
+        self.structures = structures
+        self.uncalled = uncalled
+        self.watch_draws = watch_draws
+        self.interception = Interception(Tree(root))
+        self.leaked: list[tuple[nn.Module, list[weakref.ref[fx.Proxy]]]] = []
+
+    def run(self) -> None:
+        with self.interception.installed():
+            modules = list(self.result.root.named_modules())
+            # Children first: what they return is then known to those that call them.
+            for path, module in reversed(modules):
+                if is_atom(module) or id(module) in self.uncalled or not _has_forward(module):
+                    continue
+                try:
+                    self.result.graphs[id(module)] = self._graph_of(path, module)
+                except Untraceable as error:
+                    self.result.islands[id(module)] = Island(path, module, str(error))
+        order = {id(module): index for index, (_, module) in enumerate(modules)}
+        self.result.graphs = dict(sorted(self.result.graphs.items(), key=lambda item: order[item[0]]))
+        self.result.islands = dict(sorted(self.result.islands.items(), key=lambda item: order[item[0]]))
+        self._clean()
+
+    def _returns_tensor(self, module: nn.Module) -> bool:
+        graph = self.result.graphs.get(id(module))
+        if graph is None:
+            return always_tensor(module)
+        (output,) = (node for node in reversed(graph.graph.nodes) if node.op == "output")
+        leaves = output.args[0]
+        return graph.outputs.is_leaf() and isinstance(leaves[0], fx.Node) and IS_TENSOR in leaves[0].meta
+
+    def compare_with_eval(self) -> None:
+        """Find the graphs that hold in eval just so: those of forwards that don't look at `training`."""
+        with _all_in_eval(self.result.root), self.interception.installed():
+            for graph in self.result.graphs.values():
+                if isinstance(inner_forward(graph.module), GraphForward):
+                    continue
+                try:
+                    other = self._trace(graph.path, graph.module, graph.structure)
+                except Untraceable:
+                    continue
+                if other.outputs == graph.outputs and same_graphs(graph.graph, other.graph):
+                    graph.flags = (True, False)
+        self._clean()
+
+    def _graph_of(self, path: str, module: nn.Module) -> ModuleGraph:
+        installed = inner_forward(module)
+        if isinstance(installed, GraphForward):
+            return _installed_graph(path, module, installed)
+        if type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule):
+            raise Untraceable("its class has a __call__ of its own")
+        if holds_generator(module):
+            raise Untraceable("it has a random generator of its own")
+        structure = self.structures.get(id(module))
+        if isinstance(structure, str):
+            raise Untraceable(structure)
+        try:
+            structure = structure or CallStructure.by_default(signature_of(module))
+        except Unstructured as error:
+            raise Untraceable(str(error)) from error
+        return self._trace(path, module, structure)
+
+    def _trace(self, path: str, module: nn.Module, structure: CallStructure) -> ModuleGraph:
+        function = function_of(module)
+        if function is not None and (reason := why_not_traced(function.__code__)):
+            raise Untraceable(reason)
+        before = Snapshot(module, function)
+        draws = random_state() if self.watch_draws else None
+        self.interception.wrap_imported(function)
+        tracer = ForwardTracer(self.interception.tree, module, structure, self._returns_tensor)
+        found: tuple[fx.Graph, pytree.TreeSpec] | None = None
+        reason = ""
+        self.interception.tracer = tracer
+        try:
+            found = tracer.trace_forward()
+        except Untraceable as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - a forward that runs on symbols may raise anything: it is an island
+            reason = f"its forward can't be traced ({_first_line(error)})"
+        finally:
+            self.interception.tracer = None
+            changed = before.restore()
+        symbols = tracer.symbols
+        tracer.close()
+        if any(symbol() is not None for symbol in symbols):
+            self.leaked.append((module, symbols))
+        if draws is not None and draws != random_state():
+            set_random_state(draws)
+            raise Untraceable("its forward draws random numbers that a graph would freeze")
+        if changed:
+            raise Untraceable(reason or "its forward changes attributes or containers that outlive the call")
+        if found is None:
+            raise Untraceable(reason)
+        return ModuleGraph(path, module, found[0], structure, found[1])
+
+    def _clean(self) -> None:
+        """Take symbols that traces left somewhere out of there, and make islands of the modules whose traces it were."""
+        if not self.leaked:
+            return
+        gc.collect()
+        left = []
+        for module, symbols in self.leaked:
+            alive = [symbol for reference in symbols if (symbol := reference()) is not None]
+            if alive:
+                left += alive
+                self._make_island(module)
+        self.leaked.clear()
+        if left:
+            self.result.leaks += _places_in(self.result.root)
+            forget(left)
+
+    def _make_island(self, module: nn.Module) -> None:
+        graph = self.result.graphs.pop(id(module), None)
+        if graph is not None:
+            reason = "its forward keeps values of a call somewhere"
+            self.result.islands[id(module)] = Island(graph.path, module, reason)
 
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-
-
-def _trace(path: str, module: nn.Module, structure: CallStructure | None) -> ModuleGraph:
-    installed = inner_forward(module)
-    if isinstance(installed, GraphForward):
-        return _installed_graph(path, module, installed)
-    if type(module).__call__ is not nn.Module.__call__:
-        raise Untraceable("its class has a __call__ of its own")
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is not None and _enters_context(code):
-        raise Untraceable("its forward enters a context ('with'), which a graph doesn't hold")
-    try:
-        asked = structure or CallStructure.by_default(signature_of(module))
-    except Unstructured as error:
-        raise Untraceable(str(error)) from error
-    tracer = _Tracer(asked)
-    containers = _own_containers(module)
-    draws = _random_state()
-    try:
-        with _refuse_side_effects(tracer, module):
-            graph = tracer.trace(module)
-    except Untraceable:
-        raise
-    except Exception as error:  # noqa: BLE001 - a forward that runs on symbols may raise anything: it is an island
-        raise Untraceable(f"its forward can't be traced ({_first_line(error)})") from None
-    finally:
-        changed = _restore_containers(containers)
-        drawn = draws != _random_state()
-        if drawn:
-            _set_random_state(draws)
-    if changed:
-        raise Untraceable("its forward changes a container of the module")
-    if drawn:
-        raise Untraceable("its forward draws random numbers that a graph would freeze")
-    assert tracer.output_spec is not None
-    return ModuleGraph(path, module, graph, asked, tracer.output_spec)
 
 
 def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> ModuleGraph:
@@ -184,248 +276,44 @@ def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> Mod
     if module.training not in forward.graphs:
         raise Untraceable("its forward was rewritten in the other mode")
     graph, outputs = forward.graphs[module.training]
-    return ModuleGraph(path, module, copy.deepcopy(graph), forward.structure, outputs)
-
-
-class _SealedProxy(fx.Proxy):
-    """A symbol that takes no attributes: FX would lose an assignment without a word."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("tracer", "node"):
-            raise Untraceable(f"its forward assigns the attribute {name!r} of a value")
-        object.__setattr__(self, name, value)
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, structure: CallStructure) -> None:
-        super().__init__(param_shapes_constant=True)
-        self.structure = structure
-        self.output_spec: pytree.TreeSpec | None = None
-        self.tensor_names: dict[int, str] = {}
-
-    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        for name, parameter in root.named_parameters(remove_duplicate=False):
-            self.tensor_names.setdefault(id(parameter), name)
-        for name, buffer in root.named_buffers(remove_duplicate=False):
-            self.tensor_names.setdefault(id(buffer), name)
-        return super().trace(root, concrete_args)
-
-    def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        inputs = [self.create_proxy("placeholder", name, (), {}) for name in self.structure.tensor_names]
-
-        def forward(*tensors: Any) -> list[Any]:
-            args, kwargs = self.structure.arguments(tensors)
-            with _RecordEverything(self):
-                outputs = self.root.forward(*args, **kwargs)
-            try:
-                leaves, self.output_spec = flatten_outputs(outputs, fx.Proxy)
-            except Unstructured as error:
-                raise Untraceable(str(error)) from error
-            return leaves
-
-        return forward, inputs
-
-    def create_node(
-        self,
-        kind: str,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        name: str | None = None,
-        type_expr: Any = None,
-    ) -> fx.Node:
-        # The code of a graph calls its module `self`: a node of that name, after a child of that name, would hide it.
-        own_name = "self_" if name is None and isinstance(target, str) and target.split(".")[-1] == "self" else name
-        return super().create_node(kind, target, args, kwargs, own_name, type_expr)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if not isinstance(attr_val, torch.Tensor):
-            return attr_val
-        name = self.tensor_names.get(id(attr_val))
-        if name is None:
-            return attr_val
-        if name not in parameter_proxy_cache:
-            proxy = self.create_proxy("get_attr", name, (), {}, proxy_factory_fn=self._tensor_proxy(name, attr_val))
-            parameter_proxy_cache[name] = proxy
-        return parameter_proxy_cache[name]
-
-    def _tensor_proxy(self, name: str, tensor: torch.Tensor) -> Callable[[fx.Node], fx.Proxy] | None:
-        if not isinstance(tensor, nn.Parameter):
-            return None
-        return lambda node: fx.proxy.ParameterProxy(self, node, name, tensor)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _SealedProxy(node, self)
-
-    def create_arg(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor) and id(a) not in self.tensor_names and not self._is_attribute(a):
-            raise Untraceable("its forward uses a tensor that it finds outside of the module")
-        if isinstance(a, nn.Parameter | torch.Tensor) and id(a) in self.tensor_names:
-            return self.create_node("get_attr", self.tensor_names[id(a)], (), {})
-        return super().create_arg(a)
-
-    def _is_attribute(self, tensor: torch.Tensor) -> bool:
-        return tensor in self.tensor_attrs
-
-
-class _RecordEverything(TorchFunctionMode):
-    """Puts into the graph what FX would run while tracing and freeze: factories, random draws, work on constants."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = function_name(func)
-        if name in ("_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode"):
-            raise Untraceable("its forward switches gradients on or off")
-        leaves = pytree.tree_leaves((args, kwargs))
-        symbolic = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
-        if not symbolic and name in METADATA:
-            return func(*args, **kwargs)
-        if func in (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__):
-            raise Untraceable("its forward reads the value of a constant tensor")
-        if name == "__get__":
-            return self._property(func, args)
-        if is_tensor_method_or_property(func):
-            return self.tracer.create_proxy("call_method", name, args, kwargs)
-        return self.tracer.create_proxy("call_function", func, args, kwargs)
-
-    def _property(self, func: Any, args: Any) -> Any:
-        name = func.__self__.__name__
-        if isinstance(args[0], fx.Proxy):
-            return getattr(args[0], name)
-        if name in METADATA:
-            return func(*args)
-        return self.tracer.create_proxy("call_function", getattr, (args[0], name), {})
-
-
-def function_name(func: Any) -> str:
-    return str(getattr(func, "__name__", ""))
+    return ModuleGraph(path, module, copy.deepcopy(graph), forward.structure, outputs, flags=tuple(forward.graphs))
 
 
 @contextmanager
-def _refuse_side_effects(tracer: _Tracer, root: nn.Module) -> Iterator[None]:
-    """Make an island of a forward that assigns attributes of modules or enters autocast."""
-    inside = {id(module) for module in root.modules()}
-    module_setattr = nn.Module.__setattr__
-    enter_autocast = torch.autocast.__enter__
-
-    def refuse_setattr(module: nn.Module, name: str, value: Any) -> None:
-        if id(module) in inside:
-            raise Untraceable(f"its forward assigns the attribute {name!r} of a module")
-        module_setattr(module, name, value)
-
-    def refuse_autocast(self: Any) -> Any:
-        raise Untraceable("its forward enters autocast")
-
-    nn.Module.__setattr__ = refuse_setattr  # type: ignore[method-assign, assignment]
-    torch.autocast.__enter__ = refuse_autocast  # type: ignore[method-assign]
+def _all_in_eval(root: nn.Module) -> Iterator[None]:
+    flags = [(module, module.__dict__["training"]) for module in root.modules() if "training" in module.__dict__]
     try:
+        for module, _ in flags:
+            module.__dict__["training"] = False
         yield
     finally:
-        nn.Module.__setattr__ = module_setattr  # type: ignore[method-assign]
-        torch.autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
+        for module, flag in flags:
+            module.__dict__["training"] = flag
 
 
-_contexts: dict[types.CodeType, bool] = {}
+def same_graphs(first: fx.Graph, second: fx.Graph) -> bool:
+    """Whether two graphs are the same operations on the same arguments in the same order."""
+    if len(first.nodes) != len(second.nodes):
+        return False
+    return all(_node_key(mine) == _node_key(theirs) for mine, theirs in zip(first.nodes, second.nodes, strict=True))
 
 
-def _enters_context(code: types.CodeType) -> bool:
-    if code not in _contexts:
-        _contexts[code] = any(
-            instruction.opname in ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "BEFORE_ASYNC_WITH")
-            for instruction in dis.get_instructions(code)
-        )
-    return _contexts[code]
+def _node_key(node: fx.Node) -> tuple[object, ...]:
+    # Names are made in the order of the nodes: in equal graphs they are equal too. The text of an argument tells apart
+    # what compares equal, such as 1 and True.
+    return node.op, node.target, node.name, repr(node.args), repr(node.kwargs)
+
+
+def _places_in(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in root.modules()
+        for name, value in module.__dict__.items()
+        if name not in ("_parameters", "_buffers", "_modules") and contains(value, fx.Proxy)
+    ]
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return line if len(line) <= 160 else f"{line[:157]}..."
-
-
-def _random_state() -> tuple[Any, ...]:
-    kind, keys, *rest = numpy.random.get_state()
-    return bytes(torch.random.get_rng_state().numpy()), random.getstate(), (kind, numpy.asarray(keys).tobytes(), *rest)
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    torch.random.set_rng_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8))
-    random.setstate(state[1])
-    kind, keys, *rest = state[2]
-    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
-_Containers = list[tuple[Any, Any]]
-
-
-def _own_containers(module: nn.Module) -> _Containers:
-    """The lists, dicts, sets and deques among a module's attributes, two levels deep, each with a shallow copy."""
-    found: _Containers = []
-    for name, value in module.__dict__.items():
-        if isinstance(value, list | dict | set | deque) and value is not None:
-            found.append((value, value.copy()))
-            if name not in ("_parameters", "_buffers", "_modules"):
-                inner = value.values() if isinstance(value, dict) else value
-                found.extend((item, item.copy()) for item in inner if isinstance(item, list | dict | set | deque))
-    return found
-
-
-def _restore_containers(containers: _Containers) -> bool:
-    """Put back what changed; true where anything did."""
-    changed = False
-    for container, before in containers:
-        if _same_items(container, before):
-            continue
-        changed = True
-        container.clear()
-        (container.update if isinstance(container, dict | set) else container.extend)(before)
-    return changed
-
-
-def _same_items(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    if isinstance(container, dict):
-        return all(key in before and before[key] is value for key, value in container.items())
-    if isinstance(container, set):
-        return all(item in before for item in container)
-    return all(mine is theirs for mine, theirs in zip(container, before, strict=True))
-
-
-def _find_leaks(result: Capture) -> None:
-    """Find symbols that a trace left in a module, and make an island of the module whose trace it was."""
-    for module in result.root.modules():
-        for name, value in list(module.__dict__.items()):
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            for leaf in _leaves(value, depth=4):
-                if isinstance(leaf, fx.Proxy) and isinstance(leaf.tracer, _Tracer):
-                    result.leaks.append((module, name))
-                    _make_island(result, leaf.tracer.root)
-
-
-def _leaves(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, fx.Proxy):
-        yield value
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item, depth - 1)
-    elif depth and isinstance(value, list | tuple | set | deque):
-        for item in value:
-            yield from _leaves(item, depth - 1)
-
-
-def _make_island(result: Capture, module: nn.Module) -> None:
-    graph = result.graphs.pop(id(module), None)
-    if graph is not None:
-        reason = "its forward keeps values of a call in a module"
-        result.islands[id(module)] = Island(graph.path, module, reason)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import linecache
-import operator
+import sys
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,6 +106,7 @@ def compile_graph(graph: fx.Graph, path: str) -> Callable[..., Any]:
     namespace = dict(code.globals)
     exec(compile(code.src, name, "exec"), namespace)
     function: Callable[..., Any] = namespace["forward"]
+    weakref.finalize(function, linecache.cache.pop, name, None)
     return function
 
 
@@ -116,12 +120,47 @@ def _nodes_of(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
         (
             node.op,
             node.name,
-            node.target,
-            fx.node.map_arg(node.args, lambda n: _Reference(n.name)),
-            fx.node.map_arg(node.kwargs, lambda n: _Reference(n.name)),
+            _Named.of(node.target) if node.op == "call_function" else node.target,
+            fx.node.map_aggregate(node.args, _portable),
+            fx.node.map_aggregate(node.kwargs, _portable),
         )
         for node in graph.nodes
     ]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """An object by the module and the name that it is found under: not all of torch's own can be pickled."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Any) -> Any:
+        """The function by name; itself where no module has it under its name."""
+        name = getattr(function, "__name__", "")
+        homes = (getattr(function, "__module__", None), "torch", "torch.nn.functional", "torch._C._nn", "operator")
+        for home in homes:
+            if home and getattr(sys.modules.get(home), name, None) is function:
+                return cls(home, name)
+        return function
+
+    def find(self) -> Any:
+        """The object."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+def _found(value: Any) -> Any:
+    return value.find() if isinstance(value, _Named) else value
+
+
+def _portable(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return _Reference(argument.name)
+    if isinstance(argument, torch.memory_format):
+        # Protocols of pickle before the fourth, `torch.save` has the second, can't hold it.
+        return _Named("torch", str(argument).removeprefix("torch."))
+    return argument
 
 
 class _Reference(str):
@@ -133,13 +172,10 @@ def _graph_of(nodes: list[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
     known: dict[str, fx.Node] = {}
 
     def resolve(argument: Any) -> Any:
-        return fx.node.map_aggregate(argument, lambda leaf: known[leaf] if isinstance(leaf, _Reference) else leaf)
+        return fx.node.map_aggregate(
+            argument, lambda leaf: known[leaf] if isinstance(leaf, _Reference) else _found(leaf)
+        )
 
     for op, name, target, args, kwargs in nodes:
-        known[name] = graph.create_node(op, target, resolve(args), resolve(kwargs), name=name)
+        known[name] = graph.create_node(op, _found(target), resolve(args), resolve(kwargs), name=name)
     return graph
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether the node takes one element of a container."""
-    return node.op == "call_function" and node.target is operator.getitem

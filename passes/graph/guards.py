@@ -1,15 +1,17 @@
 """Forwards that stand in a module's `__dict__` where the class' own forward goes on working.
 
-A fold inside a forward that can't be traced needs a guard. Such a forward may take another branch than in the recorded runs. A convolution that carries its BatchNorm is then only
-right if its output goes into that BatchNorm and nowhere else: that is checked at every call, and a call that does
-otherwise raises instead of answering wrong.
+A fold inside a forward that can't be traced needs a guard: such a forward may take another branch than in the recorded
+runs, and a convolution that was folded together with a BatchNorm is only right if its output goes into that BatchNorm
+and nowhere else. So the convolution gives out its output under a seal that its BatchNorm alone can open. What was
+recorded runs as before; anything else that looks at the values raises instead of answering wrong.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,70 +30,89 @@ class InstanceForward:
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.owner).forward(self.owner, *args, **kwargs)
 
+    def _class_signature(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(type(self.owner).forward, self.owner))
+
 
 class FoldedPair:
-    """One convolution and the BatchNorm that was folded into it: which outputs of the one the other still owes."""
+    """One convolution and the BatchNorm it was folded together with; both hold it, and copies of both hold one copy.
+
+    Attributes:
+        conv_path, norm_path: where the two stand in the tree.
+    """
 
     def __init__(self, conv_path: str, norm_path: str) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
-        # Values of different threads don't meet; a compiler traces one thread and can't trace thread-local state.
-        self._threads = threading.local()
-        self._compiled: list[torch.Tensor] = []
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FoldedPair, (self.conv_path, self.norm_path)
-
-    def _open(self) -> list[torch.Tensor]:
-        if torch.compiler.is_compiling():
-            return self._compiled
-        if not hasattr(self._threads, "open"):
-            self._threads.open = []
-        opened: list[torch.Tensor] = self._threads.open
-        return opened
-
-    def made(self, output: torch.Tensor) -> None:
-        """The convolution made this output."""
-        self._open().append(output)
-
-    def taken(self, value: torch.Tensor) -> None:
-        """The BatchNorm is given this value.
-
-        Raises:
-            UnseenCall: the convolution didn't make it.
-        """
-        opened = self._open()
-        for index, output in enumerate(opened):
-            if output is value:
-                del opened[index]
-                return
-        opened.clear()
-        raise UnseenCall(
-            f"{self.norm_path} was folded into {self.conv_path} and is given a value that doesn't come from it:"
-            " give optimize() example inputs that take this branch, or leave the pass out"
+    def went_astray(self) -> UnseenCall:
+        """The error where something else than the BatchNorm uses the convolution's output."""
+        return UnseenCall(
+            f"{self.conv_path} was folded together with {self.norm_path}, and its output was used without it: give"
+            " optimize() example inputs that take this branch, or leave the pass out."
         )
 
-    def settle(self) -> None:
-        """The forward that calls both has returned.
+    def came_from_elsewhere(self) -> UnseenCall:
+        """The error where the BatchNorm is given something else than the convolution's output."""
+        return UnseenCall(
+            f"{self.norm_path} was folded together with {self.conv_path} and is given a value that doesn't come from"
+            " it: give optimize() example inputs that take this branch, or leave the pass out."
+        )
 
-        Raises:
-            UnseenCall: an output of the convolution didn't go through the BatchNorm.
-        """
-        opened = self._open()
-        if opened:
-            opened.clear()
-            raise UnseenCall(
-                f"{self.conv_path} carries {self.norm_path}, and its output was used without it:"
-                " give optimize() example inputs that take this branch, or leave the pass out"
-            )
 
-    def forget(self) -> None:
-        """The forward that calls both was left by an exception."""
-        self._open().clear()
+# What may be asked of the sealed tensor: the answers are the same before and behind the BatchNorm.
+_METADATA = frozenset({
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point",
+    "is_complex", "size", "dim", "ndimension", "numel", "nelement", "element_size", "itemsize", "nbytes", "get_device",
+})  # fmt: skip
+
+
+class SealedOutput:
+    """The output of a folded convolution on the way to its BatchNorm: its shape and kind can be asked for, its values
+    can't.
+
+    It is no tensor, so that no operation of torch computes on it by any way.
+    """
+
+    def __init__(self, value: torch.Tensor, pair: FoldedPair) -> None:
+        self.sealed_value = value
+        self.sealed_by = pair
+
+    def __getattr__(self, name: str) -> Any:
+        # While it is being copied, it has nothing yet.
+        if name.startswith("__") or name in ("sealed_value", "sealed_by"):
+            raise AttributeError(name)
+        if name not in _METADATA:
+            raise self.sealed_by.went_astray()
+        return getattr(self.sealed_value, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        sealed = next(leaf for leaf in leaves if isinstance(leaf, SealedOutput))
+        if getattr(func, "__name__", "") not in _METADATA:
+            raise sealed.sealed_by.went_astray()
+        return func(sealed.sealed_value)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self.sealed_by.went_astray()
+
+    def __len__(self) -> int:
+        return len(self.sealed_value)
+
+    __bool__ = __int__ = __float__ = __index__ = __iter__ = __getitem__ = __setitem__ = __array__ = _refuse
+    __neg__ = __pos__ = __abs__ = __invert__ = _refuse
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = _refuse
+    __mul__ = __rmul__ = __imul__ = __truediv__ = __rtruediv__ = __itruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = _refuse
+    __eq__: Callable[..., Any] = _refuse
+    __ne__: Callable[..., Any] = _refuse
+    __hash__ = object.__hash__
 
 
 class FoldedConvForward(InstanceForward):
-    """The forward of a convolution that carries its BatchNorm."""
+    """The forward of a convolution that was folded together with its BatchNorm."""
 
     is_atom = True
 
@@ -99,10 +120,8 @@ class FoldedConvForward(InstanceForward):
         self.owner = owner
         self.pair = pair
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        output = self.compute(input)
-        self.pair.made(output)
-        return output
+    def __call__(self, input: torch.Tensor) -> SealedOutput:
+        return SealedOutput(self.compute(input), self.pair)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution alone, with nobody looking where its output goes."""
@@ -111,46 +130,50 @@ class FoldedConvForward(InstanceForward):
 
 
 class FoldedNormForward(InstanceForward):
-    """The forward of a BatchNorm that its convolution carries: its input as it is."""
+    """The forward of a BatchNorm that was folded together with its convolution.
+
+    Attributes:
+        carried: whether the convolution does the BatchNorm's work, and nothing is left of it but the check.
+    """
 
     is_atom = True
 
-    def __init__(self, owner: nn.Module, pair: FoldedPair) -> None:
+    def __init__(self, owner: nn.Module, pair: FoldedPair, *, carried: bool) -> None:
         self.owner = owner
         self.pair = pair
+        self.carried = carried
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        self.pair.taken(input)
-        return self.compute(input)
+    def __call__(self, input: Any) -> torch.Tensor:
+        if not isinstance(input, SealedOutput) or input.sealed_by is not self.pair:
+            raise self.pair.came_from_elsewhere()
+        return self.compute(input.sealed_value)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
-        """The identity, wherever the input comes from."""
-        return input
+        """The BatchNorm alone, wherever the input comes from."""
+        if self.carried:
+            return input
+        output: torch.Tensor = self._class_forward(input)
+        return output
 
 
-class SettlingForward(InstanceForward):
-    """The forward of the module that calls both: as it was, then a look that nothing is owed."""
+class SealCheckingForward(InstanceForward):
+    """The forward of the module that calls both: as it was, and no seal leaves it."""
 
-    def __init__(self, owner: nn.Module, pairs: tuple[FoldedPair, ...]) -> None:
+    def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
-        self.pairs = pairs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            outputs = self._class_forward(*args, **kwargs)
-        except BaseException:
-            # What was left half-way is no output that went astray.
-            for pair in self.pairs:
-                pair.forget()
-            raise
-        for pair in self.pairs:
-            pair.settle()
+        outputs = self._class_forward(*args, **kwargs)
+        leaves = (outputs,) if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
+        for leaf in leaves:
+            if isinstance(leaf, SealedOutput):
+                raise leaf.sealed_by.went_astray()
         return outputs
 
     @property
     def __signature__(self) -> inspect.Signature:
         # Code that asks a model for its arguments reads them here.
-        return inspect.signature(self._class_forward)
+        return self._class_signature()
 
 
 class FormattedForward(InstanceForward):
@@ -177,13 +200,18 @@ class FormattedForward(InstanceForward):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._class_forward if self.inner is None else self.inner)
+        return self._class_signature() if self.inner is None else inspect.signature(self.inner)
 
 
 def _formatted(leaf: Any, memory_format: torch.memory_format | None) -> Any:
     if memory_format is None or not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return leaf
+    if leaf.dim() != _DIMS.get(memory_format, leaf.dim()):
+        memory_format = torch.contiguous_format
     return leaf.contiguous(memory_format=memory_format)
+
+
+_DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def inner_forward(module: nn.Module) -> Any:

@@ -13,7 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
+from passes.graph.guards import FoldedConvForward, FoldedNormForward
 from passes.graph.program import Program
+
+# What code outside of this package knows of FX: a place in the program.
+Node = fx.Node
 
 
 @dataclass(frozen=True)
@@ -206,9 +210,40 @@ def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
             yield conv, norm
 
 
+def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[nn.Module]:
+    """The modules that the value of the one passes through, into or out of, on its way to the other.
+
+    The two are a pair of `conv_bn_chains`.
+    """
+    found: list[nn.Module] = []
+    node = norm.input
+    while node is not conv.node:
+        module = program.module_of(node)
+        if module is None:
+            # It comes in from outside.
+            module = program.home(node).module
+            (call,) = program.calls_of(module)
+            node = call.all_input_nodes[0]
+        elif isinstance(module, nn.Identity):
+            node = node.all_input_nodes[0]
+        else:
+            node = _output_of(program, module).all_input_nodes[0]
+        found.append(module)
+    return found
+
+
+def _output_of(program: Program, module: nn.Module) -> fx.Node:
+    return next(node for node in reversed(program.graphs[id(module)].graph.nodes) if node.op == "output")
+
+
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether the module computes what one of the classes does: it is one, or a subclass that keeps the forward."""
-    if "forward" in module.__dict__:
+    """Whether the module computes what one of the classes does: it is one, or a subclass that keeps the forward.
+
+    One that an earlier pass folded together with another still computes it, unless that other does its work.
+    """
+    forward = module.__dict__.get("forward")
+    guarded = isinstance(forward, FoldedConvForward) or (isinstance(forward, FoldedNormForward) and not forward.carried)
+    if (forward is not None and not guarded) or type(module).__call__ is not nn.Module.__call__:
         return False
     for cls in classes:
         if isinstance(module, cls) and type(module).forward is cls.forward:

@@ -7,8 +7,9 @@ also where there is no trace. It is taken for true only where all runs agree.
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
-from passes.graph.capture import METADATA, ModuleGraph, function_name, is_atom
+from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.interception import intercepted_calls
-from passes.graph.structure import CallStructure, Unstructured, flatten_outputs, signature_of
+from passes.graph.structure import CallStructure, Unstructured, binder_of, flatten_outputs, signature_of
+from passes.graph.tracing import METADATA, function_name
 
 
 @dataclass
@@ -114,6 +116,7 @@ class _Recorder(TorchFunctionMode):
         self.recording = Recording()
         self.frames: list[_Frame] = []
         self.values: list[tuple[weakref.ref[torch.Tensor], fx.Node]] = []
+        self.signatures: dict[Any, tuple[inspect.Signature, Callable[..., dict[str, Any]]]] = {}
         self.owners: dict[int, tuple[nn.Module, str]] = {}
         self.names = {id(module): name for name, module in root.named_modules()}
         for module in root.modules():
@@ -148,11 +151,19 @@ class _Recorder(TorchFunctionMode):
 
     def _structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallStructure | str:
         try:
-            return CallStructure.of_call(signature_of(module), args, kwargs)
+            signature, binder = self._signature(module)
+            return CallStructure.of_call(signature, args, kwargs, binder)
         except Unstructured as error:
             return f"its forward is called with what a graph can't hold: {error}"
         except TypeError as error:
             return f"its forward is called with arguments that don't fit its signature ({error})"
+
+    def _signature(self, module: nn.Module) -> tuple[inspect.Signature, Callable[..., dict[str, Any]]]:
+        key: Any = id(module) if "forward" in module.__dict__ else type(module)
+        if key not in self.signatures:
+            signature = signature_of(module)
+            self.signatures[key] = signature, binder_of(signature)
+        return self.signatures[key]
 
     def _finish(self, frame: _Frame, finished: RecordedCall, outputs: Any) -> None:
         if frame.atom:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from passes.graph.guards import FoldedConvForward, FoldedNormForward
@@ -22,7 +21,9 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
+    """One node with its arguments as they stood: nodes stand for values, the rest is as it is."""
+
     node: fx.Node
     op: str
     target: Any
@@ -34,51 +35,73 @@ class _Step:
 class Region:
     """Some nodes in the order of the run, with their arguments as they stood when the region was taken.
 
-    Calling it with the values of `inputs` runs the nodes on the modules and tensors of now and gives the value of the
-    last one; nodes that are gone give what they were given.
+    Calling it with the values of `inputs` runs the nodes on the modules and tensors of now and gives the value of
+    `output`.
 
     Attributes:
         inputs: the nodes outside the region whose values it needs.
+        output: the last node, or what whoever used its value uses now.
     """
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]
+    output: fx.Node
 
     @classmethod
     def of(cls, program: Program, nodes: Sequence[fx.Node]) -> Region:
-        """The region of the nodes that are still there."""
-        inside = set(nodes)
-        inputs: list[fx.Node] = []
+        """The region of one node or more."""
+        reader = _Reader(program, set(nodes))
+        steps = tuple(reader.step(node) for node in nodes)
+        return cls(steps, tuple(reader.inputs), nodes[-1])
 
-        def argument(node: fx.Node) -> Any:
-            if node.op == "get_attr":
-                owner, name, _ = program.tensor_of(node)
-                return _Read(owner, name)
-            source = node if node in inside else program.producer(node)
-            if source in inside:
-                return source
-            if node not in inputs:
-                inputs.append(node)
-            return node
+    def rewritten(self, program: Program, gone: Mapping[fx.Node, fx.Node]) -> Region | None:
+        """The same region after a rewrite; None if it needs another value now than those of its inputs.
 
-        steps = []
-        for node in nodes:
-            if node._erased:
-                continue
-            target = program.module_of(node) if node.op == "call_module" else node.target
-            args = fx.node.map_aggregate(
-                (node.args, node.kwargs), lambda a: argument(a) if isinstance(a, fx.Node) else a
-            )
-            steps.append(_Step(node, node.op, target, *args))
-        return cls(tuple(steps), tuple(inputs))
+        Args:
+            gone: for each node that was erased, the node whose value took its place.
+        """
+        nodes = [step.node for step in self.steps if step.node not in gone]
+        reader = _Reader(program, set(nodes))
+        steps = tuple(reader.step(node) for node in nodes)
+        output = self.output
+        while output in gone:
+            output = gone[output]
+        if output not in (*nodes, *self.inputs):
+            output = program.producer(output)
+        if any(node not in self.inputs for node in reader.inputs) or output not in (*nodes, *self.inputs):
+            return None
+        return Region(steps, self.inputs, output)
 
-    def __call__(self, *values: torch.Tensor) -> Any:
+    def __call__(self, *values: Any) -> Any:
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
-        result: Any = None
         for step in self.steps:
             args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), lambda a: _value(a, known))
-            result = known[step.node] = _run(step, args, kwargs)
-        return result
+            known[step.node] = _run(step, args, kwargs)
+        return known[self.output]
+
+
+class _Reader:
+    def __init__(self, program: Program, inside: set[fx.Node]) -> None:
+        self.program = program
+        self.inside = inside
+        self.inputs: dict[fx.Node, None] = {}
+
+    def step(self, node: fx.Node) -> Step:
+        target = self.program.module_of(node) if node.op == "call_module" else node.target
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._argument)
+        return Step(node, node.op, target, args, kwargs)
+
+    def _argument(self, argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return argument
+        if argument.op == "get_attr":
+            owner, name, _ = self.program.tensor_of(argument)
+            return _Read(owner, name)
+        source = argument if argument in self.inside else self.program.producer(argument)
+        if source in self.inside:
+            return source
+        self.inputs.setdefault(argument)
+        return argument
 
 
 def _value(argument: Any, known: dict[fx.Node, Any]) -> Any:
@@ -87,7 +110,7 @@ def _value(argument: Any, known: dict[fx.Node, Any]) -> Any:
     return known[argument] if isinstance(argument, fx.Node) else argument
 
 
-def _run(step: _Step, args: Any, kwargs: Any) -> Any:
+def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if step.op == "call_method":
         return getattr(args[0], step.target)(*args[1:], **kwargs)
     guard = step.target.__dict__.get("forward") if isinstance(step.target, nn.Module) else None

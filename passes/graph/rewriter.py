@@ -11,14 +11,14 @@ import torch
 from torch import fx, nn
 
 from passes.graph.capture import ModuleGraph
-from passes.graph.edits import AttributeEdit, Edit, ModuleEdit, TensorEdit
+from passes.graph.edits import AttributeEdit, Edit, MetaEdit, ModuleEdit, TensorEdit
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
     FoldedConvForward,
     FoldedNormForward,
     FoldedPair,
     FormattedForward,
-    SettlingForward,
+    SealCheckingForward,
     inner_forward,
 )
 from passes.graph.match import BatchNorm, Convolution, TensorRef
@@ -49,7 +49,8 @@ class Change:
         region: the nodes that the rewrite replaces, in the order of the run; the first one's inputs go in, the last
             one's value comes out, and it is there that the rewrite is checked.
         edits: what was done to the modules.
-        before, after: how the region's value is computed without the rewrite, and with it.
+        before, after: how the region's value is computed without the rewrite, and with it; both None without a region,
+            `after` also where the rewrite takes more than the region's inputs.
         sources: the tensors of the caller's module that new ones were computed from, each with its owner and name.
     """
 
@@ -63,13 +64,17 @@ class Change:
 
 
 @dataclass
-class _Rewritten:
+class _Kept:
+    """A graph as it was before the first write, and its node for each node of then."""
+
     graph: fx.Graph
     nodes: dict[fx.Node, fx.Node]
 
 
 class Rewriter:
     """Writes to the graphs and modules of one program, for one pass.
+
+    Everything is written inside of a `change`. What is written to a graph becomes the module's forward at `finish`.
 
     Attributes:
         program: what is there to be read; it follows the edits.
@@ -80,9 +85,13 @@ class Rewriter:
         self.program = program
         self.changes: list[Change] = []
         self.skips: list[Skip] = []
-        self._before: dict[int, _Rewritten] = {}
+        self._open: Change | None = None
+        self._half_done = False
+        self._kept: dict[int, _Kept] = {}
+        self._gone: dict[fx.Node, fx.Node] = {}
         self._installed: list[Edit] = []
-        self._pairs: dict[int, tuple[nn.Module, list[FoldedPair]]] = {}
+        self._guarded: dict[int, nn.Module] = {}
+        self._places: dict[int, list[tuple[nn.Module, str]]] | None = None
 
     def skip(self, node: fx.Node, reason: str) -> None:
         """Leave the node alone, for a reason that is a sentence without its full stop."""
@@ -94,16 +103,31 @@ class Rewriter:
 
     @contextmanager
     def change(self, where: str, what: str, region: Sequence[fx.Node] = ()) -> Iterator[Change]:
-        """Record what is written in the block as one change; an error in the block takes it back."""
+        """Record what is written in the block as one change.
+
+        An error in the block takes its edits of modules back. What it wrote to graphs goes only with the whole pass:
+        `finish` refuses after such an error, and `roll_back` is what is left to do.
+
+        Raises:
+            RuntimeError: inside of another change.
+        """
+        if self._open is not None:
+            raise RuntimeError("a change is opened inside of another one")
         change = Change(where, what, tuple(region))
         change.before = Region.of(self.program, region) if region else None
+        self._open = change
         try:
             yield change
-            change.after = Region.of(self.program, region) if region else None
+            if change.before is not None:
+                change.after = change.before.rewritten(self.program, self._gone)
         except BaseException:
             for edit in reversed(change.edits):
                 edit.undo()
+            self._places = None
+            self._half_done = True
             raise
+        finally:
+            self._open = None
         self.changes.append(change)
 
     def set_tensor(self, change: Change, ref: TensorRef, value: torch.Tensor | None) -> None:
@@ -117,22 +141,46 @@ class Rewriter:
         self._do(change, TensorEdit(ref.owner, ref.name, value))
 
     def replace_module(self, change: Change, module: nn.Module, new: nn.Module) -> None:
-        """Put another module in every place of the tree that holds this one."""
-        for parent in self.program.root.modules():
+        """Put another module in every place of the tree that holds this one; `new` may hold it in turn."""
+        if self._places is None:
+            self._places = {}
+            self._note_children(self.program.root)
+        places = self._places.pop(id(module), [])
+        self._note_children(new)
+        for parent, name in places:
+            self._do(change, ModuleEdit(parent, name, new))
+            self._places.setdefault(id(new), []).append((parent, name))
+        for node in self.program.calls_of(module):
+            if "module" in node.meta:
+                self._do(change, MetaEdit(node.meta, "module", new))
+
+    def _note_children(self, top: nn.Module) -> None:
+        assert self._places is not None
+        for parent in top.modules():
             for name, child in parent._modules.items():
-                if child is module:
-                    self._do(change, ModuleEdit(parent, name, new))
+                if child is not None:
+                    self._places.setdefault(id(child), []).append((parent, name))
 
     def set_forward(self, change: Change, module: nn.Module, forward: Any) -> None:
         """Give one module instance another forward."""
-        self._do(change, AttributeEdit(module, "forward", forward))
+        self.set_attribute(change, module, "forward", forward)
 
-    def bypass(self, node: fx.Node) -> None:
-        """Take the node out of its graph; whoever used its value uses its input instead."""
-        source = node.all_input_nodes[0]
+    def set_attribute(self, change: Change, module: nn.Module, name: str, value: Any) -> None:
+        """Put a value into the `__dict__` of one module instance."""
+        self._do(change, AttributeEdit(module, name, value))
+
+    def bypass(self, node: fx.Node, source: fx.Node | None = None) -> None:
+        """Take the node out of its graph; whoever used its value uses `source` instead, its first input by default.
+
+        What it read and nobody else reads goes too.
+        """
+        source = node.all_input_nodes[0] if source is None else source
         self._own(node)
+        readers = [reader for reader in node.all_input_nodes if reader.op == "get_attr"]
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
+        self._gone[node] = source
+        _erase_unused(readers)
 
     def set_bias(self, change: Change, conv: Convolution, value: torch.Tensor) -> None:
         """Give the convolution this bias, (out,), whether it had one or not."""
@@ -147,7 +195,7 @@ class Rewriter:
         self.set_tensor(change, ref, parameter)
         self._own(conv.node)
         with conv.node.graph.inserting_before(conv.node):
-            reader = conv.node.graph.get_attr(self._target_in(conv.node, ref))
+            reader = conv.node.graph.get_attr(_beside(_reader_of(self.program, conv), ref.name))
         _set_bias_argument(conv.node, reader)
 
     def drop_bias(self, change: Change, conv: Convolution) -> None:
@@ -157,9 +205,7 @@ class Rewriter:
             self._own(conv.node)
             readers = [node for node in conv.node.all_input_nodes if node.op == "get_attr"]
             _set_bias_argument(conv.node, None)
-            for reader in readers:
-                if not reader.users:
-                    reader.graph.erase_node(reader)
+            _erase_unused(readers)
         self.set_tensor(change, conv.bias, None)
 
     def keep_output_formats(self, formats: Sequence[torch.memory_format | None]) -> None:
@@ -169,12 +215,7 @@ class Rewriter:
         """
         root = self.program.root
         with self.change("", "outputs in the memory format of the original") as change:
-            self.set_forward(change, root, FormattedForward(root, tuple(formats), root.__dict__.get("forward")))
-
-    def _target_in(self, node: fx.Node, ref: TensorRef) -> str:
-        owner = self.program.home(node).module
-        prefix = next(path for path, module in owner.named_modules() if module is ref.owner)
-        return f"{prefix}.{ref.name}" if prefix else ref.name
+            self.set_forward(change, root, FormattedForward(root, tuple(formats), inner_forward(root)))
 
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
@@ -182,54 +223,73 @@ class Rewriter:
         In a traced forward its call goes, and its place in the tree becomes an identity. In a forward that can't be
         traced it stays, without tensors, as a check that the run goes the way that the recorded runs went.
         """
-        home = self.program.home(norm.node)
-        if home.traced and self.program.home(conv.node).traced:
-            self.bypass(norm.node)
+        if not self._all_traced(conv, norm):
+            self._guard(change, conv, norm, carried=True)
+        else:
+            self.bypass(norm.node, norm.input)
             if norm.module is not None:
-                self.replace_module(change, norm.module, nn.Identity())
-            return
+                identity = nn.Identity()
+                identity.training = norm.module.training
+                self.replace_module(change, norm.module, identity)
+                return
+        for ref in norm.tensors:
+            self.set_tensor(change, ref, None)
+
+    def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
+        """Both are right only together now: in a forward that can't be traced, that is checked at every call."""
+        if not self._all_traced(conv, norm):
+            self._guard(change, conv, norm, carried=False)
+
+    def _all_traced(self, conv: Convolution, norm: BatchNorm) -> bool:
+        return self.program.home(conv.node).traced and self.program.home(norm.node).traced
+
+    def _guard(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
         assert conv.module is not None
         assert norm.module is not None
         pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node))
         self.set_forward(change, conv.module, FoldedConvForward(conv.module, pair))
-        self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair))
-        for ref in norm.tensors:
-            self.set_tensor(change, ref, None)
+        self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
         # The module that calls both gets its forward at the end, once for all its pairs.
-        self._pairs.setdefault(id(home.module), (home.module, []))[1].append(pair)
+        caller = self.program.home(norm.node).module
+        self._guarded[id(caller)] = caller
 
     def _do(self, change: Change, edit: Edit) -> None:
+        if change is not self._open:
+            raise RuntimeError("a module is written to outside of its change")
         edit.apply()
         change.edits.append(edit)
 
     def _own(self, node: fx.Node) -> None:
         """Before the first write to a graph, keep it as it was."""
+        if self._open is None:
+            raise RuntimeError("a graph is written to outside of a change")
         home = self.program.home(node)
-        if id(home) in self._before:
-            return
-        nodes: dict[fx.Node, fx.Node] = {}
-        graph = fx.Graph()
-        output = next(node for node in reversed(home.graph.nodes) if node.op == "output")
-        nodes[output] = graph.output(graph.graph_copy(home.graph, nodes))
-        self._before[id(home)] = _Rewritten(graph, nodes)
+        if not home.traced:
+            raise RuntimeError(f"the graph of {home.path or 'the root'} is a record of a run, and is never written to")
+        if id(home) not in self._kept:
+            self._kept[id(home)] = _Kept(*_copied(home.graph))
 
     def before(self, home: ModuleGraph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         """The graph as it was before this pass, and the node there for each node of then."""
-        rewritten = self._before.get(id(home))
-        return (rewritten.graph, rewritten.nodes) if rewritten else (home.graph, {n: n for n in home.graph.nodes})
+        kept = self._kept.get(id(home))
+        return (kept.graph, kept.nodes) if kept else (home.graph, {n: n for n in home.graph.nodes})
 
     def finish(self) -> None:
-        """Check the rewritten graphs and make them the forwards of their modules."""
+        """Check the rewritten graphs and make them the forwards of their modules.
+
+        Raises:
+            RuntimeError: a change was left half-way by an error.
+        """
+        if self._half_done:
+            raise RuntimeError("a change was left half-way by an error: the pass has to be rolled back")
         for graph in self._rewritten():
             graph.graph.lint()
-            if not graph.traced:
-                continue
-            graphs = {graph.module.training: (graph.graph, graph.outputs)}
+            # The forward holds a copy: the next pass writes to this one.
+            graphs = {graph.module.training: (_copied(graph.graph)[0], graph.outputs)}
             self._install(graph.module, GraphForward(graph.module, graph.path, graph.structure, graphs))
-        for module, pairs in self._pairs.values():
-            earlier = inner_forward(module)
-            known = earlier.pairs if isinstance(earlier, SettlingForward) else ()
-            self._install(module, SettlingForward(module, (*known, *pairs)))
+        for module in self._guarded.values():
+            if not isinstance(inner_forward(module), SealCheckingForward):
+                self._install(module, SealCheckingForward(module))
         self.program.refresh()
 
     def _install(self, module: nn.Module, forward: Any) -> None:
@@ -241,7 +301,7 @@ class Rewriter:
         self._installed.append(edit)
 
     def _rewritten(self) -> list[ModuleGraph]:
-        return [graph for graph in self.program.graphs.values() if id(graph) in self._before]
+        return [graph for graph in self.program.graphs.values() if id(graph) in self._kept]
 
     @property
     def edits(self) -> list[Edit]:
@@ -249,15 +309,48 @@ class Rewriter:
         return [edit for change in self.changes for edit in change.edits] + self._installed
 
     def roll_back(self) -> None:
-        """Take everything back."""
+        """Take everything back; passes that came later have to be taken back before."""
         for edit in reversed(self.edits):
             edit.undo()
         for graph in self._rewritten():
-            graph.graph = self._before[id(graph)].graph
-        self._before.clear()
+            graph.graph = self._kept[id(graph)].graph
+        self._kept.clear()
         self._installed.clear()
-        self._pairs.clear()
+        self._guarded.clear()
+        self._places = None
+        # The record stays; there is nothing more to be taken back.
+        for change in self.changes:
+            change.edits = []
         self.program.refresh()
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph of the same nodes, and its node for each of the old one's."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    copy = fx.Graph()
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+    return copy, nodes
+
+
+def _reader_of(program: Program, conv: Convolution) -> fx.Node:
+    """The node by which a functional convolution reads its weight."""
+    return next(
+        node
+        for node in conv.node.all_input_nodes
+        if node.op == "get_attr" and program.tensor_of(node)[:2] == (conv.weight.owner, conv.weight.name)
+    )
+
+
+def _beside(reader: fx.Node, name: str) -> str:
+    path, dot, _ = str(reader.target).rpartition(".")
+    return f"{path}{dot}{name}"
+
+
+def _erase_unused(readers: Sequence[fx.Node]) -> None:
+    for reader in readers:
+        if not reader.users:
+            reader.graph.erase_node(reader)
 
 
 def _free_name(weight: TensorRef) -> str:

@@ -101,13 +101,19 @@ class CallStructure:
         return _restored, (self.signature, skeleton_of(self.spec), self.leaves, self.positional, self.omitted)
 
     @classmethod
-    def of_call(cls, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallStructure:
-        """The structure of one call, as `binder_of(signature)` binds it.
+    def of_call(
+        cls,
+        signature: inspect.Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        binder: Callable[..., dict[str, Any]] | None = None,
+    ) -> CallStructure:
+        """The structure of one call, as `binder_of(signature)`, made here where it isn't given, binds it.
 
         Raises:
             Unstructured: an argument is neither a tensor, a constant, nor a container of them that pytree knows.
         """
-        bound = binder_of(signature)(*args, **kwargs)
+        bound = (binder or binder_of(signature))(*args, **kwargs)
         flat, spec = pytree.tree_flatten(bound)
         leaves = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
         for leaf in leaves:
@@ -231,7 +237,10 @@ def _same_leaf(mine: Any, theirs: Any) -> bool:
         return True
     if mine is TENSOR or theirs is TENSOR:
         return False
-    return type(mine) is type(theirs) and bool(mine == theirs)
+    if type(mine) is not type(theirs):
+        return False
+    # Neither of NaN and -0.0 does `==` tell what it is.
+    return repr(mine) == repr(theirs) if isinstance(mine, float | complex) else bool(mine == theirs)
 
 
 def _key_text(key: Any) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
+from passes.errors import UnseenCall
 from passes.graph.capture import ModuleGraph
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
@@ -19,15 +21,16 @@ GraphOf = Callable[[ModuleGraph], tuple[fx.Graph, dict[fx.Node, fx.Node]]]
 
 def witness_inputs(
     program: Program, regions: Mapping[int, Region], graph_of: GraphOf, run: Callable[[], Any], *, limit: int
-) -> dict[int, tuple[torch.Tensor, ...]]:
+) -> dict[int, tuple[Any, ...]]:
     """Run the module and keep what the first call of each region is given.
 
     Args:
         regions: under any numbers.
-        graph_of: the graph to run a module by, and its node for each node of now; for regions that begin with a
-            function, whose inputs only a graph shows.
+        graph_of: the graph to run a module by, and its node for each node of now; for regions whose inputs only a graph
+            shows.
         run: runs the root.
-        limit: bytes to keep; regions whose turn comes when it is reached are missing in the result.
+        limit: bytes to keep; regions whose turn comes when it is reached are missing in the result, and so are those
+            that the run doesn't come to or whose inputs nothing shows.
 
     Returns:
         Copies of the values, by the region's number.
@@ -44,51 +47,73 @@ class _Watcher:
         self.regions = regions
         self.graph_of = graph_of
         self.limit = limit
-        self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.modules: dict[int, int] = {}
-        self.functions: dict[int, list[int]] = {}
+        self.seen: dict[int, tuple[Any, ...]] = {}
+        self.by_call: dict[int, list[int]] = {}
+        self.by_graph: dict[int, list[int]] = {}
         for number, region in regions.items():
             first = region.steps[0]
-            if first.op == "call_module":
-                self.modules[id(first.target)] = number
-            else:
-                self.functions.setdefault(id(program.home(first.node).module), []).append(number)
+            home = program.home(first.node)
+            if first.op == "call_module" and _given_to(first, region):
+                self.by_call.setdefault(id(first.target), []).append(number)
+            elif home.traced and all(program.home(source) is home for source in region.inputs):
+                self.by_graph.setdefault(id(home.module), []).append(number)
 
     def around(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        number = self.modules.get(id(module))
-        if number is not None:
-            self._keep(number, [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
-        if id(module) in self.functions:
-            self._interpret(module, args, kwargs)
+        for number in self.by_call.pop(id(module), ()):
+            self._keep(number, self._given(number, args, kwargs))
+        if numbers := self.by_graph.pop(id(module), None):
+            self._interpret(module, numbers, args, kwargs)
         return call(*args, **kwargs)
 
-    def _interpret(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _given(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[fx.Node, Any]:
+        first = self.regions[number].steps[0]
+        places, values = pytree.tree_leaves((first.args, first.kwargs)), pytree.tree_leaves((args, kwargs))
+        if len(places) != len(values):
+            return {}
+        return {place: value for place, value in zip(places, values, strict=True) if isinstance(place, fx.Node)}
+
+    def _interpret(self, module: nn.Module, numbers: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         home = self.program.graphs[id(module)]
         graph, twins = self.graph_of(home)
-        watched = {twins[self.regions[n].steps[0].node]: n for n in self.functions.pop(id(module))}
-        tensors = home.structure.tensors_of(binder_of(home.structure.signature)(*args, **kwargs))
-
-        def keep(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
-            number = watched.get(node)
-            if number is not None:
-                self._keep(number, [env[twins[source]] for source in self.regions[number].inputs])
-
-        _WatchedInterpreter(module, graph, keep).run(*tensors)
-
-    def _keep(self, number: int, values: list[torch.Tensor]) -> None:
-        if number in self.seen or self.limit <= 0:
+        try:
+            tensors = home.structure.tensors_of(binder_of(home.structure.signature)(*args, **kwargs))
+        except UnseenCall:
             return
-        self.limit -= sum(value.numel() * value.element_size() for value in values)
-        self.seen[number] = tuple(value.detach().clone() for value in values)
+        wanted = {twins[source]: source for number in numbers for source in self.regions[number].inputs}
+        interpreter = _Interpreter(module, graph, wanted)
+        interpreter.run(*tensors)
+        for number in numbers:
+            self._keep(number, interpreter.kept)
+
+    def _keep(self, number: int, values: Mapping[fx.Node, Any]) -> None:
+        inputs = self.regions[number].inputs
+        if self.limit <= 0 or any(source not in values for source in inputs):
+            return
+        kept = tuple(_copied(values[source]) for source in inputs)
+        self.limit -= sum(value.numel() * value.element_size() for value in kept if isinstance(value, torch.Tensor))
+        self.seen[number] = kept
 
 
-class _WatchedInterpreter(fx.Interpreter):
-    def __init__(
-        self, module: nn.Module, graph: fx.Graph, before: Callable[[fx.Node, Mapping[fx.Node, Any]], None]
-    ) -> None:
+def _given_to(first: Any, region: Region) -> bool:
+    """Whether all inputs of the region are arguments of its first call."""
+    given = {leaf for leaf in pytree.tree_leaves((first.args, first.kwargs)) if isinstance(leaf, fx.Node)}
+    return given.issuperset(region.inputs)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph and keeps copies of some values as they are made: a later operation may write to them."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, wanted: Mapping[fx.Node, fx.Node]) -> None:
         super().__init__(module, graph=graph)
-        self.before = before
+        self.wanted = wanted
+        self.kept: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.before(n, self.env)
-        return super().run_node(n)
+        value = super().run_node(n)
+        if n in self.wanted:
+            self.kept[self.wanted[n]] = _copied(value)
+        return value

@@ -13,7 +13,9 @@ def enliven(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
-        return torch.rand(like.shape, generator=generator, dtype=torch.float64).mul_(high - low).add_(low).to(like.dtype)
+        return (
+            torch.rand(like.shape, generator=generator, dtype=torch.float64).mul_(high - low).add_(low).to(like.dtype)
+        )
 
     with torch.no_grad():
         for module in model.modules():

@@ -1,0 +1,251 @@
+"""Every way of running one model: as it is, by this project, and by what a user would take instead."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import torch
+from models import Plain, Subject
+from torch import nn
+from torch.fx.experimental.optimization import fuse
+
+from exporters.isolation import silent
+from exporters.registry import load_artifact
+from exporters.torchscript_deprecation import torchscript_allowed
+from optimizer import export, optimize
+
+Run = Callable[[], tuple[torch.Tensor, ...]]
+
+EAGER = "eager"
+OURS = "ours"
+OURS_COMPILED = "ours-compile"
+OURS_TORCHSCRIPT = "ours-torchscript"
+OURS_ONNX = "ours-onnx"
+FUSE = "fuse"
+JIT = "jit"
+COMPILE = "compile"
+ONNX = "onnx"
+
+LABELS = {
+    EAGER: "eager",
+    OURS: "optimize-export",
+    OURS_COMPILED: "optimize-export, torch-compile",
+    OURS_TORCHSCRIPT: "optimize-export, TorchScript file",
+    OURS_ONNX: "optimize-export, ONNX file in onnxruntime",
+    FUSE: "torch.fx fuse",
+    JIT: "torch.jit.optimize_for_inference",
+    COMPILE: "torch.compile",
+    ONNX: "torch.onnx.export in onnxruntime",
+}
+
+
+# Batch sizes at which this project compares its results with the original; the benchmark itself shows the error at the
+# size that it measures.
+_VERIFIED = (2, 1)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run the model on one batch.
+
+    Attributes:
+        name: of `LABELS`.
+        run: gives the outputs as flat tensors; None where this way can't be had.
+        reason: then the sentence why.
+        set_up_seconds: what it took to make, the first call included.
+    """
+
+    name: str
+    run: Run | None
+    reason: str = ""
+    set_up_seconds: float = 0.0
+
+
+class Workshop:
+    """Makes the contenders for one model. What doesn't depend on the batch size is made once.
+
+    Args:
+        folder: for the files.
+        threads: of onnxruntime.
+    """
+
+    def __init__(self, subject: Subject, folder: Path, device: str, threads: int) -> None:
+        self._subject = subject
+        self._device = device
+        self._folder = folder
+        self._threads = threads
+        self._model = subject.model.to(device)
+        self._plain = Plain(self._model).eval()
+        self._fast: nn.Module | None = None
+        self._made: dict[str, tuple[Any, float]] = {}
+        self._makers: dict[str, Callable[[tuple[torch.Tensor, ...]], Run]] = {
+            EAGER: lambda inputs: _calling(self._plain, inputs),
+            OURS: lambda inputs: _calling(Plain(self._optimized()), inputs),
+            OURS_COMPILED: self._ours_compiled,
+            OURS_TORCHSCRIPT: lambda inputs: self._artifact("torchscript", inputs),
+            OURS_ONNX: lambda inputs: self._artifact("onnx", inputs),
+            FUSE: lambda inputs: _calling(Plain(self._once(FUSE, lambda: fuse(self._model))), inputs),
+            JIT: self._jit,
+            COMPILE: lambda inputs: _calling(Plain(_compiled(self._model)), inputs),
+            ONNX: self._plain_onnx,
+        }
+
+    def inputs(self, batch: int) -> tuple[torch.Tensor, ...]:
+        """The inputs that all contenders get, on the device."""
+        return tuple(tensor.to(self._device) for tensor in self._subject.inputs(batch))
+
+    def truth(self, batch: int) -> tuple[torch.Tensor, ...]:
+        """What the model gives in float64."""
+        double = Plain(deepcopy(self._subject.model)).eval().double()
+        wide = tuple(t.double() if t.is_floating_point() else t for t in self.inputs(batch))
+        return _calling(double, wide)()
+
+    def contenders(self, batch: int, names: Iterable[str]) -> list[Contender]:
+        """One contender for each name, each of them called once."""
+        # Compiled code of another batch size would make the compiler go for code that takes all sizes.
+        torch._dynamo.reset()
+        inputs = self.inputs(batch)
+        return [self._contender(name, inputs) for name in names]
+
+    def _contender(self, name: str, inputs: tuple[torch.Tensor, ...]) -> Contender:
+        started = time.perf_counter()
+        try:
+            with warnings.catch_warnings(), torchscript_allowed():
+                warnings.simplefilter("ignore")
+                run = self._makers[name](inputs)
+                run()
+        except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and the row says so
+            return Contender(name, None, _sentence(error), time.perf_counter() - started)
+        return Contender(name, run, "", time.perf_counter() - started)
+
+    def _once(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _optimized(self) -> nn.Module:
+        return self._once(OURS, lambda: optimize(self._model, example_inputs=self.inputs(_VERIFIED[0])))
+
+    def _ours_compiled(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        # On top of the verified result. Without example inputs nothing runs the compiled code before the first call,
+        # which so compiles for one batch size, as that of torch.compile does.
+        return _calling(Plain(optimize(self._optimized(), ["torch-compile"])), inputs)
+
+    def _artifact(self, form: str, inputs: tuple[torch.Tensor, ...]) -> Run:
+        bundle = self._once(form, lambda: self._bundle(form))
+        (artifact,) = bundle.artifacts
+        path = artifact.path
+        if form == "onnx":
+            return OnnxRun(path, inputs, self._device, self._threads)
+        return _calling(torch.jit.load(str(path), map_location=self._device).eval(), inputs)
+
+    def _bundle(self, form: str) -> Any:
+        # One bundle for each format: the refusal of one withholds the whole.
+        return export(
+            self._optimized(),
+            example_inputs=self.inputs(_VERIFIED[0]),
+            output=self._folder / form,
+            formats=(form,),
+            batch_sizes=_VERIFIED,
+            device=self._device,
+        )
+
+    def _jit(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        traced = torch.jit.trace(self._plain, inputs, check_trace=False)
+        run = _calling(torch.jit.optimize_for_inference(traced), inputs)
+        # Its profiling executor settles on the final code in the second call.
+        run()
+        return run
+
+    def _plain_onnx(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        path = self._folder / f"plain_{len(inputs[0])}.onnx"
+        with silent():
+            torch.onnx.export(self._plain, inputs, str(path), dynamo=True, verbose=False)
+        return OnnxRun(path, inputs, self._device, self._threads)
+
+
+class OnnxRun:
+    """A file on onnxruntime, with bound inputs and outputs: the same session settings for every file.
+
+    Raises:
+        ProviderFallback: the device is the GPU, and onnxruntime would compute on the CPU.
+    """
+
+    def __init__(self, path: Path, inputs: tuple[torch.Tensor, ...], device: str, threads: int) -> None:
+        if device == "cuda":
+            # Looks where the nodes really are.
+            load_artifact("onnx", path, device)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        # Its threads wait for work by spinning; once a run is over, that would cost the next contender its cores.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        self._session = ort.InferenceSession(str(path), options, providers=_providers(device))
+        self._device = device
+        self._inputs = tuple(tensor.contiguous() for tensor in inputs)
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        binding = self._session.io_binding()
+        for node, tensor in zip(self._session.get_inputs(), self._inputs, strict=True):
+            kind = _NUMPY_NAMES[tensor.dtype]
+            binding.bind_input(node.name, self._device, 0, kind, list(tensor.shape), tensor.data_ptr())
+        for node in self._session.get_outputs():
+            binding.bind_output(node.name, self._device, 0)
+        if self._device == "cuda":
+            # onnxruntime has a stream of its own: the inputs must be there before it starts.
+            torch.cuda.current_stream().synchronize()
+        self._session.run_with_iobinding(binding)
+        return tuple(torch.utils.dlpack.from_dlpack(value) for value in binding.get_outputs())
+
+
+_NUMPY_NAMES = {torch.float32: "float32", torch.int64: "int64"}
+
+
+def _providers(device: str) -> list[Any]:
+    if device == "cpu":
+        return ["CPUExecutionProvider"]
+    # TF32 rounds float32 products to 10 bits; it is off for torch too.
+    return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+def _calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
+    def run() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            output = call(*inputs)
+        return output if isinstance(output, tuple) else (output,)
+
+    return run
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(model)
+    return compiled
+
+
+def _sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def error_against(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    """The largest difference, over that output's largest value; of the worst output. Infinite where the outputs aren't
+    of one number, shape and finiteness."""
+    if len(outputs) != len(truth):
+        return float("inf")
+    return max(_difference(output, true) for output, true in zip(outputs, truth, strict=True))
+
+
+def _difference(output: torch.Tensor, truth: torch.Tensor) -> float:
+    if output.shape != truth.shape:
+        return float("inf")
+    difference = (output.double().cpu() - truth.cpu()).abs().max().item() / max(truth.abs().max().item(), 1e-300)
+    return difference if difference == difference else float("inf")

@@ -1,0 +1,171 @@
+"""Latency of whole models: eager, by this project, and by what a user would take instead.
+
+    python benchmarks/latency.py --json build/latency.json --markdown build/latency.md
+
+Every contender gets the same inputs and the same threads, and is called in turn with the others, so that what slows the
+machine down for a while slows all of them. Beside its time stands its error: a fast wrong answer is no answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import EAGER, LABELS, Contender, Workshop, error_against
+from measure import Spread, caption, environment, latency_of, numbers, positive, ratios, repeats_for
+from models import SUBJECTS, subject
+from table import Table, seconds, write
+
+# Of one figure of one round: shorter calls are repeated.
+_SECONDS_OF_A_FIGURE = 0.1
+
+
+def measure_batch(
+    workshop: Workshop, batch: int, names: Sequence[str], rounds: int, device: str
+) -> list[dict[str, Any]]:
+    """All contenders at one batch size, interleaved."""
+    truth = workshop.truth(batch)
+    made = workshop.contenders(batch, names)
+    runs = {contender.name: contender.run for contender in made if contender.run is not None}
+    errors = {name: error_against(run(), truth) for name, run in runs.items()}
+    repeats = {name: repeats_for(run, _SECONDS_OF_A_FIGURE, device) for name, run in runs.items()}
+    figures: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for number in range(rounds):
+        random.Random(number).shuffle(order)
+        for name in order:
+            figures[name].append(latency_of(runs[name], repeats[name], device))
+    return [_result(contender, figures, errors, repeats) for contender in made]
+
+
+def _result(
+    contender: Contender, figures: dict[str, list[float]], errors: dict[str, float], repeats: dict[str, int]
+) -> dict[str, Any]:
+    name = contender.name
+    result: dict[str, Any] = {"name": name, "set_up_seconds": contender.set_up_seconds}
+    if contender.run is None:
+        return {**result, "unavailable": contender.reason}
+    return {
+        **result,
+        "unavailable": None,
+        "calls_per_round": repeats[name],
+        "seconds": {**Spread.of(figures[name]).to_json(), "values": figures[name]},
+        "speed_up": ratios(figures[EAGER], figures[name]).to_json() if EAGER in figures else None,
+        "error": errors[name] if math.isfinite(errors[name]) else None,
+        "error_to_eager": _over(errors[name], errors.get(EAGER)),
+    }
+
+
+def _over(error: float, eager: float | None) -> float | None:
+    return error / eager if eager and math.isfinite(error) else None
+
+
+def table_of(results: Sequence[dict[str, Any]]) -> Table:
+    headings = ["model", "batch", "contender", "latency", "quartiles", "speed-up", "quartiles", "error", "of eager's"]
+    table = Table("Latency", headings, left=3)
+    absent = []
+    for result in results:
+        for contender in result["contenders"]:
+            row = [result["model"], str(result["batch"]), LABELS[contender["name"]]]
+            if contender["unavailable"] is not None:
+                table.add(*row, "–", "", "", "", "", "")
+                absent.append(f"{row[0]}, batch {row[1]}, {row[2]}: {contender['unavailable']}")
+            else:
+                table.add(*row, *_cells(contender))
+    table.caption.append(
+        "Speed-up is the time of eager over that of the contender, taken within each round; medians with quartiles. The"
+        " error is the largest difference from the model in float64, over the output's largest value."
+    )
+    table.caption += absent
+    return table
+
+
+def _cells(contender: dict[str, Any]) -> list[str]:
+    spread, gain, error = contender["seconds"], contender["speed_up"], contender["error"]
+    cells = [seconds(spread["median"]), f"{seconds(spread['low'])} – {seconds(spread['high'])}"]
+    cells += ["", ""] if gain is None else [f"{gain['median']:.2f}×", f"{gain['low']:.2f} – {gain['high']:.2f}"]
+    cells.append("another shape, or not finite" if error is None else f"{error:.1e}")
+    ratio = contender["error_to_eager"]
+    cells.append("" if ratio is None else f"{ratio:.3g}×")
+    return cells
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SUBJECTS), help="names, by commas (default: %(default)s)")
+    parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
+    parser.add_argument("--rounds", type=positive, default=7, help="figures per contender (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=positive, default=_cpus(), help="of torch and of onnxruntime alike")
+    parser.add_argument("--contenders", default=",".join(LABELS), help="names, by commas; eager is always there")
+    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",")
+    if unknown := [name for name in models if name not in SUBJECTS]:
+        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(SUBJECTS)}")
+    names = [EAGER, *(name for name in arguments.contenders.split(",") if name != EAGER)]
+    if unknown := [name for name in names if name not in LABELS]:
+        parser.error(f"there is no contender {unknown[0]!r}: use {', '.join(LABELS)}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU that torch finds")
+    torch.set_num_threads(arguments.threads)
+    # Off on all sides; see the providers of onnxruntime.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    where = environment(arguments.threads, arguments.device)
+
+    settings = {
+        "models": models,
+        "contenders": names,
+        "batch": arguments.batch,
+        "rounds": arguments.rounds,
+        "scale": arguments.scale,
+        "device": arguments.device,
+    }
+    results: list[dict[str, Any]] = []
+    data = {"benchmark": "latency", "environment": where, "settings": settings, "results": results}
+    for name in models:
+        with tempfile.TemporaryDirectory() as folder:
+            results += _measure_model(name, names, arguments, Path(folder))
+        # After each model: what was measured stays, if the rest is interrupted.
+        table = table_of(results)
+        table.caption.append(caption(where))
+        write([table], data, arguments.json, arguments.markdown)
+    table.show()
+    return 0
+
+
+def _measure_model(
+    name: str, names: Sequence[str], arguments: argparse.Namespace, folder: Path
+) -> list[dict[str, Any]]:
+    asked = subject(name, arguments.scale)
+    workshop = Workshop(asked, folder, arguments.device, arguments.threads)
+    results = []
+    for batch in arguments.batch:
+        print(f"{time.strftime('%H:%M:%S')}  {name}, batch {batch} …", file=sys.stderr)
+        contenders = measure_batch(workshop, batch, names, arguments.rounds, arguments.device)
+        parameters = sum(parameter.numel() for parameter in asked.model.parameters())
+        results.append({"model": name, "batch": batch, "parameters": parameters, "contenders": contenders})
+    return results
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    # A cache of its own, so that a second run compiles what the first one did.
+    with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        sys.exit(main())

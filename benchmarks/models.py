@@ -1,0 +1,172 @@
+"""Real architectures with weights and statistics that are worth comparing; nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.loading import load
+
+_RESNET = Path(__file__).parents[1] / "examples" / "resnet.py"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in eval, and its inputs at any batch size: positional tensors that share their first dim."""
+
+    name: str
+    model: nn.Module
+    inputs: Callable[[int], tuple[torch.Tensor, ...]]
+
+
+class Plain(nn.Module):
+    """A model whose output is a tuple of tensors, or one tensor: what tracers and exporters take without help."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        output = self.model(*inputs)
+        if isinstance(output, torch.Tensor):
+            return output
+        values = tuple(value for value in output.values() if isinstance(value, torch.Tensor))
+        return values[0] if len(values) == 1 else values
+
+
+def bring_to_life(model: nn.Module, *example: torch.Tensor) -> nn.Module:
+    """Draw weights that keep the signal's size, and take the BatchNorm statistics that the network's own activations
+    have: as it is initialised, a network answers next to nothing, and no error shows."""
+    generator = torch.Generator().manual_seed(0)
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    scales = [module for module in model.modules() if isinstance(module, nn.LayerNorm)] + norms
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                fan_in = parameter[0].numel()
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.4 / fan_in**0.5))
+        for module in scales:
+            module.weight.uniform_(0.5, 1.5, generator=generator)
+            module.bias.uniform_(-0.3, 0.3, generator=generator)
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            # None is the plain mean over all batches.
+            norm.momentum = None
+        if norms:
+            model.train()
+            for _ in range(2):
+                model(*example)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    return model.eval()
+
+
+def _images(size: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    def draw(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1)),)
+
+    return draw
+
+
+def resnet50(scale: float) -> Subject:
+    """The model of examples/resnet.py."""
+    return Subject("resnet50", load(str(_RESNET)).model, _images(_image_size(scale)))
+
+
+def mobilenet_v2(scale: float) -> Subject:
+    """Depthwise convolutions, each with a BatchNorm."""
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    model = MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=1000))
+    images = _images(_image_size(scale))
+    return Subject("mobilenet_v2", bring_to_life(model, *_images(96)(8)), images)
+
+
+def convnext_tiny(scale: float) -> Subject:
+    """No BatchNorm at all: what is left to gain is the memory format."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(num_labels=1000, layer_scale_init_value=0.3)
+    return Subject("convnext_tiny", bring_to_life(ConvNextForImageClassification(config)), _images(_image_size(scale)))
+
+
+def bert_small(scale: float) -> Subject:
+    """Six layers of 384, the size that sentence embeddings are made with."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    length = max(8, round(128 * scale))
+
+    def draw(batch: int) -> tuple[torch.Tensor, ...]:
+        ids = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        # The last row is padded.
+        mask[-1, length * 3 // 4 :] = 0
+        return ids, mask
+
+    return Subject("bert_small", bring_to_life(BertModel(config)), draw)
+
+
+class _PlainBlock(nn.Module):
+    def __init__(self, before: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or before != channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class _PlainResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        widths = (64, 64, 128, 128, 256, 256, 512, 512)
+        before = (64, *widths[:-1])
+        self.body = nn.Sequential(
+            *(_PlainBlock(old, new, 2 if new != old else 1) for old, new in zip(before, widths, strict=True))
+        )
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.stem(x)).mean((2, 3)))
+
+
+def resnet18(scale: float) -> Subject:
+    """Written plainly, so that torch.fx traces it as a whole: the others don't trace."""
+    return Subject("resnet18", bring_to_life(_PlainResNet(), *_images(96)(8)), _images(_image_size(scale)))
+
+
+def _image_size(scale: float) -> int:
+    # A multiple of 32, by which all of these shrink an image.
+    return max(32, round(224 * scale / 32) * 32)
+
+
+SUBJECTS: dict[str, Callable[[float], Subject]] = {
+    make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, bert_small, resnet18)
+}
+
+
+def subject(name: str, scale: float = 1.0) -> Subject:
+    """The model of that name, the same at every call; `scale` shrinks its inputs.
+
+    Raises:
+        KeyError: there is none.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return SUBJECTS[name](scale)

@@ -1,0 +1,556 @@
+"""Running one forward on symbols, so that all it does goes into a graph and nothing is frozen or lost.
+
+FX's own `Tracer.trace` is made for one trace of a whole model. Here thousands of small ones are made, one per module:
+what it sets up for each is set up once for all (`Interception`), and only for the thread that traces, so that other
+threads may go on running models meanwhile.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import keyword
+import math
+import operator
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import Attribute, ParameterProxy
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils import _pytree as pytree
+
+from passes.graph.side_effects import names_in
+from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
+
+# What may be asked of a tensor that exists while tracing: the answer is the same for every input.
+METADATA = {
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
+    "is_mkldnn", "is_nested", "is_complex", "is_floating_point", "requires_grad", "itemsize", "nbytes", "is_leaf",
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "get_device",
+    "__len__", "is_mps", "is_xpu", "names", "has_names", "is_tensor", "is_same_size", "grad_fn",
+}  # fmt: skip
+
+
+# In the `meta` of a node whose value is a tensor for certain.
+IS_TENSOR = "optimize_export_is_tensor"
+
+_TENSOR_LAYERS = (
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Dropout, nn.Identity, nn.Flatten, nn.ReLU, nn.GELU, nn.SiLU,
+    nn.Sigmoid, nn.Tanh, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase,
+)  # fmt: skip
+_TENSOR_OPERATIONS = {
+    "adaptive_avg_pool2d", "add", "avg_pool2d", "batch_norm", "bmm", "cat", "clone", "contiguous", "conv1d", "conv2d",
+    "conv3d", "detach", "div", "dropout", "einsum", "embedding", "expand", "flatten", "float", "gelu", "group_norm",
+    "half", "interpolate", "layer_norm", "linear", "matmul", "mean", "mul", "pad", "permute", "relu", "repeat", "reshape",
+    "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "squeeze", "stack", "sub", "sum", "tanh", "to",
+    "transpose", "type_as", "unsqueeze", "view",
+}  # fmt: skip
+
+
+class Untraceable(Exception):
+    """The forward does what a graph can't hold; the message, a clause about the forward, says what."""
+
+
+def function_name(func: Any) -> str:
+    """The name of a function, "" where it has none."""
+    return str(getattr(func, "__name__", ""))
+
+
+def function_of(module: nn.Module) -> Any:
+    """The Python function that the module's forward runs, under its decorators; None where there is none."""
+    forward = inspect.unwrap(module.__dict__.get("forward", type(module).forward))
+    forward = getattr(forward, "__func__", forward)
+    return forward if isinstance(forward, types.FunctionType) else None
+
+
+class Tree:
+    """Where the modules and tensors of one tree stand, as attributes of each other."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules = {id(module): module for module in root.modules()}
+        self.parents: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._tensors: dict[int, list[tuple[nn.Module, str]]] | None = None
+        for module in self.modules.values():
+            for name, child in module._modules.items():
+                if child is not None:
+                    self.parents.setdefault(id(child), []).append((module, name))
+
+    def owners_of(self, tensor: torch.Tensor) -> list[tuple[nn.Module, str]]:
+        """The modules that have the tensor as a parameter, buffer or attribute, each with the name."""
+        if self._tensors is None:
+            self._tensors = {}
+            for module in self.modules.values():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
+                    if isinstance(value, torch.Tensor):
+                        self._tensors.setdefault(id(value), []).append((module, name))
+        return self._tensors.get(id(tensor), [])
+
+
+class _Paths:
+    """By which attributes one module reaches those below it."""
+
+    def __init__(self, tree: Tree, top: nn.Module) -> None:
+        self.tree = tree
+        self.top = top
+        self._known: dict[int, str | None] = {id(top): ""}
+        self._below: dict[int, str] | None = None
+
+    def of(self, module: nn.Module) -> str | None:
+        """The path of attributes, dotted; None where the module isn't reached by any."""
+        key = id(module)
+        if key not in self._known:
+            self._known[key] = self._climb(module)
+        return self._known[key]
+
+    def _climb(self, module: nn.Module) -> str | None:
+        parents = self.tree.parents.get(id(module), [])
+        if not parents:
+            return None
+        if len(parents) > 1:
+            return self._search(module)
+        parent, name = parents[0]
+        above = self.of(parent)
+        if above is None or not _is_attribute(parent, name):
+            return None
+        return f"{above}.{name}" if above else name
+
+    def _search(self, module: nn.Module) -> str | None:
+        """For a module with several parents: downward, since there may be thousands of ways up."""
+        if self._below is None:
+            self._below = {}
+            for path, inner in self.top.named_modules():
+                parent = self.top.get_submodule(path.rpartition(".")[0]) if "." in path else self.top
+                if not path or _is_attribute(parent, path.rpartition(".")[2]):
+                    self._below[id(inner)] = path
+        return self._below.get(id(module))
+
+
+def _is_attribute(parent: nn.Module, name: str) -> bool:
+    """Whether the child is what its parent has under that name: a method or attribute may hide it, a keyword is none."""
+    return name not in parent.__dict__ and not hasattr(type(parent), name) and not keyword.iskeyword(name)
+
+
+# Modules that ask a symbol for its class and mean the symbol.
+_INTERNAL = ("torch.fx", "torch.utils._pytree", "torch.overrides", "passes.graph", "weakref", "copyreg")
+
+
+@functools.lru_cache(maxsize=4096)
+def _tests_classes(code: types.CodeType) -> bool:
+    """Whether a code asks for the class of a value; otherwise it is a function written in C, called by it, that asks."""
+    if "isinstance" in code.co_names:
+        return True
+    return any(instruction.opname == "MATCH_CLASS" for instruction in dis.get_instructions(code))
+
+
+class _Sealed(fx.Proxy):
+    """A symbol that takes no attributes, which FX would lose without a word, and that has a class where that is known.
+
+    `isinstance(symbol, …)` in a forward would be answered as for an `fx.Proxy`, and so wrongly.
+    """
+
+    # `isinstance(symbol, nn.Parameter)` looks for this attribute.
+    _is_param = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The attributes of the symbol itself are set once; an attribute's node, when it is first needed.
+        own = name == "_node" or (
+            name in ("tracer", "node", "root", "attr", "param", "name") and name not in vars(self)
+        )
+        if not own:
+            raise Untraceable(f"its forward assigns the attribute {name!r} of a value")
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, k: str) -> Attribute:
+        # What a tensor doesn't have, `hasattr` must not find.
+        if self._is_tensor() and not hasattr(torch.Tensor, k):
+            raise AttributeError(k)
+        return _SealedAttribute(self, k)
+
+    def _is_tensor(self) -> bool:
+        node = vars(self).get("node") or vars(self).get("_node")
+        return node is not None and IS_TENSOR in node.meta
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").startswith(_INTERNAL) or not _tests_classes(caller.f_code):
+            return type(self)
+        if self._is_tensor():
+            return torch.Tensor
+        raise Untraceable("its forward tests the class of a value, which only a run shows")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _record_in_place(name: str) -> None:
+    function = getattr(operator, name)
+
+    def write(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    # FX would take `x += y` for `x = x + y`, which leaves other names of the tensor as they were.
+    setattr(_Sealed, f"__{name}__", write)
+
+
+_IN_PLACE = ("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor")  # fmt: skip
+for _name in _IN_PLACE:
+    _record_in_place(_name)
+
+
+class _SealedAttribute(_Sealed, Attribute):
+    pass
+
+
+class _SealedParameter(_Sealed, ParameterProxy):
+    pass
+
+
+class ForwardTracer(fx.Tracer):
+    """Makes the graph of one forward; every call of a module is one node.
+
+    Attributes:
+        symbols: every symbol that was made, held weakly; those that live on after the trace were kept somewhere.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        module: nn.Module,
+        structure: CallStructure,
+        returns_tensor: Callable[[nn.Module], bool],
+    ) -> None:
+        super().__init__(autowrap_modules=(), param_shapes_constant=True)  # type: ignore[arg-type]
+        self.root = module
+        self.graph = fx.Graph()
+        self.tree = tree
+        self.structure = structure
+        self.returns_tensor = returns_tensor
+        self.symbols: list[weakref.ref[fx.Proxy]] = []
+        self._paths = _Paths(tree, module)
+        self._tensors: dict[str, fx.Proxy] = {}
+
+    def trace_forward(self) -> tuple[fx.Graph, pytree.TreeSpec]:
+        """The graph, whose output is the list of the leaves of what the forward returns, and the tree of those.
+
+        Raises:
+            Untraceable: a graph can't hold what the forward does.
+            Exception: whatever the forward raises on symbols.
+        """
+        names = self.structure.tensor_names
+        args, kwargs = self.structure.arguments([self._input(name) for name in names])
+        with _RecordEverything(self):
+            outputs = self.root.forward(*args, **kwargs)
+        try:
+            leaves, spec = flatten_outputs(outputs, fx.Proxy)
+        except Unstructured as error:
+            raise Untraceable(str(error)) from error
+        self.create_node("output", "output", (self.create_arg(leaves),), {})
+        return self.graph, spec
+
+    def close(self) -> None:
+        """Let go of all symbols, so that those which live on are held by someone else."""
+        self._tensors.clear()
+
+    def _input(self, name: str) -> fx.Proxy:
+        symbol = self.create_proxy("placeholder", name, (), {})
+        # The name of the node is one that Python takes and that nothing else has.
+        symbol.node.target = symbol.node.name
+        return symbol
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        # The code of a graph calls its module `self`: a node of that name would hide it.
+        own_name = "self_" if name is None and isinstance(target, str) and target.split(".")[-1] == "self" else name
+        node = super().create_node(kind, target, args, kwargs, own_name, type_expr)
+        if kind in ("placeholder", "get_attr") or _gives_tensor(node):
+            node.meta[IS_TENSOR] = True
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return self._kept(_Sealed(node, self))
+
+    def _kept(self, symbol: fx.Proxy) -> fx.Proxy:
+        self.symbols.append(weakref.ref(symbol))
+        return symbol
+
+    def call_child(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of another module."""
+        path = self._paths.of(module)
+        if not path:
+            raise Untraceable("its forward calls a module that isn't its own by any attribute")
+        symbol = self.create_proxy("call_module", path, args, kwargs)
+        if self.returns_tensor(module):
+            symbol.node.meta[IS_TENSOR] = True
+        return symbol
+
+    def read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """The attribute that the forward reads from a module: a symbol for a parameter or buffer."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        path = self._paths.of(module)
+        if path is None or keyword.iskeyword(name):
+            return value
+        target = f"{path}.{name}" if path else name
+        if target not in self._tensors:
+            self._tensors[target] = self.create_proxy(
+                "get_attr", target, (), {}, proxy_factory_fn=self._parameter_symbol(target, value)
+            )
+        return self._tensors[target]
+
+    def _parameter_symbol(self, target: str, value: torch.Tensor) -> Callable[[fx.Node], fx.Proxy] | None:
+        if not isinstance(value, nn.Parameter):
+            return None
+        return lambda node: self._kept(_SealedParameter(self, node, target, value))
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            if a.tracer is not self:
+                raise Untraceable("its forward uses a value that another forward kept")
+            return a.node
+        if a is None or type(a) in (int, float, bool, str):
+            return a
+        if isinstance(a, torch.Tensor):
+            return self._tensor_argument(a)
+        if isinstance(a, nn.Module):
+            raise Untraceable("its forward gives a module to a function")
+        return super().create_arg(a)
+
+    def _tensor_argument(self, tensor: torch.Tensor) -> fx.Node:
+        for owner, name in self.tree.owners_of(tensor):
+            path = self._paths.of(owner)
+            if path is not None and not keyword.iskeyword(name):
+                return self.create_node("get_attr", f"{path}.{name}" if path else name, (), {})
+        raise Untraceable("its forward uses a tensor that it finds outside of the module")
+
+
+def _gives_tensor(node: fx.Node) -> bool:
+    """Whether the value of a function or method is a tensor, whatever its arguments are; false where that isn't known."""
+    if node.op == "call_method":
+        of_tensor = bool(node.args) and isinstance(node.args[0], fx.Node) and IS_TENSOR in node.args[0].meta
+        return of_tensor and node.target in _TENSOR_OPERATIONS
+    if node.op != "call_function":
+        return False
+    home = getattr(node.target, "__module__", None) or ""
+    if home == "_operator":
+        return any(IS_TENSOR in source.meta for source in node.all_input_nodes)
+    return home.startswith("torch") and function_name(node.target) in _TENSOR_OPERATIONS
+
+
+def always_tensor(module: nn.Module) -> bool:
+    """Whether the module is a layer of torch.nn that returns one tensor."""
+    return isinstance(module, _TENSOR_LAYERS) and type(module).__module__.startswith("torch.nn.modules.")
+
+
+class _RecordEverything(TorchFunctionMode):
+    """Puts into the graph what FX would run while tracing and freeze: factories, random draws, work on constants."""
+
+    def __init__(self, tracer: ForwardTracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        if name in ("_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode"):
+            raise Untraceable("its forward switches gradients on or off")
+        leaves = pytree.tree_leaves((args, kwargs))
+        symbolic = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
+        if not symbolic and name in METADATA:
+            return func(*args, **kwargs)
+        if func in (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__):
+            raise Untraceable("its forward reads the value of a constant tensor")
+        if name == "__get__":
+            return self._property(func, args)
+        if is_tensor_method_or_property(func):
+            return self.tracer.create_proxy("call_method", name, args, kwargs)
+        return self.tracer.create_proxy("call_function", func, args, kwargs)
+
+    def _property(self, func: Any, args: Any) -> Any:
+        name = func.__self__.__name__
+        if isinstance(args[0], fx.Proxy):
+            return getattr(args[0], name)
+        if name in METADATA:
+            return func(*args)
+        return self.tracer.create_proxy("call_function", getattr, (args[0], name), {})
+
+
+class Interception:
+    """Sees what the forwards of one tree do while they are traced, by the thread that made it.
+
+    Attributes:
+        tracer: of the forward that is being traced; None between two.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.tracer: ForwardTracer | None = None
+        self._thread = threading.get_ident()
+        self._wrapped: set[int] = set()
+        self._stack = ExitStack()
+
+    def _active(self) -> ForwardTracer | None:
+        return self.tracer if threading.get_ident() == self._thread else None
+
+    @contextmanager
+    def installed(self) -> Iterator[Interception]:
+        """Intercept calls and attributes of modules, and all that a graph can't hold, for the time of the block."""
+        with ExitStack() as stack:
+            self._stack = stack
+            self._watch_modules()
+            self._refuse(torch.autocast, "__enter__", "its forward enters autocast")
+            for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+                self._refuse(context, "__enter__", "its forward switches gradients on or off")
+            self._refuse(
+                torch.autograd.graph.saved_tensors_hooks,
+                "__enter__",
+                "its forward uses checkpoints or hooks on gradients",
+            )
+            self._refuse(
+                torch.autograd.Function, "apply", "its forward calls an autograd.Function, whose gradient is its own"
+            )
+            for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"):
+                self._refuse(torch, name, "its forward asks for a global setting of torch")
+            self._refuse(torch, "manual_seed", "its forward seeds the random generator")
+            for (_, name), scope in list(getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {}).items()):
+                if name in scope:
+                    self._wrap(scope, name)
+            for name, function in list(vars(math).items()):
+                if callable(function) and not name.startswith("_"):
+                    self._wrapped.add(id(function))
+                    self._wrap(vars(math), name)
+            if "torch._dynamo" in sys.modules:
+                # A compiled function would compile for symbols.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield self
+
+    def wrap_imported(self, function: Any) -> None:
+        """Record the functions of `math` that the code of a forward has imported under names of its own."""
+        if function is None:
+            return
+        for name in names_in(function.__code__):
+            if id(function.__globals__.get(name)) in self._wrapped:
+                self._wrap(function.__globals__, name)
+
+    def _patch(self, owner: Any, name: str, new: Any) -> None:
+        scope = owner if isinstance(owner, dict) else vars(owner)
+        inherited = name not in scope
+        old = None if inherited else scope[name]
+        if isinstance(owner, dict):
+            owner[name] = new
+            self._stack.callback(owner.__setitem__, name, old)
+            return
+        setattr(owner, name, new)
+        self._stack.callback(delattr, owner, name) if inherited else self._stack.callback(setattr, owner, name, old)
+
+    def _refuse(self, owner: Any, name: str, reason: str) -> None:
+        original = getattr(owner, name)
+        kept = vars(owner).get(name)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if self._active() is not None:
+                raise Untraceable(reason)
+            return original(*args, **kwargs)
+
+        def refuse_for(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._active() is not None:
+                raise Untraceable(reason)
+            return original.__func__(cls, *args, **kwargs)
+
+        is_classmethod = isinstance(kept, classmethod)
+        self._patch(owner, name, classmethod(refuse_for) if is_classmethod else refuse)
+
+    def _wrap(self, scope: dict[str, Any], name: str) -> None:
+        original = scope[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tracer = self._active()
+            if tracer is None or not any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+                return original(*args, **kwargs)
+            return tracer.create_proxy("call_function", original, args, kwargs)
+
+        self._patch(scope, name, call)
+
+    def _watch_modules(self) -> None:
+        module_call, module_getattr = nn.Module.__call__, nn.Module.__getattr__
+        module_setattr = nn.Module.__setattr__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            tracer = self._active()
+            if tracer is None:
+                return module_call(module, *args, **kwargs)
+            return tracer.call_child(module, args, kwargs)
+
+        def read(module: nn.Module, name: str) -> Any:
+            value = module_getattr(module, name)
+            tracer = self._active()
+            return value if tracer is None else tracer.read(module, name, value)
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            if self._active() is not None and id(module) in self.tree.modules:
+                raise Untraceable(f"its forward assigns the attribute {name!r} of a module")
+            module_setattr(module, name, value)
+
+        self._patch(nn.Module, "__call__", call)
+        self._patch(nn.Module, "__getattr__", read)
+        self._patch(nn.Module, "__setattr__", write)
+
+
+def writes_in_place(graph: fx.Graph) -> bool:
+    """Whether an operation of the graph may write to one of its arguments; calls of modules aside."""
+    return any(_writes(node) for node in graph.nodes)
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if "out" in node.kwargs or node.kwargs.get("inplace") or node.kwargs.get("training"):
+        return True
+    name = function_name(node.target) if node.op == "call_function" else str(node.target)
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if node.op == "call_method":
+        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "copy_")
+    home = getattr(node.target, "__module__", None) or ""
+    if home == "_operator":
+        return name in ("setitem", "delitem", *_IN_PLACE)
+    # A function of the user's own may do anything.
+    return not home.startswith(("torch", "math")) and home != "builtins" and bool(home)
+
+
+_codes: dict[types.CodeType, str | None] = {}
+
+
+def why_not_traced(code: types.CodeType) -> str | None:
+    """The reason, seen in the code of a forward, why it can't be traced; None where there is none."""
+    if code not in _codes:
+        _codes[code] = _look_at(code)
+    return _codes[code]
+
+
+def _look_at(code: types.CodeType) -> str | None:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "BEFORE_ASYNC_WITH"):
+            return "its forward enters a context ('with'), which a graph doesn't hold"
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return f"its forward assigns the global {instruction.argval!r}"
+    inner = (why_not_traced(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return next((reason for reason in inner if reason), None)

@@ -1,0 +1,101 @@
+"""The benchmark of the overhead at a tiny size: what it counts is exact, what it times is there."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
+
+
+def run(*options):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("overhead")
+    paths = {"json": folder / "new" / "overhead.json", "markdown": folder / "overhead.md"}
+    options = [f"--{name}={path}" for name, path in paths.items()]
+    process = run("--nodes=60,120", "--repeat=1", "--memory-mb=4", "--memory-cases=optimize", *options)
+    assert process.returncode == 0, process.stderr
+    return json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process.stdout
+
+
+def test_counts_what_stands_in_the_graphs(done):
+    figures, _, _ = done
+    found = {(graph["shape"], graph["operations"]): (graph["graphs"], graph["islands"]) for graph in figures["graphs"]}
+    # 15 blocks in 2 stages in a body in the root; 30 blocks in 4 stages.
+    assert found == {("flat", 60): (1, 0), ("flat", 120): (1, 0), ("nested", 60): (19, 0), ("nested", 120): (36, 0)}
+
+
+@pytest.mark.parametrize("shape", ["flat", "nested"])
+def test_the_passes_do_their_work_on_every_block(done, shape):
+    figures, _, _ = done
+    small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
+    assert small["changes"] == {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15}
+    assert large["changes"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30}
+    # Without example inputs nothing shows that a memory format may change.
+    assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 0}
+
+
+def test_times_every_step_in_every_round(done):
+    figures, _, _ = done
+    steps = {"symbolic_trace", "fuse", "working copy", "capture", "fold-conv-bias", "fold-conv-bn", "channels-last"}
+    steps |= {"all passes", "optimize()"}
+    for graph in figures["graphs"]:
+        assert set(graph["seconds"]) == set(graph["to_symbolic_trace"]) == steps
+        assert all(len(seconds["values"]) == 1 and seconds["median"] > 0 for seconds in graph["seconds"].values())
+        assert graph["to_symbolic_trace"]["symbolic_trace"]["median"] == 1
+        passes = sum(graph["seconds"][name]["median"] for name in graph["changes"])
+        assert graph["seconds"]["all passes"]["median"] == pytest.approx(passes, rel=0.1)
+
+
+def test_growth_is_that_from_the_smallest_graph_to_the_largest(done):
+    figures, _, _ = done
+    small, large = (graph["seconds"]["fuse"]["median"] for graph in figures["graphs"] if graph["shape"] == "flat")
+    assert figures["growth"]["flat"]["fuse"]["per_operation"] == pytest.approx(large / small / 2)
+    assert figures["growth"]["flat"]["fuse"]["exponent"] == pytest.approx(math.log2(large / small))
+
+
+def test_memory_counts_the_tensors_of_the_result_that_are_new(done):
+    figures, _, _ = done
+    (case,) = figures["memory"]
+    layers, channels = 7, 128
+    weight, per_channel = channels * channels * 9 * 4, channels * 4
+    # Weight; weight, bias, mean and variance of the BatchNorm, and its counter of batches.
+    assert case["model_bytes"] == layers * (weight + 4 * per_channel + 8)
+    # The folded weight and its bias.
+    assert (case["new_tensors"], case["new_bytes"]) == (2 * layers, layers * (weight + per_channel))
+    assert case["live_peak_bytes"] > layers * weight / 2
+
+
+def test_writes_the_tables_as_markdown_and_shows_them(done):
+    figures, markdown, shown = done
+    for title in ("Time by number of operations", "Growth from the smallest graph to the largest", "Memory"):
+        assert f"### {title}" in markdown
+        assert title in shown
+    assert figures["environment"]["versions"]["torch"] in markdown
+    assert markdown.count("\n| flat |") == markdown.count("\n| nested |") == 2
+
+
+def test_missed_goals_are_told(done):
+    figures, markdown, _ = done
+    for sentence in figures["goals"]["missed"] or ["All goals are met."]:
+        assert sentence in markdown
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [("--nodes=60,none", "no list of numbers"), ("--shapes=round", "no shape 'round'")],
+)
+def test_refuses_options_that_make_no_sense(option, sentence):
+    process = run(option)
+    assert process.returncode == 2
+    assert sentence in process.stderr
+    assert "Traceback" not in process.stderr

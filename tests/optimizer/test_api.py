@@ -1,0 +1,243 @@
+"""`export` and what it refuses; `optimize` is in test_optimize.py."""
+
+import json
+import subprocess
+import sys
+
+import onnxruntime
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+import optimizer
+from exporters.errors import ExportError, UnknownFormat
+from optimizer import export, open_bundle, optimize, report_of, verify_bundle
+from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError
+from optimizer.report import STAGES, Progress
+from passes import TorchCompile
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, image: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        features = torch.relu(self.norm(self.conv(image))).mean((2, 3))
+        return {"logits": self.head(features) * scale, "features": features}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(Net()).eval()
+
+
+@pytest.fixture
+def image() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path):
+    fast = optimize(model, example_inputs=(image,))
+    seen: list[Progress] = []
+    bundle = export(fast, example_inputs=(image,), output=tmp_path / "net", progress=seen.append, source="net.py")
+    assert bundle.parity.ok
+    assert {artifact.format for artifact in bundle.artifacts} == {"torchscript", "onnx"}
+    assert bundle.manifest["model"]["class"] == "Net"
+    assert bundle.manifest["model"]["source"] == "net.py"
+    statuses = {record["name"]: record["status"] for record in bundle.manifest["passes"]}
+    assert statuses == {"fold-conv-bias": "applied", "fold-conv-bn": "applied", "channels-last": "applied"}
+    assert {step.stage for step in seen} <= set(STAGES)
+    assert [step for step in seen if step.stage == "bundle"][-1].done == 1
+    assert json.loads((bundle.path / "report.json").read_text())["passes"]
+    assert verify_bundle(bundle.path).ok
+
+
+def test_the_files_have_an_open_batch_and_names(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", formats=("onnx",))
+    session = onnxruntime.InferenceSession(bundle.path / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [(i.name, i.shape) for i in session.get_inputs()] == [("image", ["batch", 3, 8, 8])]
+    assert [(o.name, o.shape[0]) for o in session.get_outputs()] == [("logits", "batch"), ("features", "batch")]
+    for batch in (1, 7):
+        images = torch.randn(batch, 3, 8, 8)
+        logits, _ = session.run(None, {"image": images.numpy()})
+        assert torch.allclose(torch.from_numpy(logits), model(images)["logits"], atol=1e-5)
+
+
+def test_names_can_be_given(model, image, tmp_path):
+    bundle = export(
+        model,
+        example_inputs=(image,),
+        output=tmp_path / "net",
+        formats="onnx",
+        input_names=["picture"],
+        output_names=["scores", "vector"],
+    )
+    (artifact,) = bundle.artifacts
+    assert [spec.name for spec in (*artifact.inputs, *artifact.outputs)] == ["picture", "scores", "vector"]
+
+
+def test_a_static_batch_is_fixed(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", formats=("onnx",), static_batch=True)
+    assert bundle.artifacts[0].inputs[0].shape == (2, 3, 8, 8)
+    assert bundle.manifest["parity"]["batch_sizes"] == [2]
+
+
+def test_a_compiled_result_is_exported_as_it_stood_before(model, image, tmp_path):
+    fast = optimize(model, ["fold-conv-bn", TorchCompile(backend="eager")], example_inputs=(image,))
+    assert fast._compiled_call_impl is not None
+    bundle = export(fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",))
+    assert bundle.parity.ok
+    assert fast._compiled_call_impl is not None
+
+
+def test_the_comparison_is_with_the_original(model, image, tmp_path):
+    """A result that was spoilt after `optimize` is found out: it isn't compared with itself."""
+    fast = optimize(model, example_inputs=(image,))
+    with torch.no_grad():
+        fast.conv.weight.mul_(1.01)
+    with pytest.raises(ParityError, match="isn't shown to compute what the original does: features is off") as caught:
+        export(fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",))
+    assert not (tmp_path / "net").exists()
+    assert list(tmp_path.iterdir()) == []
+    (artifact,) = caught.value.figures["artifacts"]
+    assert artifact["parity"]["outputs"][0]["max_error"] > artifact["parity"]["outputs"][0]["tolerance"]
+
+
+def test_a_tolerance_of_the_user_is_used_and_kept(model, image, tmp_path):
+    fast = optimize(model, example_inputs=(image,))
+    with torch.no_grad():
+        fast.conv.weight.mul_(1.0001)
+    bundle = export(fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",), atol=0.1)
+    assert bundle.parity.ok
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_folded_weight_that_was_written_to_is_refused(model, image, tmp_path):
+    fast = optimize(model, example_inputs=(image,))
+    with torch.no_grad():
+        model.norm.running_mean.add_(1)
+    with pytest.raises(ExportFailed, match=r"^norm\.running_mean was written to after optimize"):
+        export(fast, example_inputs=(image,), output=tmp_path / "net")
+
+
+def test_a_shared_weight_that_was_written_to_is_no_matter(model, image, tmp_path):
+    fast = optimize(model, example_inputs=(image,))
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    assert export(fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",)).parity.ok
+
+
+def test_outputs_that_prove_nothing_are_not_published(image, tmp_path):
+    model = nn.Conv2d(3, 4, 3)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(ParityError, match=r"carry no signal.*Give trained weights"):
+        export(model, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):
+    class Loop(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([row * (index + 1) for index, row in enumerate(x)])
+
+    x = torch.randn(2, 3)
+    with pytest.raises(ExportError, match=r"can't be exported to onnx"):
+        export(Loop(), example_inputs=(x,), output=tmp_path / "net", formats=("onnx",))
+    assert list(tmp_path.iterdir()) == []
+    bundle = export(Loop(), example_inputs=(x,), output=tmp_path / "net", formats=("onnx",), static_batch=True)
+    assert bundle.parity.ok
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "sentence"),
+    [
+        ({"formats": ("tflite",)}, UnknownFormat, "There is no format 'tflite'"),
+        ({"formats": ()}, UsageError, "formats names no format"),
+        ({"example_inputs": None}, UsageError, "export() needs example_inputs"),
+        ({"example_inputs": (torch.randn(2, 3),)}, LoadError, "The model raises on the example inputs"),
+        ({"batch_sizes": (0,)}, UsageError, "Batch sizes are whole numbers from 1 on"),
+        ({"device": "tpu"}, UsageError, "There is no device 'tpu'"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(model, image, tmp_path, changed, error, sentence):
+    with pytest.raises(error) as caught:
+        export(model, **{"example_inputs": (image,), "output": tmp_path / "net", **changed})
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"require_gpu": True}])
+def test_a_required_gpu_that_is_missing(model, image, tmp_path, options):
+    with pytest.raises(DeviceError, match="torch finds none"):
+        export(model, example_inputs=(image,), output=tmp_path / "net", **options)
+
+
+def test_a_wrapper_of_torch_compile_is_refused_with_the_way_out(model, image, tmp_path):
+    wrapped = torch.compile(model, backend="eager")
+    for call in (
+        lambda: optimize(wrapped, example_inputs=(image,)),
+        lambda: export(wrapped, example_inputs=(image,), output=tmp_path / "net"),
+    ):
+        with pytest.raises(UsageError, match="give the module itself"):
+            call()
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(UsageError, match=r"must be an nn\.Module, not function"):
+        optimize(lambda x: x)
+
+
+def test_an_existing_bundle_is_kept_without_force(model, image, tmp_path):
+    target = tmp_path / "net"
+    export(model, example_inputs=(image,), output=target, formats=("torchscript",))
+    before = open_bundle(target).manifest
+    with pytest.raises(BundleError, match="is a bundle already"):
+        export(model, example_inputs=(image,), output=target, formats=("torchscript",))
+    assert open_bundle(target).manifest == before
+    export(model, example_inputs=(image,), output=target, formats=("onnx",), force=True)
+    assert [artifact.format for artifact in open_bundle(target).artifacts] == ["onnx"]
+
+
+def test_a_module_that_was_not_optimized_has_no_report(model):
+    with pytest.raises(UsageError, match="doesn't come from optimize"):
+        report_of(model)
+
+
+def test_a_models_own_report_stays(image):
+    class Reporting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.report = "mine"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    fast = optimize(Reporting(), example_inputs=(image,))
+    assert fast.report == "mine"
+    assert report_of(fast).verified
+
+
+def test_the_report_is_plain_data_and_readable(model, image):
+    fast = optimize(model, example_inputs=(image,))
+    document = json.loads(json.dumps(fast.report.to_json()))
+    assert document["coverage"]["share"] == 1.0
+    assert document["passes"][1]["changes"] == [{"where": "norm", "text": "folded into conv"}]
+    text = str(fast.report)
+    assert "fold-conv-bn" in text
+    assert "the largest error is" in text
+
+
+def test_the_package_answers_without_torch():
+    script = "import sys, optimizer; assert 'torch' not in sys.modules; print(sorted(optimizer.__all__))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "optimize" in done.stdout
+    assert optimizer.check_parity is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = optimizer.nothing

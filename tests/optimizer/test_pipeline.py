@@ -1,0 +1,250 @@
+"""Passes as transactions: each is kept, taken back, or left out, and the report says which and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from folding_models import Island, Pair, image
+from pass_contract import tree_of
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import optimize, report_of
+from optimizer.errors import OptimizeFailed
+from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, registry
+from passes.base import Context
+from passes.graph.match import TensorRef
+from passes.graph.program import Program
+from passes.registry import register
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.bn2(self.second(torch.relu(self.bn1(self.first(x))))))
+
+
+class Residual(nn.Module):
+    def __init__(self, depth: int = 4, width: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 5)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class ScaleOneWeight(GraphPass):
+    """Scale the first weight of one convolution by a percentage: what a pass that is wrong does."""
+
+    name: ClassVar[str] = "scale-one-weight"
+    path: str = "blocks.2.second"
+    percent: float = 1.0
+    declared: bool = True
+
+    def rewrite(self, graph: Rewriter) -> None:
+        module = graph.program.root.get_submodule(self.path)
+        region = graph.program.calls_of(module)[:1] if self.declared else ()
+        weight = module.weight.detach().clone()
+        weight[0] *= 1 + self.percent / 100
+        with graph.change(self.path, f"scaled by {self.percent} percent", region) as change:
+            graph.set_tensor(change, TensorRef(module, "weight"), weight)
+
+
+@dataclass(frozen=True)
+class Raises(GraphPass):
+    """Changes something, and raises."""
+
+    name: ClassVar[str] = "raises"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        ScaleOneWeight(percent=50.0).rewrite(graph)
+        raise ZeroDivisionError("a defect of the pass\nwith more lines")
+
+
+@dataclass(frozen=True)
+class WritesInPlace(GraphPass):
+    """Writes to the caller's weights, which it must not: they are shared."""
+
+    name: ClassVar[str] = "writes-in-place"
+    how: Literal["no_grad", "data"] = "no_grad"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        weight = graph.program.root.get_submodule("head").weight
+        if self.how == "data":
+            weight.data.mul_(1.5)
+            return
+        with torch.no_grad():
+            weight.mul_(1.5)
+
+
+@dataclass(frozen=True)
+class Harmless(GraphPass):
+    """Puts an equal weight in the place of another."""
+
+    name: ClassVar[str] = "harmless"
+    path: str = "blocks.0.first"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        ScaleOneWeight(self.path, 0.0).rewrite(graph)
+
+
+@dataclass(frozen=True)
+class Bare(Pass):
+    """A pass that isn't a GraphPass."""
+
+    name: ClassVar[str] = "bare"
+
+    def run(self, program: Program, context: Context) -> PassResult:
+        rewriter = Rewriter(program)
+        rewriter.skip_module("", "there is nothing that this pass does")
+        return PassResult((), tuple(rewriter.skips), rewriter)
+
+
+X = image(2, 3, 8, 8)
+
+
+def statuses(model: nn.Module) -> list[tuple[str, str]]:
+    return [(record.name, record.status) for record in report_of(model).passes]
+
+
+def test_one_percent_of_one_weight_in_a_deep_net_is_found_where_it_was_made() -> None:
+    model = Residual().eval()
+    fast = optimize(model, ["fold-conv-bn", ScaleOneWeight(), Harmless()], example_inputs=(X,))
+    assert statuses(fast) == [("fold-conv-bn", "applied"), ("scale-one-weight", "rolled-back"), ("harmless", "applied")]
+    reason = report_of(fast).passes[1].reason
+    assert reason.startswith("blocks.2.second (scaled by 1.0 percent): ")
+    assert "times its rounding noise" in reason
+    assert report_of(fast).verified
+    assert torch.allclose(fast(X), model(X), atol=1e-4)
+
+
+def test_a_wrong_pass_without_a_region_is_found_by_bisection() -> None:
+    model = Residual().eval()
+    wrong = ScaleOneWeight(percent=30.0, declared=False)
+    asked: list[Any] = [Harmless("blocks.0.first"), "fold-conv-bias", wrong, "fold-conv-bn", Harmless("head")]
+    fast = optimize(model, asked, example_inputs=(X,))
+    assert statuses(fast) == [
+        ("harmless", "applied"),
+        ("fold-conv-bias", "applied"),
+        ("scale-one-weight", "rolled-back"),
+        ("fold-conv-bn", "applied"),
+        ("harmless", "applied"),
+    ]
+    assert len(report_of(fast).passes[3].changes) == 9
+    assert report_of(fast).passes[2].reason
+    assert report_of(fast).verified
+    assert torch.allclose(fast(X), model(X), atol=1e-4)
+
+
+def test_two_wrong_passes_are_both_found() -> None:
+    first, second = (ScaleOneWeight(f"blocks.{n}.first", 40.0, declared=False) for n in (0, 3))
+    fast = optimize(Residual(), [first, "fold-conv-bn", second], example_inputs=(X,))
+    assert [status for _, status in statuses(fast)] == ["rolled-back", "applied", "rolled-back"]
+    assert report_of(fast).verified
+
+
+def test_a_pass_that_raises_is_left_out() -> None:
+    model = Residual().eval()
+    fast = optimize(model, ["fold-conv-bn", Raises(), Harmless()], example_inputs=(X,))
+    assert statuses(fast) == [("fold-conv-bn", "applied"), ("raises", "failed"), ("harmless", "applied")]
+    assert report_of(fast).passes[1].reason == "ZeroDivisionError: a defect of the pass"
+    assert isinstance(fast.blocks[2].bn2, nn.Identity)
+    assert torch.allclose(fast(X), model(X), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (Raises(), "raises failed .ZeroDivisionError: a defect of the pass"),
+        (ScaleOneWeight(), "scale-one-weight was rolled back: blocks.2.second"),
+        (ScaleOneWeight(percent=30.0, declared=False), "scale-one-weight was rolled back"),
+    ],
+)
+def test_strict_makes_it_an_error(item: Pass, message: str) -> None:
+    model = Residual()
+    before = tree_of(model)
+    with pytest.raises(OptimizeFailed, match=message):
+        optimize(model, ["fold-conv-bn", item], example_inputs=(X,), strict=True)
+    assert tree_of(model) == before
+
+
+@pytest.mark.parametrize("how", ["no_grad", "data"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pass_that_writes_to_the_callers_weights_is_never_silent(how: Any, strict: bool) -> None:
+    model = Residual()
+    try:
+        fast = optimize(model, ["fold-conv-bn", WritesInPlace(how)], example_inputs=(X,), strict=strict)
+    except OptimizeFailed:
+        return
+    assert not strict
+    assert not report_of(fast).verified
+    assert report_of(fast).parity.verdict == "failed"
+
+
+def test_chains_of_norms_are_checked_one_by_one() -> None:
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), *[nn.BatchNorm2d(4) for _ in range(4)], nn.ReLU())).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    (record,) = report_of(fast).passes
+    assert record.status == "applied", record.reason
+    assert [change.where for change in record.changes] == ["1", "2", "3", "4"]
+    assert record.parity is not None
+    assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+def test_the_records_of_a_pass_that_does_nothing() -> None:
+    fast = optimize(Pair(), [Bare()], example_inputs=(X,))
+    (record,) = report_of(fast).passes
+    assert (record.status, record.changes, record.parity) == ("unchanged", (), None)
+    assert record.skips[0].text == "there is nothing that this pass does"
+
+
+def test_without_example_inputs_nothing_is_verified_and_said_so() -> None:
+    fast = optimize(Residual(), [ScaleOneWeight()])
+    assert statuses(fast) == [("scale-one-weight", "applied")]
+    assert not report_of(fast).verified
+    assert any("nothing was verified" in note for note in report_of(fast).notes)
+
+
+def test_an_island_among_graphs() -> None:
+    model = enliven(nn.Sequential(Island(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3))).eval()
+    fast = optimize(model, ["fold-conv-bn", ScaleOneWeight("0.conv", 5.0)], example_inputs=(X,))
+    assert statuses(fast) == [("fold-conv-bn", "applied"), ("scale-one-weight", "rolled-back")]
+    assert report_of(fast).passes[1].reason.startswith("0.conv (scaled")
+    assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+def test_passes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance in the list, and a name that an entry point registers."""
+    import sys
+    import types
+
+    module = types.ModuleType("another_package")
+    module.__dict__["Harmless"] = Harmless
+    monkeypatch.setitem(sys.modules, "another_package", module)
+    point = EntryPoint("harmless", "another_package:Harmless", registry.ENTRY_POINTS)
+    classes = register([FoldConvBn], [point])
+    monkeypatch.setattr(registry, "_classes", lambda: classes)
+    fast = optimize(Residual(), ["harmless:path=stem.0", FoldConvBn(), Harmless("head")], example_inputs=(X,))
+    assert statuses(fast) == [("harmless", "applied"), ("fold-conv-bn", "applied"), ("harmless", "applied")]
+    assert report_of(fast).passes[0].options["path"] == "stem.0"
+
+
+def test_the_caller_keeps_everything() -> None:
+    model = Residual()
+    before = tree_of(model)
+    optimize(model, ["fold-conv-bias", ScaleOneWeight(), "fold-conv-bn", Raises()], example_inputs=(X,))
+    assert tree_of(model) == before

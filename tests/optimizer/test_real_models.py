@@ -1,0 +1,49 @@
+import pytest
+import torch
+from real_models import REAL_MODELS, at_batch
+from torch.utils import _pytree as pytree
+
+from optimizer import optimize
+
+# Modules with parameters that passes reach, and pairs that are folded, with example inputs and without.
+EXPECTED = {
+    "bert": (1.0, 0, 0),
+    "gpt2": (1.0, 0, 0),
+    "llama": (1.0, 0, 0),
+    "t5_encoder": (0.9, 0, 0),
+    "vit": (1.0, 0, 0),
+    "resnet": (1.0, 6, 5),
+    "convnext": (1.0, 0, 0),
+    "mobilenet_v2": (1.0, 52, 0),
+    "regnet": (1.0, 9, 8),
+}
+
+
+def tensors(outputs):
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_real_models(name, verified):
+    model, args, kwargs = REAL_MODELS[name]()
+    inputs = {"example_inputs": args, "example_kwargs": kwargs} if verified else {}
+    before = [(tensor._version, tensor.data_ptr()) for tensor in model.state_dict().values()]
+    fast = optimize(model, **inputs)
+    assert [(tensor._version, tensor.data_ptr()) for tensor in model.state_dict().values()] == before
+    assert type(fast) is type(model)
+    assert fast.config.to_dict() == model.config.to_dict()
+    share, verified_folds, blind_folds = EXPECTED[name]
+    folds = {record.name: len(record.changes) for record in fast.report.passes}["fold-conv-bn"]
+    assert folds == (verified_folds if verified else blind_folds)
+    assert fast.report.verified == verified
+    if verified:
+        assert fast.report.coverage.share >= share
+    for size in (1, 2, 5):
+        call_args, call_kwargs = at_batch(args, kwargs, size)
+        with torch.no_grad():
+            wanted, got = model(*call_args, **call_kwargs), fast(*call_args, **call_kwargs)
+        assert type(got) is type(wanted)
+        for mine, theirs in zip(tensors(got), tensors(wanted), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            assert theirs.abs().max() > 1e-3

@@ -1,0 +1,385 @@
+import copy
+import gc
+import sys
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrizations
+
+from optimizer.working_copy import private_buffers, working_copy
+from passes.graph.capture import capture
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(4))
+        self.settings = {"scale": [1.0]}
+
+    def forward(self, x):
+        return self.linear(x) * self.settings["scale"][0] + self.state
+
+
+def make(forward=None, **attributes):
+    module = type("Made", (nn.Module,), {"forward": forward or (lambda self, x: x)})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_the_copy_is_another_tree_over_the_same_tensors(mode):
+    model = nn.Sequential(Layer(), nn.BatchNorm1d(4))
+    clone = working_copy(model, mode).root
+    assert type(clone) is type(model)
+    assert clone.state_dict().keys() == model.state_dict().keys()
+    assert not set(map(id, clone.modules())) & set(map(id, model.modules()))
+    for mine, theirs in zip(clone.state_dict().values(), model.state_dict().values(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+    same = [mine is theirs for mine, theirs in zip(clone.parameters(), model.parameters(), strict=True)]
+    assert set(same) == {mode == "training"}
+
+
+def test_attributes_are_its_own():
+    model = Layer()
+    clone = working_copy(model).root
+    clone.settings["scale"][0] = 5.0
+    clone.linear.in_features = 9
+    clone.register_forward_hook(lambda *args: None)
+    clone.linear.weight = None
+    assert (model.settings, model.linear.in_features) == ({"scale": [1.0]}, 4)
+    assert not model._forward_hooks
+    assert model.linear.weight is not None
+
+
+def test_references_inside_the_tree_lead_to_the_copy():
+    child = Layer()
+    model = make(child=child)
+    child.__dict__["parent"] = model
+    child.others = [model, {"me": child}]
+    clone = working_copy(model).root
+    assert clone.child.parent is clone
+    assert clone.child.others[0] is clone
+    assert clone.child.others[1]["me"] is clone.child
+
+
+def test_shared_modules_and_tied_tensors_stay_shared():
+    layer = Layer()
+    model = make(a=layer, b=layer, c=nn.Linear(4, 4))
+    model.c.weight = layer.linear.weight
+    clone = working_copy(model).root
+    assert clone.a is clone.b
+    assert clone.c.weight is clone.a.linear.weight
+    assert clone.a is not layer
+
+
+def test_modules_in_plain_containers_are_copied_over_the_same_weights():
+    model = make(layers=[Layer(), (Layer(),)], table={"deep": [Layer()]})
+    model.__dict__["aside"] = Layer()
+    clone = working_copy(model).root
+    for mine, theirs in [
+        (clone.layers[0], model.layers[0]),
+        (clone.layers[1][0], model.layers[1][0]),
+        (clone.table["deep"][0], model.table["deep"][0]),
+        (clone.aside, model.aside),
+    ]:
+        assert mine is not theirs
+        assert mine.linear.weight is not theirs.linear.weight
+        assert mine.linear.weight.data_ptr() == theirs.linear.weight.data_ptr()
+
+
+def test_tensors_with_a_history():
+    weight = nn.Parameter(torch.ones(4))
+    model = make(w=weight, scaled=weight * 2, table=torch.ones(3))
+    clone = working_copy(model).root
+    assert torch.equal(clone.scaled, model.scaled)
+    assert not clone.scaled.requires_grad
+    assert clone.table.data_ptr() == model.table.data_ptr()
+    assert clone.table is not model.table
+
+
+class MyParameter(nn.Parameter):
+    pass
+
+
+class MyTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature:UserWarning")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        MyParameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3).as_subclass(MyTensor)),
+        nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+        nn.Parameter(torch.ones(3), requires_grad=False),
+        nn.Parameter(torch.ones(3, device="meta")),
+    ],
+)
+def test_parameters_of_every_kind_keep_their_class_and_storage(tensor):
+    tensor.tag = "kept"
+    model = make(w=tensor)
+    clone = working_copy(model).root
+    assert clone.w is not tensor
+    assert type(clone.w) is type(tensor)
+    assert (clone.w.dtype, clone.w.requires_grad, clone.w.tag) == (tensor.dtype, tensor.requires_grad, "kept")
+    assert isinstance(clone.w, nn.Parameter)
+    if not tensor.is_meta:
+        assert clone.w.data_ptr() == tensor.data_ptr()
+        clone.half() if not tensor.is_complex() else clone.to(torch.complex128)
+        assert tensor.dtype in (torch.float32, torch.complex64)
+
+
+def test_sparse_buffers():
+    model = make()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    clone = working_copy(model).root
+    with private_buffers(clone) as written:
+        clone.sparse.mul_(2)
+    assert written == {(id(clone), "sparse")}
+    assert torch.equal(clone.sparse.to_dense(), torch.eye(3))
+    assert torch.equal(model.sparse.to_dense(), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_lazy_modules_of_the_caller_stay_lazy():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    clone = working_copy(model).root
+    clone(X)
+    assert clone[0].weight.shape == (3, 4)
+    assert isinstance(model[0], nn.LazyLinear)
+    assert model[0].has_uninitialized_params()
+    assert model[1].has_uninitialized_params()
+
+
+class Slotted(nn.Module):
+    __slots__ = ("size", "where")
+
+    def __init__(self):
+        super().__init__()
+        self.size = [3]
+
+
+def test_slots():
+    model = Slotted()
+    clone = working_copy(model).root
+    assert clone.size == [3]
+    assert clone.size is not model.size
+    assert not hasattr(clone, "where")
+
+
+class CopiesItself(nn.Module):
+    def __deepcopy__(self, memo):
+        twin = CopiesItself()
+        memo[id(self)] = twin
+        twin.made = True
+        return twin
+
+
+class RefusesToBeCopied:
+    def __deepcopy__(self, memo):
+        raise RuntimeError("no")
+
+
+def test_what_copies_itself_and_what_cant_be_copied():
+    lock, refuses = threading.Lock(), RefusesToBeCopied()
+    model = make(lock=lock, stream=(i for i in range(3)), refuses=refuses, child=CopiesItself())
+    result = working_copy(model)
+    assert result.root.child.made
+    assert result.root.lock is lock
+    assert result.root.refuses is refuses
+    assert result.root.stream is model.stream
+    assert [note.split(" can't")[0] for note in result.notes] == [
+        f"attribute {name!r} of Made" for name in ("lock", "stream", "refuses")
+    ]
+    assert working_copy(Layer()).notes == []
+
+
+def hooked(calls):
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda m, a: calls.append("pre"))
+    layer.register_forward_hook(lambda m, a, k, o: calls.append("kwargs"), with_kwargs=True)
+    layer.register_forward_hook(lambda m, a, o: calls.append("always"), always_call=True)
+    return layer
+
+
+def test_hooks_are_taken_along():
+    calls = []
+    model = nn.Sequential(hooked(calls))
+    clone = working_copy(model).root
+    clone(X)
+    assert calls == ["pre", "kwargs", "always"]
+    clone[0]._forward_hooks.clear()
+    assert len(model[0]._forward_hooks) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.nn.utils.weight_norm,
+        parametrizations.weight_norm,
+        parametrizations.orthogonal,
+        parametrizations.spectral_norm,
+    ],
+)
+def test_normed_weights(change):
+    model = nn.Sequential(change(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
+    clone = working_copy(model).root
+    assert torch.equal(clone(X), model(X))
+    assert {id(p) for p in clone.parameters()}.isdisjoint(id(p) for p in model.parameters())
+    pointers = {p.data_ptr() for p in model.parameters()}
+    assert {p.data_ptr() for p in clone.parameters()} == pointers
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(clone(X), model(X))
+
+
+def test_graph_modules_and_compiled_modules():
+    for model in (fx.symbolic_trace(Layer()), torch.compile(Layer(), backend="eager")):
+        clone = working_copy(model).root
+        assert type(clone) is type(model)
+        pointers = {p.data_ptr() for p in model.parameters()}
+        assert {p.data_ptr() for p in clone.parameters()} == pointers
+        assert torch.equal(clone(X), model(X))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_scripted_modules_inside():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
+    clone = working_copy(model).root
+    assert torch.equal(clone(X), model(X))
+    assert clone[0].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+def test_deep_and_wide_trees():
+    module: nn.Module = nn.Linear(1, 1)
+    for _ in range(150):
+        module = nn.Sequential(module)
+    assert len(list(working_copy(module).root.modules())) == 151
+
+    def calls(size):
+        model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(size)])
+        count = 0
+
+        def profile(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            working_copy(model)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(5000) < 5.5 * calls(1000)
+
+
+def test_the_copy_is_not_kept_alive():
+    result = working_copy(nn.Sequential(Layer()))
+    kept = weakref.ref(result.root)
+    parameter = weakref.ref(result.root[0].linear.weight)
+    del result
+    gc.collect()
+    assert (kept(), parameter()) == (None, None)
+
+
+def test_restored_attributes_come_from_the_caller():
+    model = Layer()
+    result = working_copy(model)
+    result.root.settings = {"broken": True}
+    result.root.extra = 1
+    result.restore_attribute(result.root, "settings")
+    result.restore_attribute(result.root, "extra")
+    assert result.root.settings == model.settings
+    assert result.root.settings is not model.settings
+    assert not hasattr(result.root, "extra")
+
+
+# --- state --------------------------------------------------------------------------------------------------------------
+
+
+def _adds(self, x):
+    self.total.add_(x.sum())
+    return x + self.total
+
+
+def _adds_behind_a_view(self, x):
+    self.total.view(-1)[0] += x.sum()
+    return x + self.total
+
+
+def _adds_unseen(self, x):
+    if x.sum() > -1e9:
+        self.total += x.sum()
+    return x + self.total
+
+
+@pytest.mark.parametrize("forward", [_adds, _adds_behind_a_view, _adds_unseen])
+@pytest.mark.parametrize("as_buffer", [True, False])
+def test_what_a_forward_may_write_to_becomes_its_own(forward, as_buffer):
+    model = make(forward)
+    model.register_buffer("total", torch.zeros(())) if as_buffer else setattr(model, "total", torch.zeros(()))
+    result = working_copy(model)
+    result.own_state(capture(result.root).graphs)
+    assert result.root.total.data_ptr() != model.total.data_ptr()
+    result.root(X + 1)
+    assert model.total == 0
+    assert result.root.total != 0
+
+
+def test_what_a_forward_only_reads_stays_shared():
+    model = nn.Sequential(Layer(), nn.BatchNorm1d(4))
+    result = working_copy(model)
+    result.own_state(capture(result.root).graphs)
+    for mine, theirs in zip(result.root.buffers(), model.buffers(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+
+
+def test_training_shares_all_state():
+    model = make(_adds_unseen)
+    model.register_buffer("total", torch.zeros(()))
+    result = working_copy(model, "training")
+    result.own_state({})
+    assert result.root.total is model.total
+
+
+@pytest.mark.parametrize("keep_written", [False, True])
+def test_private_buffers(keep_written):
+    model = make(_adds, calls=[], state=SimpleNamespace(last=None), cache=[torch.zeros(2)], history=torch.zeros(2))
+    model.register_buffer("total", torch.ones(()))
+    model.register_buffer("read", torch.ones(()))
+    before = copy.copy(vars(model))
+    total, history, read = model.total, model.history, model.read
+    with private_buffers(model, keep_written=keep_written) as written:
+        model(X + 1)
+        model.calls.append(1)
+        model.state.last = X
+        model.cache[0].add_(1)
+        model.history.add_(1)
+        model.new = 1
+    assert written == {(id(model), "total"), (id(model), "history")}
+    assert (model.total, model.read) == (1, 1)
+    assert (total, history.tolist()) == (1, [0, 0])
+    assert model.read is read
+    assert (model.total is total, model.history is history) == (not keep_written, not keep_written)
+    assert (model.calls, model.state.last, model.cache[0].tolist()) == ([], None, [0, 0])
+    assert vars(model).keys() == before.keys()
+
+
+def test_private_buffers_sees_writes_that_move_no_version():
+    norm = nn.BatchNorm1d(4)
+    with private_buffers(norm) as written:
+        norm(X)
+    assert {name for _, name in written} == {"running_mean", "running_var", "num_batches_tracked"}
+    assert torch.equal(norm.running_mean, torch.zeros(4))

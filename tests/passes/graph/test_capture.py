@@ -1,0 +1,646 @@
+import functools
+import gc
+import math
+import random
+import sys
+import threading
+from collections import deque
+from math import sqrt
+
+import numpy
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from passes.graph.capture import Capture, capture, is_atom
+from passes.graph.structure import CallStructure, signature_of
+
+X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+
+
+def graph_of(module: nn.Module, captured: Capture | None = None):
+    captured = captured or capture(module)
+    assert id(module) in captured.graphs, captured.islands[id(module)].reason
+    return captured.graphs[id(module)]
+
+
+def reason_of(module: nn.Module) -> str:
+    """The reason why the module is an island."""
+    captured = capture(module)
+    assert id(module) in captured.islands, captured.graphs[id(module)].graph
+    return captured.islands[id(module)].reason
+
+
+def operations(module: nn.Module) -> list[str]:
+    return [str(getattr(node.target, "__name__", node.target)) for node in graph_of(module).graph.nodes]
+
+
+def assert_answers(module: nn.Module, *args, **kwargs) -> None:
+    """The graph of the module gives what its forward gives, in the same containers, with the same random draws."""
+    torch.manual_seed(0)
+    wanted = module(*args, **kwargs)
+    structure = CallStructure.of_call(signature_of(module), args, kwargs)
+    forward = graph_of(module, capture(module, {id(module): structure})).forward()
+    torch.manual_seed(0)
+    got = forward(*args, **kwargs)
+    mine, my_spec = pytree.tree_flatten(wanted)
+    theirs, their_spec = pytree.tree_flatten(got)
+    assert type(got) is type(wanted)
+    assert my_spec == their_spec
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def make(forward, **attributes) -> nn.Module:
+    """A module of a class of its own with that forward."""
+    module = type("Made", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = 3.0
+        self.register_buffer("shift", torch.ones(4))
+
+    def twice(self, x):
+        return self.linear(self.linear(x))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.shift
+
+
+# --- what a graph holds ---------------------------------------------------------------------------------------------
+
+
+def test_children_are_calls_and_have_graphs_of_their_own():
+    root = nn.Sequential(Inner(), Inner())
+    captured = capture(root)
+    assert [node.target for node in graph_of(root, captured).graph.nodes if node.op == "call_module"] == ["0", "1"]
+    assert [graph.path for graph in captured.graphs.values()] == ["", "0", "1"]
+    assert is_atom(root[0].linear)
+    assert not is_atom(root[0])
+
+
+def test_attributes_methods_and_tensors_of_children():
+    def forward(self, x):
+        assert isinstance(self.inner, Inner)
+        return self.inner.twice(x) * self.inner.scale + self.inner.linear.weight.sum() + self.inner.shift
+
+    assert_answers(make(forward, inner=Inner()), X)
+
+
+def test_iterating_children():
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(child.scale for child in self.layers)
+
+    assert_answers(make(forward, layers=nn.ModuleList(Inner() for _ in range(3))), X)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_is_that_of_the_module(training):
+    module = make(lambda self, x: x + 1 if self.training else x - 1).train(training)
+    assert_answers(module, X)
+
+
+def test_a_graph_that_looks_at_training_holds_for_one_flag():
+    looks = make(lambda self, x: F.dropout(x, 0.5, self.training))
+    ignores = make(lambda self, x: self.drop(x), drop=nn.Dropout())
+    assert graph_of(looks).flags == ()
+    assert graph_of(ignores).flags == (True, False)
+    assert graph_of(looks).forward().graphs.keys() == {True}
+    assert all(module.training for module in (*looks.modules(), *ignores.modules()))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda self, x: x + torch.randn(3, 4),
+        lambda self, x: x + torch.rand_like(x) * torch.rand(4),
+        lambda self, x: F.dropout(x, 0.5, training=True) + torch.randn(4).mul_(2),
+        lambda self, x: torch.bernoulli(torch.full((2, 3), 0.5)).unsqueeze(-1) + x,
+    ],
+)
+def test_random_draws_of_torch_are_recorded_in_order(draw):
+    module = make(draw)
+    assert_answers(module, X)
+    forward = graph_of(module).forward()
+    assert not torch.equal(forward(X), forward(X))
+
+
+def test_factories_are_recorded():
+    module = make(lambda self, x: x + torch.arange(x.shape[-1]) + torch.tensor([x.shape[0]]) + torch.zeros(x.shape[1:]))
+    assert {"arange", "tensor", "zeros"} <= set(operations(module))
+    assert_answers(module, X)
+    assert torch.equal(graph_of(module).forward()(X[:1, :, :2]), module(X[:1, :, :2]))
+
+
+def test_math_on_sizes():
+    module = make(lambda self, x: x / math.sqrt(x.shape[-1]) + sqrt(x.size(1)) + math.sqrt(4))
+    assert_answers(module, X)
+    assert math.sqrt(4) == 2
+    assert math.sqrt.__module__ == "math"
+    assert sqrt is math.sqrt
+
+
+def test_plain_tensor_attributes():
+    module = make(lambda self, x: x + self.table + self.inner.table)
+    module.table = torch.ones(4)
+    module.inner = Inner()
+    module.inner.table = torch.full((4,), 2.0)
+    assert_answers(module, X)
+
+
+def test_writes_in_place_to_buffers_are_recorded():
+    def forward(self, x):
+        self.count.add_(1)
+        y = x.clone()
+        y[0] = self.count
+        return y.mul_(2)
+
+    module = make(forward)
+    module.register_buffer("count", torch.zeros(()))
+    forward_by_graph = graph_of(module).forward()
+    assert module.count == 0
+    assert torch.equal(forward_by_graph(X), torch.cat([torch.full((1, 3, 4), 2.0), X[1:] * 2]))
+    assert module.count == 1
+
+
+@pytest.mark.parametrize("name", ["self", "input", "torch", "device", "add", "x", "self_1", "0"])
+def test_names_of_children_that_mean_something_else(name):
+    module = make(lambda self, x: torch.add(self._modules[name](x), x).to(x.device))
+    module.add_module(name, nn.Linear(4, 4))
+    assert_answers(module, X)
+
+
+def test_a_child_whose_name_is_a_keyword_makes_an_island():
+    module = make(lambda self, x: self._modules["class"](x))
+    module.add_module("class", nn.Linear(4, 4))
+    assert "by any attribute" in reason_of(module)
+
+
+def test_writes_to_values_are_seen_under_their_other_names():
+    def forward(self, x):
+        y = x.clone()
+        z = y
+        z += 1
+        z[:, 0] *= 3
+        size = x.shape[0]
+        size += 1
+        return y * size
+
+    assert_answers(make(forward), X)
+
+
+def test_a_child_that_a_method_hides_makes_an_island():
+    class Hides(nn.Module):
+        def forward(self, x):
+            return self._modules["forward"](x)
+
+    module = Hides()
+    module._modules["forward"] = nn.Linear(4, 4)
+    assert "by any attribute" in reason_of(module)
+
+
+@pytest.mark.parametrize("name", ["torch", "device", "inf", "add", "class_", "self_", "x_0"])
+def test_names_of_parameters_that_mean_something_else(name):
+    scope = {"torch": torch}
+    exec(f"def forward(this, x, {name}):\n    return this.layer(x[0]) + {name} + this.layer.weight.sum()", scope)
+    module = make(scope["forward"], layer=nn.Linear(4, 4))
+    assert_answers(module, (X,), X)
+
+
+def test_deep_and_shared_trees():
+    shared = Inner()
+    module = make(lambda self, x: self.b.deep.er(self.a(x)) + self.b.deep.er.scale)
+    module.a, module.b = shared, nn.Module()
+    module.b.deep = nn.Module()
+    module.b.deep.er = shared
+    assert_answers(module, X)
+
+
+def test_tied_tensors_are_read_by_the_name_that_the_forward_uses():
+    module = make(lambda self, x: F.linear(x, self.out.weight))
+    module.embedding, module.out = nn.Linear(4, 4), nn.Linear(4, 4)
+    module.embedding.weight = module.out.weight
+    assert [node.target for node in graph_of(module).graph.nodes if node.op == "get_attr"] == ["out.weight"]
+
+
+def test_isinstance_of_an_input_is_answered_as_for_a_tensor():
+    module = make(lambda self, x: x + 1 if isinstance(x, torch.Tensor) and torch.is_tensor(x) else x - 1)
+    assert_answers(module, X)
+
+
+def test_hasattr_of_an_input_is_answered_as_for_a_tensor():
+    assert_answers(make(lambda self, x: x.logits if hasattr(x, "logits") else x + 1), X)
+
+
+def test_what_a_child_returns_is_known_where_its_graph_shows_it():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    assert_answers(make(lambda self, x: self.a(x) if isinstance(self.a(x), torch.Tensor) else x, a=Adds()), X)
+
+
+# --- what makes an island -------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def _with(self, x):
+    with torch.no_grad():
+        return x + 1
+
+
+def _with_in_an_inner_function(self, x):
+    def inner(y):
+        with torch.no_grad():
+            return y + 1
+
+    return inner(x)
+
+
+def _no_grad():
+    guard = torch.no_grad()
+    guard.__enter__()
+    guard.__exit__(None, None, None)
+
+
+def _autocast():
+    guard = torch.autocast("cpu")
+    guard.__enter__()
+    guard.__exit__(None, None, None)
+
+
+def _inference():
+    guard = torch.inference_mode()
+    guard.__enter__()
+    guard.__exit__(None, None, None)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+def _loop_over_the_batch(self, x):
+    return torch.stack([row * 2 for row in x])
+
+
+def _assigns(self, x):
+    self.last = 1
+    return x
+
+
+def _augments(self, x):
+    self.buffer += 1
+    return x
+
+
+def _assigns_on_a_value(self, x):
+    y = x + 1
+    y.tag = 3
+    return y
+
+
+def _assigns_on_an_attribute_of_a_value(self, x):
+    x.shape.tag = 3
+    return x
+
+
+_COUNTER = {"calls": 0}
+_SEEN: list = []
+
+
+def _counts_globally(self, x):
+    _COUNTER["calls"] += 1
+    return x
+
+
+def _appends_globally(self, x):
+    _SEEN.append(x)
+    return x
+
+
+def _assigns_a_global(self, x):
+    global _LAST
+    _LAST = 1
+    return x
+
+
+def _calls_a_stranger(self, x):
+    return nn.Linear(4, 4)(x)
+
+
+def _reads_a_generator(self, x):
+    return x + self.generator.random()
+
+
+ISLANDS = {
+    "with": (_with, "context"),
+    "with in an inner function": (_with_in_an_inner_function, "context"),
+    "no_grad": (lambda self, x: (_no_grad(), x)[1], "gradients"),
+    "autocast": (lambda self, x: (_autocast(), x)[1], "autocast"),
+    "inference_mode": (lambda self, x: (_inference(), x)[1], "gradients"),
+    "decorator": (torch.no_grad()(lambda self, x: x + 1), "gradients"),
+    "is_grad_enabled": (lambda self, x: x if torch.is_grad_enabled() else -x, "global setting"),
+    "checkpoint": (lambda self, x: torch.utils.checkpoint.checkpoint(torch.relu, x, use_reentrant=False), "forward"),
+    "reentrant checkpoint": (
+        lambda self, x: torch.utils.checkpoint.checkpoint(torch.relu, x, use_reentrant=True),
+        "autograd",
+    ),
+    "autograd function": (lambda self, x: Double.apply(x), "autograd.Function"),
+    "python draw": (lambda self, x: x * random.random(), "random numbers"),
+    "numpy draw": (lambda self, x: x * float(numpy.random.rand()), "random numbers"),
+    "own generator": (_reads_a_generator, "generator of its own"),
+    "seed": (lambda self, x: (torch.manual_seed(3), x)[1], "seeds"),
+    "loop over the batch": (_loop_over_the_batch, "iterated"),
+    "branch on a value": (lambda self, x: x if x.sum() > 0 else -x, "control flow"),
+    "branch on a size": (lambda self, x: x if x.shape[0] > 2 else -x, "control flow"),
+    "branch on a constant": (lambda self, x: x if torch.ones(1).item() > 0 else -x, "control flow"),
+    "value of a constant": (lambda self, x: x if torch.ones(1) > 0 else -x, "control flow"),
+    "value of a parameter": (lambda self, x: x if self.weight.sum() > 0 else -x, "control flow"),
+    "len": (lambda self, x: x * len(x), "len"),
+    "assigns": (_assigns, "'last'"),
+    "assigns on a child": (lambda self, x: setattr(self.inner, "scale", 1.0) or x, "'scale'"),
+    "augments a buffer": (_augments, "'buffer'"),
+    "writes to __dict__": (lambda self, x: self.__dict__.update(y=1) or x, "outlive"),
+    "assigns on a value": (_assigns_on_a_value, "'tag'"),
+    "assigns on an attribute": (_assigns_on_an_attribute_of_a_value, "'tag'"),
+    "global counter": (_counts_globally, "outlive"),
+    "global list": (_appends_globally, "outlive"),
+    "global": (_assigns_a_global, "_LAST"),
+    "own list": (lambda self, x: self.seen.append(1) or x, "outlive"),
+    "own dict of lists": (lambda self, x: self.table["a"].append(1) or x, "outlive"),
+    "own object": (lambda self, x: setattr(self.state, "last", x) or x, "outlive"),
+    "stranger": (_calls_a_stranger, "its forward"),
+    "tensor from outside": (lambda self, x: x + X, "outside"),
+    "module as an argument": (lambda self, x: fx_wrapped(self.inner, x), "gives a module"),
+    "class of an unknown value": (lambda self, x: x if isinstance(self.pair(x), tuple) else -x, "class of a value"),
+    "returns an object": (lambda self, x: object(), "returns a object"),
+}
+
+
+@fx.wrap
+def fx_wrapped(module, x):
+    return module(x)
+
+
+class State:
+    last = None
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_islands(name):
+    forward, reason = ISLANDS[name]
+    module = make(forward, inner=Inner(), pair=Pair(), weight=nn.Parameter(torch.ones(2)))
+    module.seen, module.table, module.state, module.generator = [], {"a": []}, State(), None
+    module.register_buffer("buffer", torch.zeros(()))
+    if name == "own generator":
+        module.generator = random.Random(0)
+    before = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    states = random.getstate(), numpy.random.get_state()[2], torch.get_rng_state()
+    assert reason in reason_of(module)
+    # The island's children have graphs all the same.
+    assert id(module.inner) in capture(module).graphs
+    after = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    assert after == before
+    assert (module.seen, module.table, module.state.last) == ([], {"a": []}, None)
+    assert (_COUNTER, _SEEN, "_LAST" in globals()) == ({"calls": 0}, [], False)
+    assert random.getstate() == states[0]
+    assert numpy.random.get_state()[2] == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert symbols_alive() == 0
+
+
+def test_the_same_is_no_island_without_the_draw():
+    assert "mul" in operations(make(lambda self, x: x * 0.5))
+
+
+def test_a_draw_in_one_module_leaves_the_others_their_graphs():
+    root = nn.Sequential(Inner(), make(lambda self, x: x * random.random()), Inner())
+    captured = capture(root)
+    assert [island.path for island in captured.islands.values()] == ["1"]
+    assert [graph.path for graph in captured.graphs.values()] == ["", "0", "2"]
+
+
+def symbols_alive() -> int:
+    gc.collect()
+    return sum(1 for item in gc.get_objects() if issubclass(type(item), fx.Proxy))
+
+
+@functools.lru_cache
+def cached_positions(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+_BY_SIZE: dict = {}
+
+
+class Registry:
+    def __init__(self):
+        self.deep = {"kept": deque()}
+
+
+_REGISTRY = Registry()
+
+
+def _keep_deep(x):
+    _REGISTRY.deep["kept"].append(x)
+    return x
+
+
+def _keep_by_size(x):
+    if 4 not in _BY_SIZE:
+        _BY_SIZE[4] = torch.arange(4)
+    return x + _BY_SIZE[4]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x + cached_positions(4),
+        lambda self, x: _keep_deep(x),
+        lambda self, x: _keep_by_size(x),
+        lambda self, x: self.holder.deep["kept"].append(x) or x,
+        lambda self, x: self.cache.setdefault("k", x + 1),
+    ],
+)
+def test_symbols_that_a_forward_keeps_are_taken_out_again(forward):
+    module = make(forward, holder=Registry(), cache={})
+    cached_positions.cache_clear()
+    _BY_SIZE.clear()
+    assert "outlive" in (reason := reason_of(module)) or "keeps values" in reason
+    assert symbols_alive() == 0
+    assert module.cache == {}
+    assert isinstance(cached_positions(4), torch.Tensor)
+    assert torch.equal(_keep_by_size(torch.zeros(4)), torch.arange(4.0))
+    cached_positions.cache_clear()
+    _BY_SIZE.clear()
+    _REGISTRY.deep["kept"].clear()
+
+
+def test_leaks_name_the_attribute_of_the_module():
+    module = make(lambda self, x: self.holder.deep["kept"].append(x) or x, holder=Registry())
+    assert capture(module).leaks == [(module, "holder")]
+    assert capture(make(lambda self, x: x + 1, holder=Registry())).leaks == []
+
+
+# --- forwards that are no plain methods, modules that are no plain modules --------------------------------------------
+
+
+def test_own_call_makes_an_island():
+    class Calls(nn.Module):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+        def forward(self, x):
+            return x
+
+    assert "__call__" in reason_of(Calls())
+
+
+def test_a_forward_of_the_instance_is_the_one_that_is_traced():
+    module = Inner()
+    module.forward = lambda x: module.linear(x) - 5
+    assert_answers(module, X)
+
+
+def test_a_partial_as_forward():
+    module = Inner()
+    module.forward = functools.partial(Inner.forward, module)
+    assert_answers(module, X)
+
+
+def test_a_static_forward():
+    module = type("Static", (nn.Module,), {"forward": staticmethod(lambda x: x * 2)})()
+    assert_answers(module, X)
+
+
+def test_graph_modules_keep_their_graph():
+    assert_answers(fx.symbolic_trace(Inner()), X)
+
+
+@pytest.mark.parametrize("module", [nn.MultiheadAttention(4, 2), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2)])
+def test_layers_of_torch_are_operations(module):
+    assert is_atom(module)
+    captured = capture(nn.Sequential(module))
+    assert list(captured.graphs) == [id(captured.root)]
+
+
+def test_calls_without_a_module_list_are_left_out():
+    root = nn.Sequential(Inner(), Inner())
+    captured = capture(root, uncalled=frozenset({id(root[1])}))
+    assert id(root[0]) in captured.graphs
+    assert id(root[1]) not in {**captured.graphs, **captured.islands}
+
+
+def test_other_threads_go_on_while_one_traces():
+    other, results = Inner(), []
+    entered, done = threading.Event(), threading.Event()
+
+    def meet():
+        entered.set()
+        assert done.wait(10)
+
+    def forward(self, x):
+        meet()
+        return x
+
+    def run():
+        assert entered.wait(10)
+        results.append((other(X), math.sqrt(9), torch.is_grad_enabled()))
+        done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    captured = capture(make(forward))
+    thread.join()
+    assert not captured.islands
+    assert torch.equal(results[0][0], other(X))
+    assert results[0][1:] == (3.0, True)
+
+
+def test_everything_that_was_patched_is_put_back():
+    def patched():
+        return (
+            nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__, torch.autocast.__enter__, torch.is_grad_enabled,
+            torch.autograd.Function.__dict__.get("apply"), math.sqrt, torch.inference_mode.__enter__, torch.manual_seed,
+            fx_wrapped,
+        )  # fmt: skip
+
+    before = patched()
+    capture(nn.Sequential(Inner(), make(_loop_over_the_batch)))
+    assert patched() == before
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def count_calls(root: nn.Module) -> int:
+    """Function calls of one capture: a clock would measure the machine."""
+    calls = 0
+
+    def profile(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    capture(root)
+    gc.collect()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        capture(root)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda n: nn.Sequential(*[nn.Linear(1, 1) for _ in range(8 * n)]),
+        lambda n: nn.Sequential(*[Inner() for _ in range(n)]),
+        lambda n: nn.Sequential(*[nn.Sequential(nn.Sequential(Inner())) for _ in range(n)]),
+        lambda n: nn.Sequential(*[nn.Sequential(shared, nn.ReLU()) for shared in [nn.GELU()] for _ in range(n)]),
+    ],
+)
+def test_cost_is_linear_in_the_number_of_modules(build):
+    small, large = (count_calls(build(size)) for size in (50, 200))
+    assert large < 4.4 * small
+
+
+def test_cost_is_linear_in_depth():
+    def nested(depth):
+        module = Inner()
+        for _ in range(depth):
+            module = nn.Sequential(module)
+        return module
+
+    small, large = (count_calls(nested(depth)) for depth in (40, 160))
+    assert large < 6 * small
+
+
+def test_deep_trees():
+    module: nn.Module = nn.Linear(1, 1)
+    for _ in range(150):
+        module = nn.Sequential(module)
+    assert len(capture(module).graphs) == 150

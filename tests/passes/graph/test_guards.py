@@ -1,0 +1,141 @@
+"""A sealed output: its shape may be asked for, its values may not."""
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_models import Pair, image
+from torch import Tensor, nn
+
+from passes.errors import UnseenCall
+from passes.graph.guards import (
+    FoldedConvForward,
+    FoldedNormForward,
+    FoldedPair,
+    FormattedForward,
+    SealCheckingForward,
+    SealedOutput,
+    inner_forward,
+)
+
+PAIR = FoldedPair("conv", "bn")
+VALUE = torch.randn(2, 4, 3, 3)
+
+
+def sealed() -> Any:
+    return SealedOutput(VALUE, PAIR)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "add": lambda y: y + 1,
+    "added to": lambda y: VALUE + y,
+    "added in place": lambda y: operator.iadd(VALUE.clone(), y),
+    "times": lambda y: 2 * y,
+    "negated": lambda y: -y,
+    "compared": lambda y: y > 0,
+    "equal": lambda y: y == 0,
+    "unequal": lambda y: y != 0,
+    "truth": bool,
+    "number": float,
+    "indexed": lambda y: y[0],
+    "written": lambda y: operator.setitem(y, 0, 1),
+    "iterated": list,
+    "method": lambda y: y.relu(),
+    "in place": lambda y: y.mul_(2),
+    "values": lambda y: y.data,
+    "detached": lambda y: y.detach(),
+    "to numpy": lambda y: y.numpy(),
+    "as array": lambda y: __import__("numpy").asarray(y),
+    "function": F.relu,
+    "torch function": torch.sigmoid,
+    "in a list": lambda y: torch.cat([VALUE, y]),
+    "convolution": lambda y: F.conv2d(y, torch.ones(1, 4, 1, 1)),
+    "out": lambda y: torch.add(VALUE, 1, out=y),
+    "memory": lambda y: y.data_ptr(),
+    "strides": lambda y: y.stride(),
+    "matmul": lambda y: y @ VALUE,
+}
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda y: y.shape,
+    "size": lambda y: y.size(1),
+    "dims": lambda y: (y.dim(), y.ndim),
+    "kind": lambda y: (y.dtype, y.device, y.layout, y.is_cuda),
+    "length": len,
+    "count": lambda y: (y.numel(), torch.numel(y)),
+    "floating": lambda y: (y.is_floating_point(), torch.is_floating_point(y), torch.is_complex(y)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_its_values_are_not_to_be_had(use: str) -> None:
+    with pytest.raises(UnseenCall, match=r"conv was folded together with bn, and its output was used without it: .*\."):
+        USES[use](sealed())
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_its_shape_and_kind_are(question: str) -> None:
+    assert ASKED[question](sealed()) == ASKED[question](VALUE)
+
+
+def test_it_can_be_looked_at_and_copied() -> None:
+    assert "SealedOutput" in repr(sealed())
+    assert copy.deepcopy(sealed()).shape == VALUE.shape
+
+
+def test_only_its_norm_opens_it() -> None:
+    conv, norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()
+    x = torch.randn(2, 3, 5, 5)
+    output = FoldedConvForward(conv, PAIR)(x)
+    assert torch.equal(FoldedNormForward(norm, PAIR, carried=True)(output), conv(x))
+    assert torch.equal(FoldedNormForward(norm, PAIR, carried=False)(output), norm(conv(x)))
+    other = FoldedNormForward(norm, FoldedPair("conv", "bn"), carried=True)
+    for value in (output, conv(x)):
+        with pytest.raises(UnseenCall, match="bn was folded together with conv and is given a value that doesn't come"):
+            other(value)
+
+
+class Leaky(Pair):
+    def forward(self, x: Tensor, *, how: str = "plain") -> Any:
+        y = self.conv(x)
+        return {"plain": y, "tuple": (1, [y]), "dict": {"a": {"b": y}}, "right": self.bn(y)}[how]
+
+
+@pytest.mark.parametrize("how", ["plain", "tuple", "dict"])
+def test_no_seal_leaves_the_module(how: str) -> None:
+    model = Leaky().eval()
+    model.conv.forward = FoldedConvForward(model.conv, PAIR)
+    model.bn.forward = FoldedNormForward(model.bn, PAIR, carried=False)
+    model.forward = SealCheckingForward(model)
+    with pytest.raises(UnseenCall, match="its output was used without it"):
+        model(image(), how=how)
+    assert torch.equal(model(image(), how="right"), Leaky().eval()(image(), how="right"))
+    assert list(inspect.signature(model.forward).parameters) == ["x", "how"]
+
+
+class Formats(nn.Module):
+    def forward(self, x: Tensor, count: int = 2) -> Any:
+        return [x.to(memory_format=torch.channels_last) for _ in range(count)]
+
+
+def test_outputs_get_the_formats_that_are_asked_for() -> None:
+    model = Formats()
+    model.forward = FormattedForward(model, (torch.contiguous_format, torch.channels_last), None)
+    x = image()
+    first, second = model(x)
+    assert first.is_contiguous()
+    assert second.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(first, x)
+    assert all(leaf.is_contiguous() for leaf in model(x, 3)), "more values than were recorded are contiguous"
+    assert list(inspect.signature(model.forward).parameters) == ["x", "count"]
+    assert inner_forward(model) is None
+
+
+def test_a_format_for_other_dims_is_no_error() -> None:
+    model = nn.Flatten()
+    model.forward = FormattedForward(model, (torch.channels_last,), None)
+    assert model(image()).is_contiguous()

@@ -1,0 +1,43 @@
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from passes.graph.interception import intercepted_calls
+
+X = torch.ones(2, 4)
+
+
+def test_other_modules_and_threads_through():
+    model, other, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4), []
+
+    def around(module, call, args, kwargs):
+        seen.append(module)
+        return call(*args, **kwargs)
+
+    with intercepted_calls(model, around):
+        other(X)
+        thread = threading.Thread(target=model, args=(X,))
+        thread.start()
+        thread.join()
+        assert seen == []
+        model(X)
+    model(X)
+    assert seen == [model, *model]
+
+
+def test_the_call_may_be_changed_and_runs_the_hooks():
+    model, hooked = nn.Linear(4, 4), []
+    model.register_forward_hook(lambda module, args, output: hooked.append(args))
+    with intercepted_calls(model, lambda module, call, args, kwargs: call(args[0] * 2, **kwargs) + 1):
+        got = model(X)
+    assert torch.equal(got, model(X * 2) + 1)
+    assert torch.equal(hooked[0][0], X * 2)
+
+
+def test_an_error_leaves_nothing_behind():
+    call = nn.Module.__call__
+    with pytest.raises(ZeroDivisionError), intercepted_calls(nn.ReLU(), lambda *args: 1 / 0):
+        raise ZeroDivisionError
+    assert nn.Module.__call__ is call

@@ -1,0 +1,120 @@
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from passes.graph.recording import agree, record
+from passes.graph.structure import CallStructure
+
+
+def x(batch=2):
+    return torch.linspace(-1, 1, batch * 4).reshape(batch, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, between=lambda self, y: y):
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+        self.kept = []
+
+    def forward(self, x):
+        return self.b(self.between(self, self.a(x)) * 2)
+
+
+def recorded(model, *calls):
+    return agree(model, [record(model, (call,), {}) for call in calls])
+
+
+def operations(model, graph):
+    names = {id(module): name for name, module in model.named_modules()}
+    return [
+        names[id(n.meta["module"])] if n.op == "call_module" else getattr(n.target, "__name__", n.target)
+        for n in graph.graph.nodes
+        if n.op.startswith("call")
+    ]
+
+
+def test_who_feeds_whom():
+    model = Net()
+    found = recorded(model, x(2), x(3))
+    graph = found.graphs[id(model)]
+    assert operations(model, graph) == ["a", "mul", "b"]
+    assert not graph.traced
+    assert found.counts == {id(model): 1, id(model.a): 1, id(model.b): 1}
+    assert found.ranks[id(model.a)] == (2,)
+    assert isinstance(found.structures[id(model)], CallStructure)
+    assert not any(node.meta.get("escapes") for node in graph.graph.nodes)
+
+
+def test_branches_are_those_that_were_taken():
+    model = Net(lambda self, y: y if len(y) > 9 else -y)
+    assert operations(model, recorded(model, x(2), x(3)).graphs[id(model)]) == ["a", "neg", "mul", "b"]
+    assert id(model) not in recorded(model, x(2), x(12)).graphs
+
+
+def test_loops_over_the_batch_dont_agree():
+    model = Net(lambda self, y: torch.stack([row * 2 for row in y]))
+    found = recorded(model, x(2), x(3))
+    assert id(model) not in found.graphs
+    assert found.counts[id(model.b)] == 1
+
+
+def test_modules_called_another_number_of_times_have_no_count():
+    model = Net(lambda self, y: torch.stack([self.unused(row) for row in y]))
+    found = recorded(model, x(2), x(3))
+    assert found.counts[id(model.unused)] == -1
+    assert found.counts[id(model.a)] == 1
+
+
+def test_calls_in_different_ways_have_no_structure():
+    model = Net(lambda self, y: self.inner(self.inner(y), 3.0))
+    model.inner = type("Scales", (nn.Module,), {"forward": lambda self, x, by=2.0: x * by})()
+    found = recorded(model, x())
+    assert found.structures[id(model.inner)] == "its forward is called in different ways"
+    assert isinstance(found.structures[id(model.a)], CallStructure)
+
+
+def test_what_is_kept_escapes():
+    model = Net(lambda self, y: self.kept.append(y) or y)
+    graph = recorded(model, x()).graphs[id(model)].graph
+    escaping = [node for node in graph.nodes if node.meta.get("escapes")]
+    assert [node.meta["module"] for node in escaping] == [model.a]
+
+
+def test_what_comes_from_elsewhere_escapes_where_it_was_made():
+    class Takes(nn.Module):
+        def forward(self, x):
+            return x + self.parent[0].kept[-1]
+
+    model = Net(lambda self, y: self.takes((self.kept.append(y), y * 1)[1]))
+    model.takes = Takes()
+    model.takes.__dict__["parent"] = [model]
+    graph = recorded(model, x()).graphs[id(model)].graph
+    assert [n.meta["module"] for n in graph.nodes if n.meta.get("escapes")] == [model.a]
+
+
+def test_reads_of_the_parameters_of_others():
+    model = Net(lambda self, y: y @ self.unused.weight)
+    found = recorded(model, x())
+    assert found.reads == {(id(model.unused), "weight"): {"Net"}}
+    assert recorded(Net(), x()).reads == {}
+
+
+def test_a_recording_holds_no_tensor():
+    model = Net()
+    seen = []
+    model.a.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    record(model, (x(),), {})
+    gc.collect()
+    assert [reference() for reference in seen] == [None]
+
+
+def test_errors_of_the_forward_come_through_and_leave_nothing_patched():
+    model = Net(lambda self, y: 1 / 0)
+    call = nn.Module.__call__
+    with pytest.raises(ZeroDivisionError):
+        record(model, (x(),), {})
+    assert nn.Module.__call__ is call

@@ -1,0 +1,82 @@
+"""A short run of nodes, before a rewrite and after it."""
+
+from typing import Any
+
+import torch
+from folding_models import AcrossModules, Functional, Pair, image
+from pass_contract import captured
+from torch import Tensor, nn
+
+from passes import FoldConvBias, FoldConvBn, Rewriter
+from passes.graph.edits import taken_back
+from passes.graph.match import conv_bn_chains
+from passes.graph.region import Region
+
+
+class Twice(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return torch.add(y, y) * x.mean()
+
+
+def regions_of(model: nn.Module, item: Any) -> tuple[Any, Any]:
+    program, context = captured(model, image())
+    done = item.run(program, context)
+    return program, done.changes[0]
+
+
+def test_before_and_after_compute_the_same() -> None:
+    for cls in (Pair, AcrossModules, Functional):
+        for item in (FoldConvBias(), FoldConvBn()):
+            if cls is Functional and isinstance(item, FoldConvBias):
+                continue
+            _, change = regions_of(cls().eval(), item)
+            x = image(3, 3, 8, 8, seed=2)
+            with taken_back(change.edits):
+                wanted = change.before(x)
+            assert torch.allclose(change.after(x), wanted, atol=1e-5)
+            assert len(change.before.inputs) == 1
+            assert not torch.allclose(change.after(x + 1), wanted, atol=1e-2)
+
+
+def test_a_region_of_nothing_gives_what_it_was_given() -> None:
+    program, _ = captured(nn.Sequential(nn.Dropout(), nn.ReLU()).eval())
+    node = program.calls_of(program.root[0])[0]
+    graph = Rewriter(program)
+    with graph.change("0", "taken out for good", (node,)):
+        graph.bypass(node)
+    (change,) = graph.changes
+    x = image()
+    assert change.after is not None
+    assert change.after(x) is x
+    assert torch.equal(change.before(x), x)
+
+
+def test_inputs_are_named_once() -> None:
+    program, _ = captured(Twice().eval())
+    nodes = [node for node in program.nodes() if node.op == "call_function"]
+    region = Region.of(program, nodes)
+    assert len(region.inputs) == len(set(region.inputs)) == 2
+    y, scale = image(), torch.tensor(3.0)
+    values = [scale if source.name.startswith("mean") else y for source in region.inputs]
+    assert torch.equal(region(*values), (y + y) * 3)
+
+
+def test_what_takes_another_value_than_before_has_no_after() -> None:
+    program, _ = captured(Twice().eval())
+    first = next(node for node in program.nodes() if node.op == "call_function")
+    x = next(node for node in program.nodes() if node.op == "placeholder")
+    graph = Rewriter(program)
+    with graph.change("", "takes the input now", (first,)):
+        graph.bypass(first, x)
+    assert graph.changes[0].before is not None
+    assert graph.changes[0].after is None
+
+
+def test_a_guarded_pair_is_computed_apart() -> None:
+    from folding_models import Island
+
+    program, change = regions_of(Island().eval(), FoldConvBn())
+    assert not list(conv_bn_chains(program))
+    x = image(seed=3)
+    assert torch.allclose(change.after(x).relu(), Island().eval()(x), atol=1e-5)

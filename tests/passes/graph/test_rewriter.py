@@ -1,0 +1,213 @@
+"""Writing to a program: one record, one way back, and work that grows with what is written."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from folding_models import FunctionalBias, Island, Pair, image
+from pass_contract import captured, state_of
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from passes import ChannelsLast, FoldConvBias, FoldConvBn, Rewriter
+from passes.graph.capture import capture
+from passes.graph.edits import taken_back
+from passes.graph.forward import GraphForward
+from passes.graph.match import TensorRef, conv_bn_chains
+from passes.graph.program import Program
+
+
+def chain(pairs: int) -> nn.Module:
+    layers = [layer for _ in range(pairs) for layer in (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())]
+    return enliven(nn.Sequential(*layers)).eval()
+
+
+def program_of(model: nn.Module) -> Program:
+    return captured(model)[0]
+
+
+def test_graphs_are_written_to_inside_of_a_change_only() -> None:
+    program = program_of(Pair().eval())
+    before = state_of(program)
+    ((conv, norm),) = conv_bn_chains(program)
+    graph = Rewriter(program)
+    with pytest.raises(RuntimeError, match="a graph is written to outside of a change"):
+        graph.bypass(norm.node)
+    with graph.change("conv", "nothing of note") as done:
+        pass
+    with pytest.raises(RuntimeError, match="a module is written to outside of its change"):
+        graph.set_tensor(done, conv.weight, None)
+    with pytest.raises(RuntimeError, match="inside of another"), graph.change("a", "b"), graph.change("c", "d"):
+        pass
+    assert state_of(program) == before
+
+
+def test_a_record_of_a_run_is_never_written_to() -> None:
+    program, _ = captured(Island().eval(), image())
+    ((_, norm),) = conv_bn_chains(program)
+    graph = Rewriter(program)
+    with pytest.raises(RuntimeError, match="is a record of a run"), graph.change("bn", "taken out"):
+        graph.bypass(norm.node)
+
+
+def test_an_error_inside_a_change_takes_its_edits_back() -> None:
+    program = program_of(Pair().eval())
+    before = state_of(program)
+    ((conv, _),) = conv_bn_chains(program)
+    graph = Rewriter(program)
+
+    def fail_half_way() -> None:
+        with graph.change("conv", "half done", (conv.node,)) as change:
+            graph.set_tensor(change, conv.weight, torch.zeros(4, 3, 3, 3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
+    assert graph.changes == []
+    assert state_of(program) == before
+    with pytest.raises(RuntimeError, match="left half-way"):
+        graph.finish()
+
+
+def test_a_module_is_replaced_in_every_place() -> None:
+    both = nn.ReLU()
+    program = program_of(nn.ModuleDict({"a": nn.Sequential(both), "b": both, "c": nn.ReLU()}))
+    shared = program.root["b"]
+    graph = Rewriter(program)
+    new = nn.Sequential(shared)
+    with graph.change("a.0", "wrapped in another") as change:
+        graph.replace_module(change, shared, new)
+    assert program.root["a"][0] is new
+    assert program.root["b"] is new
+    assert new[0] is shared, "what the new module holds is its own"
+    assert program.root["c"] is not new
+    with graph.change("a.0", "put back once more") as change:
+        graph.replace_module(change, new, shared)
+    assert program.root["a"][0] is program.root["b"] is shared
+    graph.roll_back()
+    assert program.root["a"][0] is program.root["b"] is shared
+
+
+def test_a_replaced_module_is_known_to_the_record_of_an_island() -> None:
+    program, _ = captured(Island().eval(), image())
+    ((conv, _),) = conv_bn_chains(program)
+    assert conv.module is not None
+    old, new = conv.module, copy.deepcopy(conv.module)
+    graph = Rewriter(program)
+    with graph.change("conv", "replaced by its twin") as change:
+        graph.replace_module(change, old, new)
+    graph.finish()
+    ((again, _),) = conv_bn_chains(program)
+    assert again.module is new
+    graph.roll_back()
+    ((again, _),) = conv_bn_chains(program)
+    assert again.module is old
+
+
+def test_a_forward_keeps_its_graph_when_a_later_pass_is_rolled_back() -> None:
+    """What a pass installed is pickled and copied by its graph: a later pass mustn't have written to that one."""
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))).eval()
+    program, context = captured(model)
+    first = FoldConvBias().run(program, context)
+    ((_, norm), *_) = list(conv_bn_chains(program))
+    graph = Rewriter(program)
+    with graph.change("1", "taken out", (norm.node,)):
+        graph.bypass(norm.node)
+    graph.finish()
+    installed = program.root.__dict__["forward"]
+    text = str(installed.graphs[False][0])
+    second = FoldConvBn().run(program, context)
+    assert str(installed.graphs[False][0]) == text
+    second.rewriter.roll_back()
+    assert program.root.__dict__["forward"] is installed
+    twin = pickle.loads(pickle.dumps(program.root))
+    assert torch.equal(twin(image()), program.root(image()))
+    graph.roll_back()
+    first.rewriter.roll_back()
+    assert "forward" not in program.root.__dict__
+    assert torch.equal(program.root(image()), model(image()))
+
+
+def test_passes_are_rolled_back_in_reverse() -> None:
+    program, context = captured(FunctionalBias().eval(), image())
+    states, done = [state_of(program)], []
+    for item in (FoldConvBias(), FoldConvBn()):
+        done.append(item.run(program, context))
+        states.append(state_of(program))
+    for result in reversed(done):
+        assert state_of(program) == states.pop()
+        result.rewriter.roll_back()
+    assert state_of(program) == states.pop()
+
+
+def test_taking_back_leaves_what_later_changes_made() -> None:
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4))).eval()
+    program, context = captured(model, image())
+    done = FoldConvBn().run(program, context)
+    after = state_of(program)
+    for change in done.changes:
+        with taken_back(change.edits):
+            assert state_of(program) != after
+        assert state_of(program) == after
+
+
+def test_a_bias_is_named_beside_its_weight() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ParameterDict({"w": torch.ones(4, 3, 1, 1), "w_bias": torch.ones(1)})
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.bn(torch.nn.functional.conv2d(x, self.inner["w"]))
+
+    model = enliven(Own()).eval()
+    program, context = captured(model)
+    assert len(FoldConvBn().run(program, context).changes) == 1
+    assert [name for name, _ in program.root.inner.named_parameters()] == ["w", "w_bias", "w_bias_"]
+    assert torch.allclose(program.root(image()), model(image()), atol=1e-6)
+
+
+def test_output_formats_stand_around_other_forwards_once() -> None:
+    model = Pair().eval()
+    program, context = captured(model, image())
+    for item in (ChannelsLast(), FoldConvBn(), ChannelsLast()):
+        item.run(program, context)
+    outer = program.root.__dict__["forward"]
+    assert isinstance(outer.inner, GraphForward)
+    assert program.root(image()).is_contiguous()
+
+
+class _Counting(dict[Any, Any]):
+    """Counts how often its items are walked."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        type(self).walks += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("passes", [(FoldConvBn(),), (FoldConvBias(), FoldConvBn())])
+def test_work_grows_with_the_model_and_not_with_its_square(passes: Any) -> None:
+    """Walks of a module's children, counted: a walk of the tree per fold would make them a thousand times more."""
+    walks = []
+    for pairs in (100, 1000):
+        program = Program.of(capture(chain(pairs)), None, "inference")
+        _Counting.walks = 0
+        for module in program.root.modules():
+            module.__dict__["_modules"] = _Counting(module._modules)
+        context = captured(Pair().eval())[1]
+        for item in passes:
+            assert len(item.run(program, context).changes) == pairs
+        walks.append(_Counting.walks)
+    assert walks[1] <= 12 * walks[0]
+    assert walks[1] <= 20 * 3000
+
+
+def test_reading_a_tensor_ref_that_is_gone() -> None:
+    assert TensorRef(nn.Conv2d(1, 1, 1, bias=False), "bias").value is None

@@ -1,0 +1,149 @@
+import inspect
+import pickle
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from passes.errors import UnseenCall
+from passes.graph.structure import TENSOR, CallStructure, Unstructured, binder_of, flatten_outputs, signature_of
+
+A, B = torch.ones(2), torch.zeros(3)
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Options:
+    mask: torch.Tensor
+    size: int
+
+
+pytree.register_dataclass(Options)
+
+
+def structure_of(function, *args, **kwargs) -> CallStructure:
+    return CallStructure.of_call(inspect.signature(function), args, kwargs)
+
+
+FORWARDS = [
+    (lambda x, y: 0, (A, B), {}),
+    (lambda x, y: 0, (A,), {"y": B}),
+    (lambda x, y=None: 0, (A,), {}),
+    (lambda x, y=None: 0, (A, None), {}),
+    (lambda x, y=None, z=2: 0, (A,), {"z": B}),
+    (lambda x, *, y=1.5: 0, (A,), {"y": 2.5}),
+    (lambda x, *rest: 0, (A, B, 3), {}),
+    (lambda x, **rest: 0, (A,), {"b": B, "a": A}),
+    (lambda x, /, y, *rest, z, **more: 0, (A, B, A, "s"), {"z": {"k": [A, (B, None)]}, "w": torch.float32}),
+    (lambda x, /, **more: 0, (A,), {"x": B}),
+    (lambda x: 0, (Point(A, [B]),), {}),
+    (lambda x: 0, (Options(A, 3),), {}),
+    (lambda x=(): 0, (), {}),
+    (lambda x, _default_1=3: 0, (A,), {}),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), FORWARDS)
+def test_a_call_is_taken_apart_and_put_together_again(function, args, kwargs):
+    structure = structure_of(function, *args, **kwargs)
+    tensors = structure.tensors_of(binder_of(structure.signature)(*args, **kwargs))
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    assert sorted(map(id, tensors)) == sorted(map(id, given))
+    new_args, new_kwargs = structure.arguments(tensors)
+    assert len(new_args) == len(args)
+    assert new_kwargs.keys() == kwargs.keys()
+    mine, my_spec = pytree.tree_flatten((new_args, {key: new_kwargs[key] for key in kwargs}))
+    theirs, their_spec = pytree.tree_flatten((args, kwargs))
+    assert my_spec == their_spec
+    assert all(a is b or a == b for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), FORWARDS)
+def test_structures_are_pickled(function, args, kwargs):
+    structure = structure_of(function, *args, **kwargs)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(structure, protocol))
+        assert again.same_as(structure)
+        assert again.arguments("abcdefg")[1].keys() == structure.arguments("abcdefg")[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((A, None), {}),
+        ((A, 1.0), {}),
+        ((A, True), {}),
+        ((A, B), {}),
+        ((1, 1), {}),
+        (([A], 1), {}),
+        ((A, float("nan")), {}),
+        ((A, 1), {"more": A}),
+    ],
+)
+def test_another_structure_is_refused(args, kwargs):
+    def forward(x, y, **more):
+        return x
+
+    structure = structure_of(forward, A, 1)
+    bound = binder_of(structure.signature)(*args, **kwargs)
+    with pytest.raises(UnseenCall):
+        structure.tensors_of(bound)
+    assert not structure.same_as(CallStructure.of_call(structure.signature, args, kwargs))
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.0, complex("nan")])
+def test_numbers_that_equal_nothing_or_too_much(value):
+    structure = structure_of(lambda x, y: 0, A, value)
+    assert structure.tensors_of({"x": B, "y": value})[0] is B
+    with pytest.raises(UnseenCall, match=r"0\.0"):
+        structure.tensors_of({"x": B, "y": 0.0})
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, nn.Linear(1, 1), iter([])])
+def test_what_has_no_structure(value):
+    with pytest.raises(Unstructured):
+        structure_of(lambda x: 0, value)
+    with pytest.raises(Unstructured):
+        CallStructure.by_default(inspect.signature(lambda x=value: 0))
+    with pytest.raises(Unstructured):
+        flatten_outputs((A, value), ())
+
+
+def test_outputs():
+    leaves, spec = flatten_outputs({"a": A, "b": [None, 3]}, ())
+    assert leaves[0] is A
+    assert pytree.tree_unflatten(leaves, spec) == {"a": A, "b": [None, 3]}
+
+
+def test_calls_by_default():
+    def forward(x, y, flag=True, *rest, key, option=None, **more):
+        return x
+
+    structure = CallStructure.by_default(inspect.signature(forward))
+    assert structure.tensor_names == ("x", "y", "key")
+    args, kwargs = structure.arguments(["X", "Y", "K"])
+    assert (args, kwargs) == (("X", "Y"), {"key": "K"})
+
+
+def test_names_of_tensors():
+    structure = structure_of(lambda x, y, **kw: 0, A, (A, {"k": B}), z=[A])
+    assert structure.tensor_names == ("x", "y_0", "y_1_k", "kw_z_0")
+    assert structure.leaves.count(TENSOR) == 4
+
+
+def test_only_positional_tensors():
+    assert structure_of(lambda x, y: 0, A, B).only_positional_tensors
+    assert not structure_of(lambda x, *, y: 0, A, y=B).only_positional_tensors
+    assert not structure_of(lambda x, y=1: 0, A).only_positional_tensors
+    assert not structure_of(lambda *x: 0, A).only_positional_tensors
+
+
+def test_signatures():
+    class Annotated(nn.Module):
+        def forward(self, x: "NoSuchClass", y: int = 3) -> "NoSuchClass":  # noqa: F821
+            return x
+
+    assert str(signature_of(Annotated())) == "(x, y=3)"

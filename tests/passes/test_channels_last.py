@@ -1,0 +1,144 @@
+"""Weights in channels_last, outputs as the caller knows them."""
+
+from typing import Any
+
+import pytest
+import torch
+from folding_models import Direct, Pair, StandardisedConv, image
+from pass_contract import captured, check_pass, sentences_of
+from tiny_models import enliven
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from optimizer import optimize, report_of
+from passes import ChannelsLast
+
+
+class Many(Pair):
+    """Outputs of every kind."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return {
+            "map": y,
+            "rest": (y.relu(), [y.mean((2, 3)), None, 3]),
+            "last": x.to(memory_format=torch.channels_last),
+        }
+
+
+class Viewed(Pair):
+    """Counts on the format of a convolution's output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.conv(x).view(x.shape[0], -1)
+
+
+class Strided(Pair):
+    """Answers otherwise, without an error, in another format."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return torch.as_strided(y, (y.shape[0], y[0].numel()), (y[0].numel(), 1))
+
+
+class Flattened(nn.Conv2d):
+    """Reads its weight in a way that counts on the format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.conv2d(x, self.weight) * self.weight.view(-1)[1]
+
+
+def image_net(*layers: nn.Module) -> nn.Module:
+    return enliven(nn.Sequential(*layers)).eval()
+
+
+def net_2d() -> nn.Module:
+    return image_net(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3, groups=8),
+        nn.Conv2d(8, 4, 1), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 3, 2, stride=2),
+    )  # fmt: skip
+
+
+def strides_of(outputs: Any) -> list[Any]:
+    return [leaf.stride() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(outputs)]
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "changed"),
+    [
+        (net_2d, image(2, 3, 12, 12), ["0", "3", "7"]),
+        (lambda: image_net(nn.Conv3d(3, 4, 2), nn.ReLU()), image(2, 3, 5, 6, 7), ["0"]),
+        (lambda: Many().eval(), image(), ["conv"]),
+        (lambda: Direct().eval(), image(), ["conv"]),
+        (lambda: image_net(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)), image(), ["0"]),
+    ],
+)
+def test_outputs_are_in_the_format_of_the_original(make: Any, x: Tensor, changed: list[str]) -> None:
+    model = make()
+    done = check_pass(ChannelsLast(), model, (x,))
+    assert [change.where for change in done.changes] == [*changed, ""]
+    fast = optimize(model, ["channels-last"], example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    weight = fast.get_submodule(changed[0]).weight
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    assert weight.is_contiguous(memory_format=formats[weight.dim()])
+    for batch in (x, x[:1], torch.cat([x, x])):
+        assert strides_of(fast(batch)) == strides_of(model(batch))
+
+
+def test_the_inside_runs_in_channels_last() -> None:
+    fast = optimize(net_2d(), ["channels-last"], example_inputs=(image(2, 3, 12, 12),))
+    seen: list[bool] = []
+    fast[2].register_forward_hook(
+        lambda module, args, output: seen.append(output.is_contiguous(memory_format=torch.channels_last))
+    )
+    fast(image(2, 3, 12, 12))
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("cls", [Viewed, Strided])
+def test_a_forward_that_counts_on_the_format_is_never_wrong(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["channels-last"], example_inputs=(image(),))
+    (record,) = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert record.reason
+    assert fast.conv.weight.is_contiguous()
+    assert torch.equal(fast(image()), model(image()))
+
+
+def test_without_example_inputs() -> None:
+    program, context = captured(net_2d())
+    done = ChannelsLast().run(program, context)
+    assert done.changes == ()
+    assert {text for _, text in sentences_of(done)} == {
+        "only a run shows that no view counts on the old format: give example inputs"
+    }
+
+
+def test_refusals() -> None:
+    tied = image_net(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3))
+    tied[1].weight = tied[0].weight
+    hooked = image_net(nn.Conv2d(3, 3, 3))
+    hooked[0].register_forward_pre_hook(lambda module, args: None)
+    normed = image_net(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 3)))
+    own = image_net(Flattened(3, 4, 3))
+    standardised = image_net(StandardisedConv(3, 4, 3))
+    for model, reason in (
+        (tied, "its weight is shared with another module"),
+        (hooked, "it has hooks, which may set its weight"),
+        (own, "its weight is also read by 0, which may count on the format"),
+        (standardised, "its weight is also read by 0, which may count on the format"),
+    ):
+        done = check_pass(ChannelsLast(), model, (image(),))
+        assert done.changes == ()
+        assert {text for _, text in sentences_of(done)} == {reason}
+    assert check_pass(ChannelsLast(), normed, (image(),)).changes == ()
+
+
+def test_what_is_in_the_format_already_is_left_alone() -> None:
+    model = net_2d().to(memory_format=torch.channels_last)
+    done = check_pass(ChannelsLast(), model, (image(2, 3, 12, 12),))
+    assert (done.changes, done.skips) == ((), ())
+    pointwise = image_net(nn.Conv2d(3, 4, 1))
+    assert check_pass(ChannelsLast(), pointwise, (image(),)).changes == ()

@@ -1,0 +1,137 @@
+"""What every registered pass keeps, on models of every kind."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import folding_models as models
+import pytest
+import torch
+from folding_models import image
+from pass_contract import check_pass
+from tiny_models import enliven
+from torch import Tensor, nn
+
+import passes
+from passes.base import Pass
+from passes.registry import pass_named, pass_names
+
+
+class Mixed(nn.Module):
+    """Something for every pass, in graphs and in an island, and places that are to be left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.direct = nn.Sequential(nn.ConvTranspose2d(6, 3, 2, groups=3), models.BatchNormAct(3))
+        self.island = models.Island()
+        self.residual = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.BatchNorm1d(5))
+        enliven(self)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
+        y = self.island(self.direct(self.stem(x)))
+        kept = self.residual(y)
+        y = self.norm(kept) + kept
+        return {"features": y, "logits": (self.head(y), 3)}
+
+
+class Plain(nn.Module):
+    """Nothing for any pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() + x
+
+
+def made(name: str) -> Pass:
+    """The pass as a user has it, but without a compiler."""
+    cls = pass_named(name)
+    options = {field.name for field in dataclasses.fields(cls)}
+    return cls.from_options({"backend": "eager"} if "backend" in options else {})
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_keeps_the_contract(name: str) -> None:
+    done = check_pass(made(name), Mixed().eval(), (image(),))
+    assert done.changes, f"{name} finds nothing to do in a model that has something for every pass"
+
+
+@pytest.mark.parametrize("name", [name for name in pass_names() if pass_named(name).needs_graph])
+def test_changes_nothing_where_there_is_nothing(name: str) -> None:
+    assert check_pass(made(name), Plain().eval(), (torch.randn(2, 5),)).changes == ()
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_a_model_in_training_stays_so(name: str) -> None:
+    model = Mixed()
+    check_pass(made(name), model, (image(),))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_runs_without_example_inputs(name: str) -> None:
+    check_pass(made(name), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval())
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_name_class_and_file_derive_from_each_other(name: str) -> None:
+    cls = pass_named(name)
+    if cls.__module__.split(".")[0] != "passes":
+        return
+    assert cls.__name__ == "".join(part.capitalize() for part in name.split("-"))
+    assert cls.__module__ == f"passes.{name.replace('-', '_')}"
+    assert getattr(passes, cls.__name__) is cls
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_is_a_frozen_dataclass_that_tells_what_it_is(name: str) -> None:
+    cls = pass_named(name)
+    assert cls.__dataclass_params__.frozen
+    assert cls.summary().endswith(".")
+    assert set(cls.modes) <= {"inference", "training"}
+    assert not inspect.isabstract(cls)
+    if cls.needs_graph:
+        assert "Does not handle" in (cls.__doc__ or "")
+
+
+class _Scales(passes.GraphPass):
+    """Breaks the contract in every way that it is told to."""
+
+    name = "scales"
+
+    def __init__(self, how: str) -> None:
+        object.__setattr__(self, "how", how)
+
+    def rewrite(self, graph: passes.Rewriter) -> None:
+        root = graph.program.root
+        if self.how == "caller":
+            with torch.no_grad():
+                root.linear.weight.mul_(1.5)
+        elif self.how == "unrecorded":
+            root.linear.weight = nn.Parameter(root.linear.weight.detach() * 1)
+        elif self.how == "wrong":
+            with graph.change("linear", "scaled by one half more") as change:
+                ref = passes.graph.match.TensorRef(root.linear, "weight")
+                graph.set_tensor(change, ref, root.linear.weight.detach() * 1.5)
+        elif self.how == "sentence":
+            graph.skip_module("linear", "No.")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("caller", "changed the caller's module|still left a difference"),
+        ("unrecorded", "changed nothing and still left a difference"),
+        ("wrong", "computes something else"),
+        ("sentence", "says too little"),
+    ],
+)
+def test_the_contract_finds_who_breaks_it(how: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_pass(_Scales(how), Plain().eval(), (torch.randn(4, 5),))

@@ -1,0 +1,226 @@
+"""Folding a BatchNorm into the convolution before it."""
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import folding_models as models
+import pytest
+import torch
+from folding_models import CONVOLUTIONS, FAR, image, norm_behind
+from pass_contract import captured, check_pass
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import check_parity, optimize, report_of
+from passes import FoldConvBn
+from passes.errors import UnseenCall
+from passes.fold_conv_bn import folded_tensors
+from passes.graph.match import conv_bn_chains
+from passes.graph.recording import Recordings
+
+
+def norms_in(model: nn.Module) -> int:
+    graphs = captured(model, image())[0]
+    return len(list(conv_bn_chains(graphs)))
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_algebra_is_exact_in_float64(kind: str, bias: bool, affine: bool) -> None:
+    make, shape = CONVOLUTIONS[kind]
+    conv = make(bias=bias)
+    model = enliven(nn.Sequential(conv, norm_behind(conv, shape, affine=affine, eps=1e-2))).double().eval()
+    x = image(*shape).double()
+    program, context = captured(model, keep_flags=True)
+    program.recordings = Recordings(ranks={id(program.root[0]): (x.dim(),)})
+    done = FoldConvBn().run(program, context)
+    assert [(change.where, change.what) for change in done.changes] == [("1", "folded into 0")]
+    fast = program.root
+    assert isinstance(fast[1], nn.Identity)
+    assert torch.allclose(fast(x), model(x), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(conv(x), model(x), rtol=1e-2, atol=1e-2), "this BatchNorm does nothing to be folded"
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_parity_in_float32(kind: str) -> None:
+    make, shape = CONVOLUTIONS[kind]
+    conv = make()
+    model = enliven(nn.Sequential(conv, norm_behind(conv, shape), nn.ReLU())).eval()
+    program, context = captured(model)
+    program.recordings = Recordings(ranks={id(program.root[0]): (len(shape),)})
+    assert len(FoldConvBn().run(program, context).changes) == 1
+    report = check_parity(model, program.root, (image(*shape),), batch_sizes=(1, 5), draws=1)
+    assert report.ok, report.reason
+
+
+@pytest.mark.parametrize("cls", models.FOLDED)
+def test_folds_every_spelling(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    program, context = captured(model, image())
+    done = FoldConvBn().run(program, context)
+    assert len(done.changes) == (2 if cls in (models.TwoNorms, models.TorchFunctions) else 1)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    assert norms_in(fast) == 0
+    twin = pickle.loads(pickle.dumps(fast))
+    assert torch.equal(twin(image()), fast(image()))
+
+
+def test_a_weight_standardisation_is_no_batch_norm() -> None:
+    done = check_pass(FoldConvBn(), models.Standardised().eval(), (image(),))
+    assert done.changes == ()
+
+
+def test_what_a_folded_functional_norm_read_is_gone() -> None:
+    fast = optimize(models.WithAct(), ["fold-conv-bn"], example_inputs=(image(),))
+    assert set(fast.state_dict()) == {"conv.weight", "conv.bias", "bn.num_batches_tracked"}
+    program, _ = captured(fast)
+    assert "batch_norm" not in "".join(str(graph.graph) for graph in program.graphs.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
+    model = models.Pair(bias=False).to(dtype).eval()
+    x = image().to(dtype)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    assert {tensor.dtype for tensor in fast.parameters()} == {dtype}
+    assert fast(x).dtype is dtype
+
+
+def test_layout_and_gradient_flags_are_kept() -> None:
+    model = models.Pair(bias=False).eval().to(memory_format=torch.channels_last)
+    model.conv.weight.requires_grad_(False)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert fast.conv.weight.stride() == model.conv.weight.stride()
+    assert not fast.conv.weight.requires_grad
+    assert not fast.conv.bias.requires_grad
+    model.conv.weight.requires_grad_(True)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert fast.conv.weight.requires_grad
+    assert fast.conv.bias.requires_grad
+
+
+def test_the_weight_is_rounded_once() -> None:
+    model = models.Pair().eval()
+    program, _ = captured(model)
+    ((conv, norm),) = conv_bn_chains(program)
+    weight, bias = folded_tensors(conv, norm)
+    wide = copy.deepcopy(model).double()
+    scale = wide.bn.weight / torch.sqrt(wide.bn.running_var + wide.bn.eps)
+    assert torch.equal(weight, (wide.conv.weight * scale.reshape(-1, 1, 1, 1)).float())
+    assert torch.equal(bias, ((wide.conv.bias - wide.bn.running_mean) * scale + wide.bn.bias).float())
+
+
+def test_the_identity_is_in_the_mode_of_the_norm() -> None:
+    fast = optimize(models.Pair(), ["fold-conv-bn"], example_inputs=(image(),))
+    assert not any(module.training for module in fast.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.bn.train(), "it uses the statistics of the batch"),
+        (lambda m: setattr(m, "bn", nn.BatchNorm2d(4, track_running_stats=False)), "it uses the statistics of"),
+    ],
+)
+def test_batch_statistics_are_left_alone(change: Any, reason: str) -> None:
+    model = models.Pair().eval()
+    change(model)
+    program, context = captured(model, keep_flags=True)
+    done = FoldConvBn().run(program, context)
+    assert done.changes == ()
+    assert reason in done.skips[0].reason
+
+
+@pytest.fixture
+def guarded() -> Any:
+    def make(cls: type[nn.Module]) -> nn.Module:
+        model = cls().eval()
+        fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+        assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+        assert torch.allclose(fast(image(seed=4)), model(image(seed=4)), atol=1e-5)
+        return fast
+
+    return make
+
+
+@pytest.mark.parametrize("cls", models.UNSEEN)
+def test_a_branch_that_was_not_seen_raises(guarded: Any, cls: type[nn.Module]) -> None:
+    fast = guarded(cls)
+    for twin in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        before = twin(image(seed=4))
+        with pytest.raises(UnseenCall, match="give optimize\\(\\) example inputs that take this branch"):
+            twin(FAR)
+        assert torch.equal(twin(image(seed=4)), before), "the error left something behind"
+
+
+def test_an_error_of_the_model_stays_its_own(guarded: Any) -> None:
+    fast = guarded(models.IslandRaises)
+    before = fast(image(seed=4))
+    with pytest.raises(ValueError, match="too large"):
+        fast(FAR)
+    assert torch.equal(fast(image(seed=4)), before)
+
+
+def test_a_guarded_module_keeps_its_signature(guarded: Any) -> None:
+    import inspect
+
+    assert list(inspect.signature(guarded(models.Island).forward).parameters) == ["x"]
+
+
+def test_a_guarded_module_runs_in_two_threads(guarded: Any) -> None:
+    fast = guarded(models.IslandRawOutput)
+    wanted = fast(image(seed=4))
+    seen: list[bool] = []
+    raised: list[bool] = []
+
+    def near() -> None:
+        seen.extend(torch.equal(fast(image(seed=4)), wanted) for _ in range(50))
+
+    def far() -> None:
+        for _ in range(50):
+            with pytest.raises(UnseenCall):
+                fast(FAR)
+            raised.append(True)
+
+    threads = [threading.Thread(target=near), threading.Thread(target=far), threading.Thread(target=near)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 100
+    assert len(raised) == 50
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_a_guarded_module_is_traced_by_jit(guarded: Any) -> None:
+    fast = guarded(models.Island)
+    traced = torch.jit.trace(fast, (image(),))
+    assert torch.equal(traced(image(seed=4)), fast(image(seed=4)))
+
+
+@pytest.mark.parametrize("cls", [models.Island, models.IslandBesides, models.IslandAsksShape])
+def test_a_guarded_module_is_compiled(guarded: Any, cls: type[nn.Module]) -> None:
+    fast = guarded(cls)
+    torch._dynamo.reset()
+    compiled = torch.compile(fast, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(image(seed=4)), fast(image(seed=4)))
+        assert torch.equal(compiled(image(seed=5)), fast(image(seed=5)))
+        if cls is models.IslandBesides:
+            with pytest.raises(UnseenCall, match="its output was used without it"):
+                compiled(FAR)
+            assert torch.equal(compiled(image(seed=4)), fast(image(seed=4)))
+    torch._dynamo.reset()
+
+
+def test_a_guarded_module_can_be_optimized_again(guarded: Any) -> None:
+    fast = guarded(models.IslandBesides)
+    again = optimize(fast, example_inputs=(image(),))
+    assert torch.allclose(again(image(seed=4)), fast(image(seed=4)), atol=1e-5)
+    with pytest.raises(UnseenCall):
+        again(FAR)

@@ -1,0 +1,496 @@
+"""Every reason not to fold, each with the sentence that says so, and the answer that stays right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_models import BatchNormAct, Functional, Head, Pair, Stem, image
+from pass_contract import captured, sentences_of
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from passes import FoldConvBias, FoldConvBn
+
+LOG: list[Any] = []
+
+
+class Residual(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.bn(y) + y
+
+
+class Returned(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.bn(y), y
+
+
+class CalledTwice(Pair):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.conv(x.tanh())
+
+
+class NormTwice(Pair):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.bn(x[:, :1].expand(-1, 4, -1, -1))
+
+
+class TwoNames(Pair):
+    def more(self) -> None:
+        self.alias = self.conv
+
+
+class TwoNamesUsed(Pair):
+    def more(self) -> None:
+        self.alias = self.conv
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.alias(x.tanh())
+
+
+class NormTwoNames(Pair):
+    def more(self) -> None:
+        self.alias = self.bn
+
+
+class TiedWeight(Pair):
+    def more(self) -> None:
+        self.other = nn.Conv2d(3, 4, 3, padding=1)
+        self.other.weight = self.conv.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.other(x)
+
+
+class TiedBias(Pair):
+    def more(self) -> None:
+        self.other = nn.Conv2d(3, 4, 3, padding=1)
+        self.other.bias = self.conv.bias
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.other(x)
+
+
+class TiedStatistic(Pair):
+    def more(self) -> None:
+        self.other = nn.BatchNorm2d(4)
+        self.other.running_mean = self.bn.running_mean
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.other(x[:, :1].expand(-1, 4, -1, -1))
+
+
+class WeightRead(Pair):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) * self.conv.weight.mean()
+
+
+class BiasRead(Pair):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.conv.bias.reshape(1, -1, 1, 1)
+
+
+class StatisticRead(Pair):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) * self.bn.running_var.mean()
+
+
+class WeightReadByOther(Pair):
+    """A child reads the weight of its sibling; its branch on data keeps it from being traced."""
+
+    class Reader(nn.Module):
+        def __init__(self, conv: nn.Module) -> None:
+            super().__init__()
+            self.convs = [conv]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e6:
+                return x
+            return x * self.convs[0].weight.mean()
+
+    def more(self) -> None:
+        self.reader = self.Reader(self.conv)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.reader(self.bn(self.conv(x)))
+
+
+class WeightReadByTwin(nn.Module):
+    """Two of one class: one shows in its graph that it reads the weight, the other doesn't show anything."""
+
+    class Part(nn.Module):
+        def __init__(self, weight: nn.Parameter | None) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 3, 3, 3)) if weight is None else weight
+            self.bn = nn.BatchNorm2d(4)
+            self.others: list[nn.Module] = []
+            self.wild = weight is not None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.bn(F.conv2d(x, self.others[0].weight if self.others else self.weight))
+            if self.wild:
+                for _ in range(x.shape[0]):
+                    y = y + float(x.sum() > 1e6)
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = self.Part(None)
+        self.hidden = self.Part(nn.Parameter(torch.ones(4, 3, 3, 3)))
+        self.hidden.others.append(self.shown)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shown(x) + self.hidden(x)
+
+
+class InPlace(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        y.mul_(2)
+        return self.bn(y)
+
+
+class ViewMutated(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        y[:, 0].add_(1)
+        return self.bn(y)
+
+
+class OutputKept(Pair):
+    """An island keeps the output in an attribute."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        self.last = y
+        return self.bn(y)
+
+
+class OutputInList(Pair):
+    def more(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        self.kept[:] = [y]
+        return self.bn(y) + self.kept[0]
+
+
+class Noise(nn.Identity):
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 2
+
+
+class OwnIdentity(Pair):
+    def more(self) -> None:
+        self.between = Noise()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.between(self.conv(x)))
+
+
+class HookedIdentity(Pair):
+    def more(self) -> None:
+        self.between = nn.Identity()
+        self.between.register_forward_hook(lambda module, args, output: LOG.append(output.mean()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.between(self.conv(x)))
+
+
+class Passing(nn.Module):
+    """Gives what it was given, but for a branch on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("limit", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.limit > 1 else x
+
+
+class ThroughIsland(Pair):
+    def more(self) -> None:
+        self.between = Passing()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.between(self.conv(x)))
+
+
+class HookedBorder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = Stem(), Head()
+        enliven(self)
+        self.stem.register_forward_hook(lambda module, args, output: LOG.append(output.mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x))
+
+
+class PlainWeight(Pair):
+    """A weight that is no parameter: another tensor under its name would never be read."""
+
+    def more(self) -> None:
+        weight = self.conv.weight.detach().clone()
+        del self.conv.weight
+        self.conv.weight = weight
+
+
+class ComputedWeight(Pair):
+    class Conv(nn.Conv2d):
+        @property
+        def weight(self) -> Tensor:
+            return self._parameters["weight"] * 2
+
+    def more(self) -> None:
+        self.conv.__class__ = self.Conv
+
+
+class OwnCall(Pair):
+    class Conv(nn.Conv2d):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 2
+
+    def more(self) -> None:
+        self.conv = self.Conv(3, 4, 3)
+
+
+class Doubled(Pair):
+    class Conv(nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(input, weight, bias) * 2
+
+    def more(self) -> None:
+        self.conv = self.Conv(3, 4, 3)
+
+
+class StraightLine(nn.Module):
+    """A linear layer on 3-D input: BatchNorm's channels are the positions, not the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.linear(x))
+
+
+class Unbatched(nn.Module):
+    """A 1-D convolution on input without a batch, whose output BatchNorm1d takes for a batch of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class OtherChannels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(1)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return F.batch_norm(y, self.bn.running_mean.expand(4), self.bn.running_var.expand(4))
+
+
+def _hooked(name: str, kind: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Pair()
+        hook = {"register_forward_hook": lambda m, a, o: o * 2, "register_forward_pre_hook": lambda m, a: (a[0] * 2,)}
+        getattr(getattr(model, name), kind)(hook[kind])
+        return model
+
+    return make
+
+
+def _normed(norm: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Pair()
+        norm(model.conv)
+        return model.eval()
+
+    return make
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "other user": (Residual, "its output is also used by the root (add)"),
+    "returned": (Returned, "its output is also used by the caller of the root, which returns it"),
+    "called twice": (CalledTwice, "the convolution conv is called 2 times"),
+    "norm called twice": (NormTwice, "the BatchNorm bn is called 2 times"),
+    "two names": (TwoNames, "the convolution stands in the tree under two names, conv and alias"),
+    "two names, both used": (TwoNamesUsed, "the convolution stands in the tree under two names, conv and alias"),
+    "norm under two names": (NormTwoNames, "the BatchNorm stands in the tree under two names, bn and alias"),
+    "tied weight": (TiedWeight, "conv.weight is shared with another module"),
+    "tied bias": (TiedBias, "conv.bias is shared with another module"),
+    "tied statistic": (TiedStatistic, "bn.running_mean is shared with another module"),
+    "weight read": (WeightRead, "conv.weight is also read by the root"),
+    "bias read": (BiasRead, "conv.bias is also read by the root"),
+    "statistic read": (StatisticRead, "bn.running_var is also read by the root"),
+    "weight read by an island": (WeightReadByOther, "conv.weight is also read by"),
+    "weight read by a twin": (WeightReadByTwin, "shown.weight is also read by"),
+    "in place": (InPlace, "its output is also used by the root (mul_)"),
+    "view mutated": (ViewMutated, "its output is also used by the root (getitem)"),
+    "kept in an attribute": (OutputKept, "its output is kept somewhere outside of the graph"),
+    "kept in a list": (OutputInList, "its output is"),
+    "hooked identity": (HookedIdentity, "its output passes the hooks of between"),
+    "through an island": (ThroughIsland, "its output passes between, whose forward can't be traced"),
+    "hooked border": (HookedBorder, "its output passes the hooks of stem"),
+    "hook on conv": (_hooked("conv", "register_forward_hook"), "the convolution conv has hooks"),
+    "pre-hook on conv": (_hooked("conv", "register_forward_pre_hook"), "the convolution conv has hooks"),
+    "hook on bn": (_hooked("bn", "register_forward_hook"), "the BatchNorm bn has hooks"),
+    "pre-hook on bn": (_hooked("bn", "register_forward_pre_hook"), "the BatchNorm bn has hooks"),
+    "weight_norm": (_normed(nn.utils.parametrizations.weight_norm), "the convolution conv has parametrizations"),
+    "spectral_norm": (_normed(nn.utils.parametrizations.spectral_norm), "the convolution conv has parametrizations"),
+    "old spectral_norm": (_normed(nn.utils.spectral_norm), "the convolution conv has hooks"),
+    "plain weight": (PlainWeight, "conv.weight is computed or set by other code, and is no parameter or buffer"),
+    "computed weight": (ComputedWeight, "conv.weight is computed or set by other code"),
+    "linear on 3-D": (StraightLine, "its input is 3-D, where the BatchNorm's channels are not the outputs"),
+    "unbatched": (Unbatched, "its input is 2-D, where the BatchNorm's channels are not the outputs"),
+}
+# What is no pair at all: nothing is said, and nothing is done.
+UNTOUCHED: dict[str, Callable[[], nn.Module]] = {
+    "identity of its own": OwnIdentity,
+    "call of its own": OwnCall,
+    "conv_forward of its own": Doubled,
+    "statistics computed": OtherChannels,
+}
+
+
+def _inputs(model: nn.Module) -> Tensor:
+    return {StraightLine: image(2, 4, 5), Unbatched: image(3, 4)}.get(type(model), image())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refuses_with_the_reason_and_stays_right(kind: str) -> None:
+    make, reason = REFUSED[kind]
+    model = make().eval()
+    x = _inputs(model)
+    program, context = captured(model, x)
+    done = FoldConvBn().run(program, context)
+    texts = [text for _, text in sentences_of(done)]
+    assert done.changes == (), texts
+    assert any(reason in text for text in texts), texts
+    assert all("the convolution" in text for text in texts)
+    assert FoldConvBias().run(program, context).changes == ()
+    _answers_as(model, program.root, x)
+
+
+@pytest.mark.parametrize("kind", UNTOUCHED)
+def test_leaves_alone_what_is_no_pair(kind: str) -> None:
+    model = UNTOUCHED[kind]().eval()
+    program, context = captured(model, image())
+    assert FoldConvBn().run(program, context).changes == ()
+    _answers_as(model, program.root, image())
+
+
+def _answers_as(model: nn.Module, fast: nn.Module, x: Tensor) -> None:
+    wanted, got = model(x), fast(x)
+    for mine, theirs in zip(
+        wanted if isinstance(wanted, tuple) else [wanted], got if isinstance(got, tuple) else [got], strict=True
+    ):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_bias_pass_refuses_too() -> None:
+    program, context = captured(Residual().eval(), image())
+    done = FoldConvBias().run(program, context)
+    assert list(sentences_of(done)) == [("conv", "its output is also used by the root (add)")]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_refuses_the_old_weight_norm() -> None:
+    model = Pair().eval()
+    nn.utils.weight_norm(model.conv)
+    program, _ = captured(model)
+    ((_, text),) = sentences_of(FoldConvBn().run(program, captured(Pair())[1]))
+    assert "the convolution conv has hooks" in text
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_refuses_what_has_no_values() -> None:
+    lazy = nn.Sequential(nn.LazyConv2d(4, 3), nn.BatchNorm2d(4)).eval()
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    for model, reason in ((lazy, "has hooks"), (meta, "0.weight is on the meta device and has no values")):
+        program, context = captured(model)
+        done = FoldConvBn().run(program, context)
+        assert done.changes == ()
+        assert all(reason in text for _, text in sentences_of(done))
+
+
+def test_without_example_inputs() -> None:
+    """What only a run shows isn't taken for granted."""
+    linear = enliven(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).eval()
+    line = enliven(nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4))).eval()
+    for model in (linear, line):
+        program, context = captured(model)
+        ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+        assert text.endswith("give example inputs")
+    for plain in (Pair(), Functional()):
+        program, context = captured(plain.eval())
+        assert len(FoldConvBn().run(program, context).changes) == 1
+    program, context = captured(_IslandAround().eval())
+    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    assert "no recorded run shows what it does: give example inputs" in text
+
+
+class _IslandAround(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) if x.sum() < 1e6 else x
+
+
+class _Disagreeing(_IslandAround):
+    """What it does depends on the batch: the runs don't agree."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        for row in x:
+            y = y + row.mean()
+        return y
+
+
+def test_runs_that_disagree() -> None:
+    program, context = captured(_Disagreeing().eval(), image())
+    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    assert "the recorded runs don't agree on what it does" in text
+
+
+def test_quantized_modules_are_no_convolutions() -> None:
+    config = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    conv = nn.Conv2d(3, 4, 3)
+    conv.qconfig = config
+    model = enliven(nn.Sequential(torch.ao.nn.qat.Conv2d.from_float(conv), nn.BatchNorm2d(4))).eval()
+    program, context = captured(model)
+    assert FoldConvBn().run(program, context).changes == ()
+
+
+def test_a_norm_with_an_activation_and_a_residual_before_it() -> None:
+    class Block(Pair):
+        def more(self) -> None:
+            self.bn = BatchNormAct(4)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.conv(x)
+            return self.bn(y) + y.mean()
+
+    program, context = captured(Block().eval(), image())
+    done = FoldConvBn().run(program, context)
+    assert done.changes == ()
+    assert "is also used by the root (mean)" in next(text for _, text in sentences_of(done))

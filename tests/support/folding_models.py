@@ -1,0 +1,313 @@
+"""Models with a convolution and a BatchNorm behind it, each with something that folding has to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+Tensor = torch.Tensor
+CONVOLUTIONS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    "conv1d": (lambda **k: nn.Conv1d(4, 6, 3, padding=1, **k), (2, 4, 9)),
+    "conv1d grouped": (lambda **k: nn.Conv1d(4, 6, 3, groups=2, **k), (2, 4, 9)),
+    "conv2d": (lambda **k: nn.Conv2d(4, 6, 3, stride=2, **k), (2, 4, 8, 8)),
+    "conv2d grouped": (lambda **k: nn.Conv2d(4, 6, 3, groups=2, dilation=2, **k), (2, 4, 8, 8)),
+    "conv2d depthwise": (lambda **k: nn.Conv2d(4, 4, 3, groups=4, padding="same", **k), (2, 4, 8, 8)),
+    "conv2d reflect": (lambda **k: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **k), (2, 4, 8, 8)),
+    "conv2d 1x1": (lambda **k: nn.Conv2d(4, 6, 1, **k), (2, 4, 8, 8)),
+    "conv3d": (lambda **k: nn.Conv3d(4, 6, 3, **k), (2, 4, 5, 5, 5)),
+    "conv3d grouped": (lambda **k: nn.Conv3d(4, 6, 3, groups=2, **k), (2, 4, 5, 5, 5)),
+    "transposed1d": (lambda **k: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1, **k), (2, 4, 5)),
+    "transposed1d grouped": (lambda **k: nn.ConvTranspose1d(4, 6, 3, groups=2, **k), (2, 4, 5)),
+    "transposed2d": (lambda **k: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, **k), (2, 4, 5, 5)),
+    "transposed2d grouped": (
+        lambda **k: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2, **k),
+        (2, 4, 5, 5),
+    ),
+    "transposed2d depthwise": (lambda **k: nn.ConvTranspose2d(4, 4, 3, groups=4, padding=1, **k), (2, 4, 5, 5)),
+    "transposed3d": (lambda **k: nn.ConvTranspose3d(4, 6, 2, **k), (2, 4, 3, 3, 3)),
+    "transposed3d grouped": (
+        lambda **k: nn.ConvTranspose3d(4, 6, 3, stride=2, output_padding=1, groups=2, **k),
+        (2, 4, 3, 3, 3),
+    ),
+    "linear": (lambda **k: nn.Linear(4, 6, **k), (3, 4)),
+}
+_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def norm_behind(convolution: nn.Module, shape: tuple[int, ...], **options: Any) -> nn.Module:
+    channels = getattr(convolution, "out_channels", None) or convolution.out_features
+    return _NORMS[len(shape)](channels, **options)
+
+
+def image(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape or (2, 3, 8, 8), generator=torch.Generator().manual_seed(seed))
+
+
+class Pair(nn.Module):
+    """A convolution and its BatchNorm, and what a subclass does with the two."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        # Two models of one class are equal.
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=bias)
+            self.bn = nn.BatchNorm2d(4)
+            self.more()
+        enliven(self)
+
+    def more(self) -> None:
+        """Further modules of a subclass."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)).relu()
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """A subclass with an activation inside, whose forward calls the function: as image models have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return torch.nn.functional.silu(x)
+
+
+class WithAct(Pair):
+    def more(self) -> None:
+        self.bn = BatchNormAct(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x))
+
+
+class SameForward(nn.Conv2d):
+    """A subclass that keeps the forward."""
+
+    def describe(self) -> str:
+        return "a convolution"
+
+
+class KeptForward(Pair):
+    def more(self) -> None:
+        self.conv = SameForward(3, 4, 3)
+
+
+class StandardisedConv(nn.Conv2d):
+    """Its weight is standardised at every call, by a batch_norm that is no BatchNorm of the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True)
+        return F.conv2d(x, weight.reshape(4, 3, 3, 3), self.bias)
+
+
+class Standardised(Pair):
+    def more(self) -> None:
+        self.conv = StandardisedConv(3, 4, 3)
+
+
+class DirectConv(nn.Conv2d):
+    """Its own forward, by the function on its own weight: what it computes is shown by its graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, bias=self.bias, stride=self.stride)
+
+
+class Direct(Pair):
+    def more(self) -> None:
+        self.conv = DirectConv(3, 4, 3)
+
+
+class Functional(Pair):
+    """Everything by functions, on parameters and buffers of its own."""
+
+    def more(self) -> None:
+        self.w = nn.Parameter(torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(3)))
+        self.gain = nn.Parameter(torch.tensor([0.5, 1.5, -1.0, 2.0]))
+        self.register_buffer("mean", torch.tensor([0.1, -0.2, 0.3, 0.4]))
+        self.register_buffer("var", torch.tensor([0.5, 1.5, 2.0, 0.7]))
+        del self.conv, self.bn
+
+    def forward(self, x: Tensor) -> Any:
+        return F.batch_norm(F.conv2d(x, self.w), self.mean, self.var, self.gain, None, False, 0.1, 1e-3).relu()
+
+
+class TorchFunctions(Functional):
+    """The names in torch instead of those in torch.nn.functional, keywords in an order of their own."""
+
+    def more(self) -> None:
+        super().more()
+        self.shift = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 0.2]))
+        self.register_buffer("second_mean", torch.tensor([0.3, 0.2, -0.3, 0.1]))
+        self.register_buffer("second_var", torch.tensor([1.5, 1.1, 0.4, 0.9]))
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.conv2d(x, weight=self.w, padding=1)
+        z = F.batch_norm(running_mean=self.mean, running_var=self.var, weight=self.gain, input=y)
+        return torch.batch_norm(z, None, self.shift, self.second_mean, self.second_var, False, 0.1, 1e-5, False)
+
+
+class FunctionalBias(Functional):
+    def more(self) -> None:
+        super().more()
+        self.b = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 0.2]))
+
+    def forward(self, x: Tensor) -> Any:
+        return F.batch_norm(F.conv2d(x, self.w, self.b), self.mean, self.var, self.gain)
+
+
+class ThroughIdentity(Pair):
+    def more(self) -> None:
+        self.between = nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.between(input=self.conv(x))).relu()
+
+
+class Stem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.tanh())
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(x).relu()
+
+
+class AcrossModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = Stem(), Head()
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x))
+
+
+class Nested(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity())), nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
+        )
+        enliven(self)
+
+
+class SharedBlock(nn.Module):
+    """A block that is called twice: what it holds is still used the one way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x).relu())
+
+
+class TwoNorms(Pair):
+    def more(self) -> None:
+        self.second = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.bn(self.conv(x))).relu()
+
+
+class Island(Pair):
+    """Its branch on data makes it an island: graphs don't hold it."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        if x.sum() > 1e6:
+            return self.otherwise(x, y)
+        return self.bn(y).relu()
+
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return y
+
+
+class IslandRawOutput(Island):
+    """The branch that wasn't seen returns what the BatchNorm didn't get."""
+
+
+class IslandBesides(Island):
+    """The output goes into the BatchNorm, and somewhere else too."""
+
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return self.bn(y).relu() + y
+
+
+class IslandBesidesReversed(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return torch.cat([y, self.bn(y)], 1)
+
+
+class IslandReturnsBoth(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return {"z": self.bn(y), "rest": [y]}
+
+
+class IslandFedFromElsewhere(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return self.bn(x.repeat(1, 2, 1, 1)[:, :4])
+
+
+class IslandInPlace(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        y += 1
+        return self.bn(y)
+
+
+class IslandReads(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return self.bn(y[:, :, ::2]) if y.mean() > 0 else y.numpy()
+
+
+class IslandKeeps(Island):
+    """The branch that wasn't seen keeps the output and has it used later."""
+
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        self.__dict__["last"] = y
+        return self.bn(y) * self.last.mean()
+
+
+class IslandAsksShape(Island):
+    """Shape and kind of the output may be asked for: the answers are the same."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        if x.sum() > 1e6 or y.shape[1] != 4 or y.dtype is torch.int64 or len(y) == 0 or y.size(0) == 0:
+            return x
+        if torch.is_complex(y) or y.dim() != 4:
+            return x
+        return self.bn(y).relu()
+
+
+class IslandRaises(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        raise ValueError("these inputs are too large")
+
+
+UNSEEN = [
+    IslandRawOutput, IslandBesides, IslandBesidesReversed, IslandReturnsBoth, IslandFedFromElsewhere, IslandInPlace,
+    IslandReads, IslandKeeps,
+]  # fmt: skip
+# An input that makes an island take the branch that no recorded run took.
+FAR = torch.full((2, 3, 8, 8), 1e5)
+
+FOLDED = [
+    Pair, WithAct, KeptForward, Direct, Functional, TorchFunctions, FunctionalBias, ThroughIdentity, AcrossModules,
+    Nested, SharedBlock, TwoNorms, Island, IslandAsksShape,
+]  # fmt: skip

@@ -1,0 +1,210 @@
+"""What every pass has to keep, whoever wrote it.
+
+from pass_contract import check_pass
+
+def test_my_pass():
+    done = check_pass(MyPass(), model, (x,))
+    assert [change.where for change in done.changes] == ["stem.conv"]
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from optimizer.inputs import Samples
+from optimizer.parity import check_parity
+from optimizer.pipeline import Pipeline
+from optimizer.report import no_progress
+from optimizer.working_copy import Mode, working_copy
+from passes.base import Context, Pass, PassResult, device_of
+from passes.graph.capture import capture
+from passes.graph.program import Program
+
+Snapshot = dict[str, Any]
+
+
+def captured(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    mode: Mode = "inference",
+    keep_flags: bool = False,
+) -> tuple[Program, Context]:
+    """The program of a working copy, as `optimize` makes it, and the context of its passes.
+
+    Args:
+        keep_flags: leave the training flags as they are, where `optimize` puts all into eval; without example inputs.
+    """
+    clone = working_copy(model, mode)
+    if mode == "inference" and not keep_flags:
+        clone.root.eval()
+    device = device_of(model)
+    if example_inputs is None and not example_kwargs:
+        return Program.of(capture(clone.root), None, mode), Context(mode, device)
+    samples = Samples(() if example_inputs is None else example_inputs, example_kwargs)
+    pipeline = Pipeline(clone, model, samples, device, False, None, no_progress)
+    # The calls alone: what the original answers is measured by those who compare.
+    sizes = pipeline._two_sizes(samples)
+    pipeline._calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
+    program = pipeline.capture()
+    calls = tuple((call.args, call.kwargs) for call in pipeline._calls)
+    return program, Context(mode, device, calls, pipeline._formats)
+
+
+def check_pass(
+    item: Pass,
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    mode: Mode = "inference",
+    atol: float | None = None,
+) -> PassResult:
+    """Run the pass on the model and see that it keeps the contract; returns what it did.
+
+    The caller's module stays as it is; the result computes the same; a second run finds nothing more to do; a run that
+    changes nothing leaves everything identical; what is rolled back is as it was, to the identity of each tensor;
+    another run after that does the same; reasons are sentences; options can be given as text.
+
+    Args:
+        example_inputs, example_kwargs: as for `optimize`; without them parity isn't checked.
+        atol: a bound for the difference, in place of the noise of the model.
+
+    Raises:
+        AssertionError: naming what isn't kept.
+    """
+    before_model = tree_of(model)
+    program, context = captured(model, example_inputs, example_kwargs=example_kwargs, mode=mode)
+    item.check(context)
+    before = state_of(program)
+
+    result = item.run(program, context)
+    changes, skips = _texts(result.changes, "what"), _texts(result.skips, "reason")
+    _check_sentences(result)
+    if not result.changes:
+        _same(before, state_of(program), f"{item.name} changed nothing and still left a difference")
+    after = state_of(program)
+    if example_inputs is not None or example_kwargs:
+        _check_parity(item, model, program.root, example_inputs, example_kwargs, atol)
+        _check_copy(item, program.root, context)
+    _same(before_model, tree_of(model), f"{item.name} changed the caller's module")
+
+    again = item.run(program, context)
+    assert not again.changes, f"a second {item.name} still changes {again.changes[0].where}: {again.changes[0].what}"
+    _same(after, state_of(program), f"a second {item.name} changed nothing and still left a difference")
+    again.rewriter.roll_back()
+    _same(after, state_of(program), f"rolling back a second {item.name} left a difference")
+
+    result.rewriter.roll_back()
+    _same(before, state_of(program), f"rolling back {item.name} left a difference")
+    result.rewriter.roll_back()
+    _same(before, state_of(program), f"rolling back {item.name} twice left a difference")
+    once_more = item.run(program, context)
+    assert _texts(once_more.changes, "what") == changes, f"{item.name} does something else after a rollback"
+    assert _texts(once_more.skips, "reason") == skips, f"{item.name} skips something else after a rollback"
+    _same(before_model, tree_of(model), f"{item.name} changed the caller's module")
+    _check_options(item)
+    return result
+
+
+def tree_of(root: nn.Module) -> Snapshot:
+    """Everything a module tree holds: modules and tensors by identity, tensors also by value, attributes, hooks."""
+    found: Snapshot = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        found[path] = id(module)
+        for name, value in module.__dict__.items():
+            found[f"{path}|{name}"] = _plain(value)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            found[f"{path}|{name}|values"] = None if tensor is None else _bits(tensor)
+    return found
+
+
+def state_of(program: Program) -> Snapshot:
+    """The tree and the text of every graph."""
+    found = tree_of(program.root)
+    for graph in program.graphs.values():
+        found[f"graph of {graph.path}"] = str(graph.graph)
+        assert all(node.graph is graph.graph for node in graph.graph.nodes)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(key, id(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [id(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | type(None)) else id(value)
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return None
+    return tensor.requires_grad, tensor.dtype, tensor.stride(), tensor.detach().flatten().tolist()
+
+
+def _same(before: Snapshot, after: Snapshot, message: str) -> None:
+    for place in sorted(before.keys() | after.keys()):
+        # NaN is unequal to itself: the text isn't.
+        mine, theirs = repr(before.get(place, "nothing")), repr(after.get(place, "nothing"))
+        assert mine == theirs, f"{message}: {place}: {mine[:200]} became {theirs[:200]}"
+
+
+def _texts(records: Any, name: str) -> list[tuple[str, str]]:
+    return [(record.where, getattr(record, name)) for record in records]
+
+
+def _check_parity(
+    item: Pass, model: nn.Module, candidate: Callable[..., Any], inputs: Any, kwargs: Any, atol: float | None
+) -> None:
+    report = check_parity(
+        model,
+        candidate,
+        () if inputs is None else inputs,
+        example_kwargs=kwargs,
+        batch_sizes=(1, 2, 5),
+        draws=1,
+        atol=atol,
+    )
+    assert report.ok, f"{item.name} computes something else: {report.reason}"
+
+
+def _check_copy(item: Pass, root: nn.Module, context: Context) -> None:
+    args, kwargs = context.example_calls[0]
+    outputs = []
+    for module in (root, copy.deepcopy(root)):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            outputs.append(pytree.tree_leaves(module(*copy.deepcopy(args), **copy.deepcopy(kwargs))))
+    for mine, theirs in zip(*outputs, strict=True):
+        if isinstance(mine, torch.Tensor):
+            assert torch.equal(mine.nan_to_num(), theirs.nan_to_num()), f"a copy of what {item.name} made differs"
+
+
+def sentences_of(result: PassResult) -> Iterator[tuple[str, str]]:
+    """(where, text) of every change and skip."""
+    yield from _texts(result.changes, "what")
+    yield from _texts(result.skips, "reason")
+
+
+def _check_sentences(result: PassResult) -> None:
+    for where, text in sentences_of(result):
+        assert text == text.strip(), f"{where}: {text!r} has blanks around it"
+        assert len(text.split()) >= 3, f"{where}: {text!r} says too little"
+        assert not text.endswith("."), f"{where}: {text!r} is a clause, without its full stop"
+        assert "\n" not in text, f"{where}: {text!r} has more lines than one"
+        assert not re.search(r"Traceback|0x[0-9a-f]{6}|<[a-z_.]+ object", text), f"{where}: {text!r} is no sentence"
+
+
+def _check_options(item: Pass) -> None:
+    text = {name.replace("_", "-"): str(value) for name, value in item.options.items()}
+    assert type(item).from_options(text) == item, f"{item.name}: its options don't come back from text"

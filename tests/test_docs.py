@@ -1,0 +1,55 @@
+"""What the documentation says of the classes and of the command is what they are."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from optimizer import errors
+from passes.registry import pass_names
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_parts_are_those_of_now(generate):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert generate.readme_with_table(readme) == readme, "run `make docs`"
+    assert (ROOT / "docs" / "passes.md").read_text(encoding="utf-8") == generate.reference(), "run `make docs`"
+    for name in pass_names():
+        assert f"| `{name}` |" in readme
+
+
+def test_a_stale_table_is_seen(generate):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    stale = readme.replace(f"| `{pass_names()[0]}` |", "| `an-old-pass` |")
+    assert stale != readme
+    assert generate.readme_with_table(stale) != stale
+
+
+def test_the_readme_has_every_exit_code():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = {int(code) for code in re.findall(r"^\| (\d+) \|", readme, re.MULTILINE)}
+    codes = {cls.exit_code for cls in vars(errors).values() if isinstance(cls, type) and hasattr(cls, "exit_code")}
+    assert rows == codes | {0, 130}
+
+
+def test_the_readme_names_its_two_commands():
+    readme, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
+    for target in ("demo", "test", "check", "bench", "docs"):
+        assert f"make {target}" in readme
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_links_of_the_documentation_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
