@@ -33,6 +33,7 @@ from optimizer.provenance import Provenance, Source, attach, detach, provenance_
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from passes.base import Context, Pass, device_of
+from passes.graph.forward import prepare_forwards
 from passes.registry import make_passes
 
 __all__ = ["export", "optimize", "report_of"]
@@ -116,6 +117,7 @@ def optimize(
     _note_what_was_seen(report, model, mode, parity)
     if strict and parity is not None and parity.verdict == "failed":
         raise OptimizeFailed(f"The unchanged model doesn't answer as itself: {parity.reason}")
+    prepare_forwards(copy.root)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
     attach(copy.root, Provenance(original, report, sources))

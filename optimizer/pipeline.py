@@ -27,6 +27,7 @@ from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.recording import Recordings, agree, record
 from passes.graph.region import Region
+from passes.graph.rewriter import Change
 from passes.graph.witness import witness_inputs
 
 # What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
@@ -271,20 +272,17 @@ class Pipeline:
             if not inputs:
                 # Never reached in the run: there is nothing to compare.
                 break
-            for number, values in inputs.items():
-                change = result.changes[number]
-                before, after = regions.pop(number), change.after
-                assert after is not None
-
-                def old(*values: Any, region: Region = before, edits: Any = change.edits) -> Any:
-                    with taken_back(edits):
-                        return region(*values)
-
-                found = _check_algebra(old, after, values)
-                worst = max(worst or 0.0, found.ratio)
-                if not found.ok:
-                    record.parity = worst
-                    return f"{change.where or 'the root'} ({change.what}): {found.reason}"
+            # From the last change to the first: each is compared on the tree that it was made in.
+            with ExitStack() as later:
+                for number in reversed(range(len(result.changes))):
+                    change = result.changes[number]
+                    if number in inputs:
+                        found = _check_change(regions.pop(number), change, inputs[number])
+                        worst = max(worst or 0.0, found.ratio)
+                        if not found.ok:
+                            record.parity = worst
+                            return f"{change.where or 'the root'} ({change.what}): {found.reason}"
+                    later.enter_context(taken_back(change.edits))
         record.parity = worst
         return None
 
@@ -387,6 +385,18 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
     """
     for item in passes:
         item.check(context)
+
+
+def _check_change(before: Region, change: Change, values: tuple[torch.Tensor, ...]) -> RegionParity:
+    """Whether the region computes with the change what it computed without it."""
+    after = change.after
+    assert after is not None
+
+    def old(*values: Any) -> Any:
+        with taken_back(change.edits):
+            return before(*values)
+
+    return _check_algebra(old, after, values)
 
 
 def _check_algebra(old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...]) -> RegionParity:

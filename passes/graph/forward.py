@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
+from passes.graph.guards import inner_forward
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
 _numbers = itertools.count()
@@ -24,8 +25,8 @@ _numbers = itertools.count()
 class GraphForward:
     """Stands in a module's `__dict__` as its `forward`, so that class, attributes and tree of the module stay.
 
-    It holds one graph for each training flag that it was made for. It is copied and pickled with its module. Its graph
-    is never written to: a pass that changes the forward installs a new one.
+    It holds one graph for each training flag that it was made for. It is copied and pickled with its module. What it
+    computes never changes: a pass that changes the forward installs a new one.
     """
 
     def __init__(
@@ -42,15 +43,26 @@ class GraphForward:
         self._plain = structure.only_positional_tensors
         self._arity = len(structure.leaves)
         self._bind = binder_of(structure.signature)
-        self._functions = {flag: compile_graph(graph, path) for flag, (graph, _) in graphs.items()}
+        self._functions: dict[bool, Callable[..., Any]] = {}
+
+    def move_to(self, graph: fx.Graph, copy: fx.Graph) -> None:
+        """Hold `copy` where it held `graph`, which is about to be written to; the two are equal."""
+        self.graphs = {flag: (copy if held is graph else held, spec) for flag, (held, spec) in self.graphs.items()}
+
+    def prepare(self) -> None:
+        """Compile the graphs now, which else happens at the first call.
+
+        Most forwards are replaced by a later pass before they are called once. What stays is to be ready: a tracer of
+        bytecode such as torch.compile can't follow the making of a function.
+        """
+        for flag, (graph, _) in self.graphs.items():
+            if flag not in self._functions:
+                self._functions[flag] = compile_graph(graph, self.path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = self.owner.training
         if training not in self._functions:
-            raise UnseenCall(
-                f"{self._name()} was rewritten for {'training' if not training else 'inference'} and is called with"
-                f" training={training}: call .{'eval' if training else 'train'}() on it, or optimize it in the other mode"
-            )
+            self._prepare_for(training)
         tensors: Sequence[Any]
         if self._plain and not kwargs and len(args) == self._arity and all(isinstance(a, torch.Tensor) for a in args):
             tensors = args
@@ -58,6 +70,14 @@ class GraphForward:
             tensors = self._tensors(args, kwargs)
         leaves = self._functions[training](self.owner, *tensors)
         return pytree.tree_unflatten(leaves, self.graphs[training][1])
+
+    def _prepare_for(self, training: bool) -> None:
+        if training not in self.graphs:
+            raise UnseenCall(
+                f"{self._name()} was rewritten for {'training' if not training else 'inference'} and is called with"
+                f" training={training}: call .{'eval' if training else 'train'}() on it, or optimize it in the other mode"
+            )
+        self.prepare()
 
     def _tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
         try:
@@ -83,6 +103,7 @@ class GraphForward:
             structure,
             {flag: (_graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
         )
+        self.prepare()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphForward:
         twin = object.__new__(GraphForward)
@@ -179,3 +200,11 @@ def _graph_of(nodes: list[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
     for op, name, target, args, kwargs in nodes:
         known[name] = graph.create_node(op, _found(target), resolve(args), resolve(kwargs), name=name)
     return graph
+
+
+def prepare_forwards(root: nn.Module) -> None:
+    """Make every graph that stands in for a forward in the tree ready to be run."""
+    for module in root.modules():
+        installed = inner_forward(module)
+        if isinstance(installed, GraphForward):
+            installed.prepare()

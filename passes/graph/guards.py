@@ -188,6 +188,14 @@ class FormattedForward(InstanceForward):
         self.formats = formats
         self.inner = inner
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch.save pickles by a protocol that doesn't know memory formats.
+        return {**self.__dict__, "formats": [wanted and str(wanted).removeprefix("torch.") for wanted in self.formats]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.formats = tuple(name and getattr(torch, name) for name in state["formats"])
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._class_forward if self.inner is None else self.inner
         outputs = forward(*args, **kwargs)

@@ -172,8 +172,8 @@ class Program:
                 if outer is None:
                     return node
                 node = outer
-            elif isinstance(self.module_of(node), nn.Identity) and isinstance(node.args[0], fx.Node):
-                node = node.args[0]
+            elif self._is_identity(node) and len(node.all_input_nodes) == 1:
+                node = node.all_input_nodes[0]
             else:
                 return node
 
@@ -184,7 +184,7 @@ class Program:
         while waiting:
             user = waiting.pop()
             inner = self._inner_graph(user)
-            if isinstance(self.module_of(user), nn.Identity):
+            if self._is_identity(user):
                 waiting.extend(user.users)
             elif inner is not None and (inside := _only_input(inner.graph)) is not None:
                 waiting.extend(inside.users)
@@ -194,18 +194,9 @@ class Program:
                 found.append(user)
         return found
 
-    def borders_between(self, first: fx.Node, last: fx.Node) -> list[nn.Module]:
-        """The modules whose border a value crosses from `first` to `last`, in the two's own chains of callers."""
-        if self.home(first) is self.home(last):
-            return []
-        mine, theirs = self._chain(first), self._chain(last)
-        return [module for module in (*mine, *theirs) if module not in mine or module not in theirs]
-
-    def _chain(self, node: fx.Node) -> list[nn.Module]:
-        chain = [self.home(node).module]
-        while len(calls := self.calls_of(chain[-1])) == 1:
-            chain.append(self.home(calls[0]).module)
-        return chain
+    def _is_identity(self, node: fx.Node) -> bool:
+        module = self.module_of(node)
+        return isinstance(module, nn.Identity) and type(module).forward is nn.Identity.forward and is_atom(module)
 
     def _inner_graph(self, node: fx.Node) -> ModuleGraph | None:
         module = self.module_of(node)
@@ -274,7 +265,7 @@ def operation_name(node: fx.Node) -> str:
 
 
 def _only_output(graph: fx.Graph) -> fx.Node | None:
-    (output,) = (node for node in reversed(graph.nodes) if node.op == "output")
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
     leaves = output.args[0]
     if not isinstance(leaves, list | tuple) or len(leaves) != 1 or not isinstance(leaves[0], fx.Node):
         return None

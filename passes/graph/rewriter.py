@@ -266,8 +266,13 @@ class Rewriter:
         home = self.program.home(node)
         if not home.traced:
             raise RuntimeError(f"the graph of {home.path or 'the root'} is a record of a run, and is never written to")
-        if id(home) not in self._kept:
-            self._kept[id(home)] = _Kept(*_copied(home.graph))
+        if id(home) in self._kept:
+            return
+        kept = self._kept[id(home)] = _Kept(*_copied(home.graph))
+        installed = inner_forward(home.module)
+        if isinstance(installed, GraphForward):
+            # The forward that an earlier pass installed goes on with the graph that it was made from.
+            installed.move_to(home.graph, kept.graph)
 
     def before(self, home: ModuleGraph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         """The graph as it was before this pass, and the node there for each node of then."""
@@ -284,9 +289,7 @@ class Rewriter:
             raise RuntimeError("a change was left half-way by an error: the pass has to be rolled back")
         for graph in self._rewritten():
             graph.graph.lint()
-            # The forward holds a copy: the next pass writes to this one.
-            graphs = {graph.module.training: (_copied(graph.graph)[0], graph.outputs)}
-            self._install(graph.module, GraphForward(graph.module, graph.path, graph.structure, graphs))
+            self._install(graph.module, graph.forward())
         for module in self._guarded.values():
             if not isinstance(inner_forward(module), SealCheckingForward):
                 self._install(module, SealCheckingForward(module))

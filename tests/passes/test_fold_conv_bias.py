@@ -63,8 +63,14 @@ def test_batch_statistics_are_left_alone() -> None:
     assert done.skips[0].reason == "the BatchNorm bn uses the statistics of the batch"
 
 
-@pytest.mark.parametrize("cls", models.UNSEEN)
-@pytest.mark.parametrize("passes", [["fold-conv-bias"], ["fold-conv-bias", "fold-conv-bn"]])
+@pytest.mark.parametrize(
+    ("cls", "passes"),
+    [
+        *((cls, ["fold-conv-bias"]) for cls in models.UNSEEN),
+        (models.IslandRawOutput, ["fold-conv-bias", "fold-conv-bn"]),
+        (models.IslandBesides, ["fold-conv-bias", "fold-conv-bn"]),
+    ],
+)
 def test_a_moved_bias_needs_its_norm_in_every_branch(cls: type[nn.Module], passes: list[str]) -> None:
     """In a branch that wasn't seen the convolution would be used without its bias: it raises instead."""
     model = cls().eval()

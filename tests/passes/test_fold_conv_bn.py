@@ -1,6 +1,7 @@
 """Folding a BatchNorm into the convolution before it."""
 
 import copy
+import functools
 import pickle
 import threading
 from typing import Any
@@ -136,8 +137,9 @@ def test_batch_statistics_are_left_alone(change: Any, reason: str) -> None:
     assert reason in done.skips[0].reason
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def guarded() -> Any:
+    @functools.cache
     def make(cls: type[nn.Module]) -> nn.Module:
         model = cls().eval()
         fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer.inputs import Samples
+from optimizer.inputs import Call, Samples
 from optimizer.parity import check_parity
 from optimizer.pipeline import Pipeline
 from optimizer.report import no_progress
@@ -53,10 +53,23 @@ def captured(
     pipeline = Pipeline(clone, model, samples, device, False, None, no_progress)
     # The calls alone: what the original answers is measured by those who compare.
     sizes = pipeline._two_sizes(samples)
-    pipeline._calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
+    calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
+    pipeline._calls = [call for call in calls if _runs(clone.root, call)]
     program = pipeline.capture()
     calls = tuple((call.args, call.kwargs) for call in pipeline._calls)
     return program, Context(mode, device, calls, pipeline._formats)
+
+
+def _runs(root: nn.Module, call: Call) -> bool:
+    """Whether the model bears the batch size: as in `optimize`, the others are left out."""
+    state = copy.deepcopy(root)
+    args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)))
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            state(*args, **kwargs)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_pass(

@@ -45,7 +45,6 @@ def test_values_are_followed_across_the_borders_of_modules():
     assert program.producer(norm.args[0]) is conv
     assert program.users(conv) == [norm]
     assert program.users(norm) == [call_of(program, model[3])]
-    assert program.borders_between(conv, norm) == [model[0], model[2]]
     assert program.where(conv) == "0.conv"
 
 
