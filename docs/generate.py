@@ -1,6 +1,6 @@
 """Write the parts of the documentation that come from the classes: the table of passes in the README, docs/passes.md.
 
-    python docs/generate.py          # or: make docs
+python docs/generate.py          # or: make docs
 """
 
 import dataclasses

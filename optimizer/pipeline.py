@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer.errors import OptimizeFailed
+from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, check_region, float64_mode, judge
 from optimizer.preserve import eager_only, pinned_settings, random_state
@@ -32,6 +32,24 @@ from passes.graph.witness import witness_inputs
 
 # What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
 _WITNESS_BYTES = 256 << 20
+
+
+class _TreeState:
+    """The attributes, tensors and children of every module, by reference."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.kept = [
+            (holder, dict(holder))
+            for module in root.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
+        ]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for holder, before in self.kept:
+            holder.clear()
+            holder.update(before)
 
 
 @dataclass
@@ -238,16 +256,23 @@ class Pipeline:
 
     def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
         started = time.perf_counter()
+        tree = _TreeState(self.copy.root)
+        versions = self._versions()
         try:
             result = item.run(program, context)
         except PassesError:
             raise
         except Exception as error:
+            # A GraphPass takes back what it did; of any other pass only the tree as it was is known.
+            tree.restore()
+            program.refresh()
+            self._refuse_writes(item, versions)
             reason = f"{type(error).__name__}: {_first_line(error)}"
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
             if self.strict:
                 raise OptimizeFailed(f"{item.name} failed ({reason}).") from error
             return
+        self._refuse_writes(item, versions)
         record = PassRecord(
             item.name,
             item.options,
@@ -262,6 +287,24 @@ class Pipeline:
             self._roll_back(record, result, wrong)
             return
         self._done.append(_Done(number, record, result))
+
+    def _versions(self) -> dict[str, int]:
+        named = self.original.state_dict(keep_vars=True)
+        return {
+            name: tensor._version
+            for name, tensor in named.items()
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+        }
+
+    def _refuse_writes(self, item: Pass, before: dict[str, int]) -> None:
+        """See that the pass wrote to no tensor of the caller's model, which can't be taken back."""
+        now = self._versions()
+        written = [name for name, version in before.items() if now.get(name, version) != version]
+        if written:
+            raise OptimizeFailed(
+                f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass has to"
+                " make a new tensor, so leave it out and load the model's weights again."
+            )
 
     def _check_changes(self, program: Program, record: PassRecord, result: PassResult) -> str | None:
         """Compare each change with what it replaced, on what the original flow gives it; the first wrong one, or None."""
@@ -312,13 +355,19 @@ class Pipeline:
 
         Raises:
             OptimizeFailed: with `strict`, at a pass that is rolled back.
+            ParityError: the result is wrong without any pass: it can't be given to the caller.
         """
         if self._reference is None:
             return None
         while True:
             report = self._compare()
-            if report.verdict != "failed" or not any(done.result.changes for done in self._done):
+            if report.verdict != "failed":
                 return report
+            if not any(done.result.changes for done in self._done):
+                raise ParityError(
+                    f"Without any pass the result doesn't compute what the model did ({report.reason}): the model, or a pass,"
+                    " writes to its weights."
+                )
             self._take_back_culprit(program, report)
 
     def _compare(self) -> ParityReport:
