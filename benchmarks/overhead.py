@@ -27,6 +27,7 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 from optimizer import optimize, report_of
+from optimizer.collection import rare_collection
 from optimizer.working_copy import working_copy
 from passes.base import Context
 from passes.graph.capture import capture
@@ -54,14 +55,16 @@ def steps_of(model: nn.Module) -> dict[str, float]:
     """Seconds of each step of `optimize`, one after the other; the passes know of example inputs, and so do all they can."""
     gc.collect()
     watch = Stopwatch()
-    with watch(COPY):
-        root = working_copy(model).root
-    with watch(CAPTURE):
-        program = Program.of(capture(root), None, "inference")
-    context = Context("inference", torch.device("cpu"), (((example_of_graph(),), {}),))
-    for item in make_passes(None, "inference"):
-        with watch(PASSES), watch(item.name):
-            item.run(program, context)
+    # As in `optimize`.
+    with rare_collection():
+        with watch(COPY):
+            root = working_copy(model).root
+        with watch(CAPTURE):
+            program = Program.of(capture(root), None, "inference")
+        context = Context("inference", torch.device("cpu"), (((example_of_graph(),), {}),))
+        for item in make_passes(None, "inference"):
+            with watch(PASSES), watch(item.name):
+                item.run(program, context)
     return watch.seconds
 
 

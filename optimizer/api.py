@@ -24,6 +24,7 @@ from optimizer.bundle import (
     write_bundle,
     write_golden,
 )
+from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, Samples
 from optimizer.manifest import plain, to_json_text
@@ -86,6 +87,34 @@ def optimize(
         OptimizeFailed: with `strict`, a pass failed or was rolled back; always where a pass wrote to the caller's weights.
         ParityError: a copy of the model doesn't compute what the model does, whatever the passes.
     """
+    with rare_collection():
+        return _optimized(
+            model,
+            passes,
+            example_inputs=example_inputs,
+            example_kwargs=example_kwargs,
+            mode=mode,
+            device=device,
+            strict=strict,
+            batch_sizes=batch_sizes,
+            seed=seed,
+            progress=progress or no_progress,
+        )
+
+
+def _optimized(
+    model: nn.Module,
+    passes: Sequence[Pass | str] | None,
+    *,
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    mode: Mode,
+    device: torch.device | str | None,
+    strict: bool,
+    batch_sizes: Sequence[int] | None,
+    seed: int,
+    progress: ProgressFunction,
+) -> nn.Module:
     started = time.perf_counter()
     _check_model(model)
     if mode not in ("inference", "training"):
@@ -97,7 +126,7 @@ def optimize(
     check_requirements(chosen, Context(mode, target, calls))
     original = _on_device(model, target)
     copy = _copy_of(original, mode)
-    pipeline = Pipeline(copy, original, samples, target, strict, batch_sizes, progress or no_progress)
+    pipeline = Pipeline(copy, original, samples, target, strict, batch_sizes, progress)
     pipeline.measure_original()
     program = pipeline.capture()
     before, coverage = size_of(program), coverage_record(program)
