@@ -264,7 +264,9 @@ def _check_standing(folder: Path, target: Path, *, force: bool) -> None:
     except BundleError as error:
         raise BundleError(f"{target} is not replaced, because it can't be recognised as a bundle ({error})") from error
     if not force:
-        raise BundleError(f"{target} is a bundle already: use force to replace it, or name another folder.")
+        raise BundleError(
+            f"{target} is a bundle already: replace it with --force (force=True in Python), or name another folder."
+        )
     if extra := unlisted(folder, manifest):
         names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
         raise BundleError(f"{target} holds what this program didn't write ({names}): move that elsewhere first.")

@@ -64,7 +64,7 @@ class Program:
     _calls: dict[int, list[fx.Node]] = field(default_factory=dict)
     _reads: dict[tuple[int, str], list[fx.Node]] = field(default_factory=dict)
     _tensor_owners: dict[int, int] = field(default_factory=dict)
-    _opaque: list[str] = field(default_factory=list)
+    _opaque: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, captured: Capture, recordings: Recordings | None, mode: str) -> Program:
@@ -89,7 +89,7 @@ class Program:
         self._calls, self._reads = defaultdict(list), defaultdict(list)
         for graph in self.graphs.values():
             self._read_graph(graph)
-        self._opaque = [island.path for key, island in self.islands.items() if key not in self.graphs]
+        self._opaque = frozenset(island.path for key, island in self.islands.items() if key not in self.graphs)
 
     def _read_graph(self, graph: ModuleGraph) -> None:
         self._home[graph.graph] = graph
@@ -144,11 +144,9 @@ class Program:
 
     def opaque_around(self, node: fx.Node) -> str | None:
         """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""
-        path = self.home(node).path
-        for opaque in self._opaque:
-            if opaque == "" or path == opaque or path.startswith(f"{opaque}."):
-                return opaque
-        return None
+        parts = self.home(node).path.split(".")
+        around = ("", *(".".join(parts[:length]) for length in range(1, len(parts) + 1)))
+        return next((path for path in around if path in self._opaque), None)
 
     def rank_of_input(self, node: fx.Node) -> int | None:
         """The number of dims of the one tensor that the called module is given; None where it isn't known."""

@@ -306,7 +306,7 @@ def test_an_artifact_that_was_not_written_is_refused(tmp_path: Path) -> None:
 
 def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
     before = content(bundle.path)
-    with pytest.raises(BundleError, match="is a bundle already: use force"):
+    with pytest.raises(BundleError, match="is a bundle already: replace it with --force"):
         write_bundle(bundle.path, must_not_fill)
     assert content(bundle.path) == before
     write_bundle(bundle.path, lambda folder: fill(folder, seed=7), force=True)
