@@ -30,6 +30,7 @@ from optimizer.inputs import ExampleInputs, Samples
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
+from optimizer.preserve import one_at_a_time
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
@@ -87,7 +88,7 @@ def optimize(
         OptimizeFailed: with `strict`, a pass failed or was rolled back; always where a pass wrote to the caller's weights.
         ParityError: a copy of the model doesn't compute what the model does, whatever the passes.
     """
-    with rare_collection():
+    with one_at_a_time, rare_collection():
         return _optimized(
             model,
             passes,

@@ -25,6 +25,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, Samples
 from optimizer.observe import Observation
+from optimizer.preserve import one_at_a_time
 from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
 from optimizer.verdict import (
     FACTOR,
@@ -118,7 +119,7 @@ def check_region(
     if not inputs:
         raise UsageError("A region can't be checked without recorded inputs.")
     original = Original(f_old, "region", seed)
-    with as_run(f_old, "inference") as settings, as_run(f_new, "inference"):
+    with one_at_a_time, as_run(f_old, "inference") as settings, as_run(f_new, "inference"):
         for number, args in enumerate(inputs):
             original.run(number, 0, Call(tuple(args), {}), keep_call=True, label=f"recorded input {number}")
         try:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+# The default dtype, the numeric settings, the random state and the patches of a recorded run are the process's: two
+# threads that measure or optimize take turns.
+one_at_a_time = threading.RLock()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import Float64Mode, PerturbedMode, off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
-from optimizer.preserve import eager_only, evaluated, pinned_settings
+from optimizer.preserve import eager_only, evaluated, one_at_a_time, pinned_settings
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import Measurement, OutputDifference, OutputNoise
 
@@ -122,7 +122,7 @@ class Reference:
         original = Original(reference, mode, samples.seed)
         if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
-        with as_run(reference, mode) as settings:
+        with one_at_a_time, as_run(reference, mode) as settings:
             for batch_size, draw in calls:
                 original.run(batch_size, draw, samples.at(batch_size, draw))
         return original.finish(samples, settings, draws)
@@ -143,7 +143,7 @@ class Reference:
         """
         # A region is judged by its noise alone: nobody gives a tolerance for one.
         comparison = Comparison(self.noises, flat=flatten is not None, frontiers=self._samples is not None)
-        with as_run(candidate, self._blank.mode):
+        with one_at_a_time, as_run(candidate, self._blank.mode):
             for kept in self._kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
         return comparison.finish(self._blank)

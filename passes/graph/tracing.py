@@ -193,6 +193,35 @@ class _Sealed(fx.Proxy):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
+    def __hash__(self) -> int:
+        # A set or a dict would be searched for the symbol, and never hold it.
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").startswith(_INTERNAL):
+            return object.__hash__(self)
+        raise self._refused("its forward looks a value up in a set or a dict")
+
+    def _number(self) -> Any:
+        raise self._refused("its forward makes a number of a value, which only a run shows")
+
+    # Not `__index__`: torch would ask for it before it lets a size be a symbol.
+    __int__ = __float__ = __complex__ = _number
+
+    def __len__(self) -> int:
+        raise self._refused("its forward asks for the len of a value, which only a run shows")
+
+    def _text(self, *args: Any) -> str:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").startswith(_INTERNAL):
+            return f"symbol {self.node.name}"
+        raise self._refused("its forward makes text of a value")
+
+    __str__ = __repr__ = __format__ = _text
+
+    def _refused(self, reason: str) -> Untraceable:
+        tracer = self.tracer
+        assert isinstance(tracer, ForwardTracer)
+        return tracer._refused(reason)
+
 
 def _record_in_place(name: str) -> None:
     function = getattr(operator, name)
@@ -238,6 +267,8 @@ class ForwardTracer(fx.Tracer):
         self.structure = structure
         self.returns_tensor = returns_tensor
         self.symbols: list[weakref.ref[fx.Proxy]] = []
+        # What was raised on the way: a forward may catch it and go another way than a run does.
+        self.refusals: list[str] = []
         self._paths = _Paths(tree, module)
         self._tensors: dict[str, fx.Proxy] = {}
 
@@ -252,12 +283,33 @@ class ForwardTracer(fx.Tracer):
         args, kwargs = self.structure.arguments([self._input(name) for name in names])
         with _RecordEverything(self):
             outputs = self.root.forward(*args, **kwargs)
+        if self.refusals:
+            raise Untraceable(self.refusals[0])
         try:
             leaves, spec = flatten_outputs(outputs, fx.Proxy)
         except Unstructured as error:
             raise Untraceable(str(error)) from error
         self.create_node("output", "output", (self.create_arg(leaves),), {})
         return self.graph, spec
+
+    def to_bool(self, obj: Any) -> bool:
+        """A branch on a value."""
+        raise self._refused("its forward branches on a value (control flow), which only a run shows")
+
+    def iter(self, obj: Any) -> Any:
+        """An iteration over a value, but for the unpacking that FX knows."""
+        try:
+            return super().iter(obj)
+        except fx.proxy.TraceError:
+            raise self._refused("its forward iterates over a value, whose length only a run shows") from None
+
+    def keys(self, obj: Any) -> Any:
+        """A value as a mapping."""
+        raise self._refused("its forward takes a value for a mapping, which only a run shows")
+
+    def _refused(self, reason: str) -> Untraceable:
+        self.refusals.append(reason)
+        return Untraceable(reason)
 
     def close(self) -> None:
         """Let go of all symbols, so that those which live on are held by someone else."""
@@ -547,10 +599,16 @@ def why_not_traced(code: types.CodeType) -> str | None:
 
 
 def _look_at(code: types.CodeType) -> str | None:
+    before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "BEFORE_ASYNC_WITH"):
             return "its forward enters a context ('with'), which a graph doesn't hold"
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             return f"its forward assigns the global {instruction.argval!r}"
+        if instruction.opname == "PUSH_EXC_INFO":
+            return "its forward handles exceptions, which a symbol raises where a value doesn't"
+        if instruction.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
+            return "its forward asks whether two values are the same object"
+        before = instruction.opname
     inner = (why_not_traced(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return next((reason for reason in inner if reason), None)

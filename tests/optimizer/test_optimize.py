@@ -522,3 +522,25 @@ def test_meta_models_go_through_without_inputs():
     fast = optimize(model)
     assert fast(X.to("meta"))["logits"].shape == (2, 4)
     assert fast.stem.weight.is_meta
+
+
+def test_two_threads_take_turns():
+    """The default dtype and the patches of a recorded run are the process's: none may be left behind."""
+    models = [
+        nn.Sequential(*[nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(4)]) for _ in range(3)
+    ]
+    done: list[int] = []
+
+    def work(model: nn.Module) -> None:
+        fast = optimize(model, ["fold-conv-bn"], example_inputs=(torch.randn(2, 3, 4, 4),))
+        done.append(len(report_of(fast).passes[0].changes))
+
+    call = nn.Module.__call__
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [4, 4, 4]
+    assert torch.get_default_dtype() is torch.float32
+    assert nn.Module.__call__ is call

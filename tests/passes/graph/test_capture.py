@@ -300,6 +300,21 @@ class Double(torch.autograd.Function):
         return gradient * 5
 
 
+def _swallows(self, x):
+    try:
+        n = int(x.shape[0])
+    except Exception:  # noqa: BLE001 - what this is about
+        n = 0
+    return x * n
+
+
+def _number_or_one(x):
+    try:
+        return float(x.sum())
+    except Exception:  # noqa: BLE001 - what this is about
+        return 1.0
+
+
 def _loop_over_the_batch(self, x):
     return torch.stack([row * 2 for row in x])
 
@@ -371,7 +386,15 @@ ISLANDS = {
     "numpy draw": (lambda self, x: x * float(numpy.random.rand()), "random numbers"),
     "own generator": (_reads_a_generator, "generator of its own"),
     "seed": (lambda self, x: (torch.manual_seed(3), x)[1], "seeds"),
-    "loop over the batch": (_loop_over_the_batch, "iterated"),
+    "loop over the batch": (_loop_over_the_batch, "iterates"),
+    "size in a set": (lambda self, x: x if x.shape[0] in {4, 16} else -x, "set or a dict"),
+    "size in a dict": (lambda self, x: x * {16: 3.0}.get(x.shape[0], 1.0), "set or a dict"),
+    "text of a size": (lambda self, x: x if str(x.shape[0]) == "16" else -x, "text of a value"),
+    "formatted size": (lambda self, x: x if f"{x.shape[0]}" == "16" else -x, "text of a value"),
+    "number of a value": (lambda self, x: x * int(x.shape[0]), "number of a value"),
+    "swallowed refusal": (_swallows, "handles exceptions"),
+    "refusal swallowed further down": (lambda self, x: x * _number_or_one(x), "number of a value"),
+    "identity of two values": (lambda self, x: x if x.contiguous() is x else -x, "same object"),
     "branch on a value": (lambda self, x: x if x.sum() > 0 else -x, "control flow"),
     "branch on a size": (lambda self, x: x if x.shape[0] > 2 else -x, "control flow"),
     "branch on a constant": (lambda self, x: x if torch.ones(1).item() > 0 else -x, "control flow"),
