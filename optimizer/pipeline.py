@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from optimizer.errors import OptimizeFailed, ParityError
@@ -23,6 +24,7 @@ from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
 from passes.graph.capture import Capture, Island, ModuleGraph, capture
 from passes.graph.edits import AttributeEdit, in_place, taken_back
+from passes.graph.guards import is_carried
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.recording import Recordings, agree, record
@@ -293,7 +295,7 @@ class Pipeline:
         return {
             name: tensor._version
             for name, tensor in named.items()
-            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+            if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and not tensor.is_inference()
         }
 
     def _refuse_writes(self, item: Pass, before: dict[str, int]) -> None:
@@ -409,9 +411,11 @@ class Pipeline:
 
 def size_of(program: Program) -> Size:
     """What the program is made of."""
-    parameters = list(program.root.parameters())
+    parameters = [parameter for parameter in program.root.parameters() if not is_lazy(parameter)]
     calls = sum(node.op in ("call_module", "call_function", "call_method") for node in program.nodes())
-    inner = sum(1 for node in program.nodes() if (m := program.module_of(node)) is not None and id(m) in program.graphs)
+    called = [module for node in program.nodes() if (module := program.module_of(node)) is not None]
+    # A call of a module with a graph is what is in the graph; one of a BatchNorm that was folded computes nothing.
+    inner = sum(id(module) in program.graphs or is_carried(module) for module in called)
     return Size(
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() * parameter.element_size() for parameter in parameters),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from passes.graph.guards import SealCheckingForward, inner_forward
+from passes.graph.guards import SealCheckingForward, carries_another, inner_forward, is_carried
 from passes.graph.match import (
     BatchNorm,
     Convolution,
@@ -51,6 +51,8 @@ def _why_not_through(program: Program, module: nn.Module) -> str | None:
     path = program.paths[id(module)][0] or "the root"
     if has_hooks(module):
         return f"its output passes the hooks of {path}"
+    if is_carried(module):
+        return None
     if isinstance(module, nn.Identity):
         return None if is_stock(module, (nn.Identity,)) else f"its output passes {path}, which is no plain Identity"
     if not program.graphs[id(module)].traced:
@@ -173,6 +175,10 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
         return "it and the BatchNorm stand in different modules, of which one can't be traced"
     if conv.module is None or norm.module is None:
         return f"the forward of {conv_home.path or 'the root'} calls it as a function and can't be traced"
+    if carries_another(conv.module, program.where(norm.node)):
+        return (
+            f"it carries another BatchNorm already, and the forward of {conv_home.path or 'the root'} can't be traced"
+        )
     if not isinstance(inner_forward(conv_home.module), SealCheckingForward | None):
         return f"the module {conv_home.path or 'the root'} has a forward of its instance, which can't be traced"
     return None

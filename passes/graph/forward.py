@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
-from passes.graph.guards import inner_forward
+from passes.graph.guards import class_code, inner_forward
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
 _numbers = itertools.count()
@@ -111,6 +111,11 @@ class GraphForward:
         twin.__dict__.update(self.__dict__)
         twin.owner = memo.get(id(self.owner), self.owner)
         return twin
+
+    @property
+    def __code__(self) -> Any:
+        # torch.export asks the forward of the root for it, to name its inputs.
+        return class_code(self.owner)
 
     @property
     def __signature__(self) -> Any:

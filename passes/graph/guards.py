@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,11 @@ class InstanceForward:
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.owner).forward(self.owner, *args, **kwargs)
 
+    @property
+    def __code__(self) -> types.CodeType:
+        # torch.export asks the forward of the root for it, to name its inputs.
+        return class_code(self.owner)
+
     def _class_signature(self) -> inspect.Signature:
         return inspect.signature(types.MethodType(type(self.owner).forward, self.owner))
 
@@ -39,11 +44,21 @@ class FoldedPair:
 
     Attributes:
         conv_path, norm_path: where the two stand in the tree.
+        rank: the dims of the inputs that both were seen to take for one thing: on others the BatchNorm's channels may
+            not be the convolution's.
     """
 
-    def __init__(self, conv_path: str, norm_path: str) -> None:
+    def __init__(self, conv_path: str, norm_path: str, rank: int) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
+        self.rank = rank
+
+    def other_rank(self, input: torch.Tensor) -> UnseenCall:
+        """The error where the convolution is given an input of other dims."""
+        return UnseenCall(
+            f"{self.conv_path} was folded together with {self.norm_path} for {self.rank}-D input and is given"
+            f" {input.dim()}-D input: leave the pass out."
+        )
 
     def went_astray(self) -> UnseenCall:
         """The error where something else than the BatchNorm uses the convolution's output."""
@@ -121,6 +136,8 @@ class FoldedConvForward(InstanceForward):
         self.pair = pair
 
     def __call__(self, input: torch.Tensor) -> SealedOutput:
+        if input.dim() != self.pair.rank:
+            raise self.pair.other_rank(input)
         return SealedOutput(self.compute(input), self.pair)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
@@ -154,6 +171,26 @@ class FoldedNormForward(InstanceForward):
             return input
         output: torch.Tensor = self._class_forward(input)
         return output
+
+
+def refuse_checkpoint(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """A hook of a BatchNorm that its convolution carries: weights from before the fold would meet folded ones."""
+    names = ("weight", "bias", "running_mean", "running_var")
+    found = next((prefix + name for name in names if prefix + name in state_dict), None)
+    if found is not None:
+        error_msgs.append(
+            f"{found} is of a BatchNorm that was folded into a convolution: load the weights into the original model and"
+            " optimize it again."
+        )
 
 
 class SealCheckingForward(InstanceForward):
@@ -226,3 +263,21 @@ def inner_forward(module: nn.Module) -> Any:
     """What stands in the module's `__dict__` as its forward, under the one that formats its outputs; None for nothing."""
     installed = module.__dict__.get("forward")
     return installed.inner if isinstance(installed, FormattedForward) else installed
+
+
+def is_carried(module: nn.Module) -> bool:
+    """Whether the module is a BatchNorm that its convolution carries, which gives its input as it is."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, FoldedNormForward) and forward.carried
+
+
+def carries_another(conv: nn.Module, norm_path: str) -> bool:
+    """Whether the convolution was folded together with another BatchNorm than the one at the path."""
+    forward = conv.__dict__.get("forward")
+    return isinstance(forward, FoldedConvForward) and forward.pair.norm_path != norm_path
+
+
+def class_code(module: nn.Module) -> types.CodeType:
+    """The code of the forward that the module's class defines."""
+    code: types.CodeType = inspect.unwrap(type(module).forward).__code__
+    return code

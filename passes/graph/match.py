@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from passes.graph.guards import FoldedConvForward, FoldedNormForward
+from passes.graph.guards import FoldedConvForward, FoldedNormForward, is_carried
 from passes.graph.program import Program
 
 # What code outside of this package knows of FX: a place in the program.
@@ -224,7 +224,7 @@ def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> lis
             module = program.home(node).module
             (call,) = program.calls_of(module)
             node = call.all_input_nodes[0]
-        elif isinstance(module, nn.Identity):
+        elif isinstance(module, nn.Identity) or is_carried(module):
             node = node.all_input_nodes[0]
         else:
             node = _output_of(program, module).all_input_nodes[0]

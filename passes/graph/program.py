@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
+from passes.graph.guards import is_carried
 from passes.graph.recording import Recordings
 
 
@@ -194,7 +195,11 @@ class Program:
 
     def _is_identity(self, node: fx.Node) -> bool:
         module = self.module_of(node)
-        return isinstance(module, nn.Identity) and type(module).forward is nn.Identity.forward and is_atom(module)
+        if module is None:
+            return False
+        if isinstance(module, nn.Identity):
+            return type(module).forward is nn.Identity.forward and is_atom(module)
+        return is_carried(module)
 
     def _inner_graph(self, node: fx.Node) -> ModuleGraph | None:
         module = self.module_of(node)

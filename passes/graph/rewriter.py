@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from passes.graph.guards import (
     FoldedPair,
     FormattedForward,
     SealCheckingForward,
+    carries_another,
     inner_forward,
+    refuse_checkpoint,
 )
 from passes.graph.match import BatchNorm, Convolution, TensorRef
 from passes.graph.program import Program
@@ -220,11 +223,13 @@ class Rewriter:
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
 
-        In a traced forward its call goes, and its place in the tree becomes an identity. In a forward that can't be
-        traced it stays, without tensors, as a check that the run goes the way that the recorded runs went.
+        Where both are modules, the BatchNorm stays, without tensors, as a check that what the convolution makes goes
+        there and nowhere else: the forwards around them are as they were, and may be called in any way. A BatchNorm
+        that is a function, or a further one behind the same convolution, goes out of the graph.
         """
-        if not self._all_traced(conv, norm):
+        if self._can_guard(conv, norm):
             self._guard(change, conv, norm, carried=True)
+            self._forget_statistics(change, norm)
         else:
             self.bypass(norm.node, norm.input)
             if norm.module is not None:
@@ -236,22 +241,35 @@ class Rewriter:
             self.set_tensor(change, ref, None)
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
-        """Both are right only together now: in a forward that can't be traced, that is checked at every call."""
-        if not self._all_traced(conv, norm):
+        """Both are right only together now: where both are modules, that is checked at every call."""
+        if self._can_guard(conv, norm):
             self._guard(change, conv, norm, carried=False)
 
-    def _all_traced(self, conv: Convolution, norm: BatchNorm) -> bool:
-        return self.program.home(conv.node).traced and self.program.home(norm.node).traced
+    def _can_guard(self, conv: Convolution, norm: BatchNorm) -> bool:
+        if conv.module is None or norm.module is None:
+            return False
+        return not carries_another(conv.module, self.program.where(norm.node))
 
     def _guard(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
         assert conv.module is not None
         assert norm.module is not None
-        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node))
+        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node), conv.dims + 2)
         self.set_forward(change, conv.module, FoldedConvForward(conv.module, pair))
         self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
-        # The module that calls both gets its forward at the end, once for all its pairs.
-        caller = self.program.home(norm.node).module
-        self._guarded[id(caller)] = caller
+        caller = self.program.home(norm.node)
+        if not caller.traced:
+            # The module that calls both gets its forward at the end, once for all its pairs.
+            self._guarded[id(caller.module)] = caller.module
+
+    def _forget_statistics(self, change: Change, norm: BatchNorm) -> None:
+        """Leave nothing of the BatchNorm in a state dict, and make loading its tensors an error in any case."""
+        assert norm.module is not None
+        self._do(change, AttributeEdit(norm.module, "track_running_stats", False))
+        if norm.module._buffers.get("num_batches_tracked") is not None:
+            self.set_tensor(change, TensorRef(norm.module, "num_batches_tracked"), None)
+        hooks = OrderedDict(norm.module._load_state_dict_pre_hooks)
+        self._do(change, AttributeEdit(norm.module, "_load_state_dict_pre_hooks", hooks))
+        norm.module.register_load_state_dict_pre_hook(refuse_checkpoint)
 
     def _do(self, change: Change, edit: Edit) -> None:
         if change is not self._open:

@@ -17,6 +17,7 @@ from optimizer import optimize, report_of
 from optimizer.errors import OptimizeFailed, ParityError
 from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, registry
 from passes.base import Context
+from passes.graph.guards import is_carried
 from passes.graph.match import TensorRef
 from passes.graph.program import Program
 from passes.registry import register
@@ -162,7 +163,7 @@ def test_a_pass_that_raises_is_left_out() -> None:
     fast = optimize(model, ["fold-conv-bn", Raises(), Harmless()], example_inputs=(X,))
     assert statuses(fast) == [("fold-conv-bn", "applied"), ("raises", "failed"), ("harmless", "applied")]
     assert report_of(fast).passes[1].reason == "ZeroDivisionError: a defect of the pass"
-    assert isinstance(fast.blocks[2].bn2, nn.Identity)
+    assert is_carried(fast.blocks[2].bn2)
     assert torch.allclose(fast(X), model(X), atol=1e-4)
 
 

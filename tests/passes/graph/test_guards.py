@@ -23,7 +23,7 @@ from passes.graph.guards import (
     inner_forward,
 )
 
-PAIR = FoldedPair("conv", "bn")
+PAIR = FoldedPair("conv", "bn", 4)
 VALUE = torch.randn(2, 4, 3, 3)
 
 
@@ -93,7 +93,7 @@ def test_only_its_norm_opens_it() -> None:
     output = FoldedConvForward(conv, PAIR)(x)
     assert torch.equal(FoldedNormForward(norm, PAIR, carried=True)(output), conv(x))
     assert torch.equal(FoldedNormForward(norm, PAIR, carried=False)(output), norm(conv(x)))
-    other = FoldedNormForward(norm, FoldedPair("conv", "bn"), carried=True)
+    other = FoldedNormForward(norm, FoldedPair("conv", "bn", 4), carried=True)
     for value in (output, conv(x)):
         with pytest.raises(UnseenCall, match="bn was folded together with conv and is given a value that doesn't come"):
             other(value)

@@ -1,0 +1,147 @@
+"""A folded convolution is only right in front of its BatchNorm: what uses it otherwise raises, and never answers wrong."""
+
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import optimize
+from passes.errors import UnseenCall
+
+
+def norm_net(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(nn.Sequential(*layers)).eval()
+
+
+def image(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 3, 8, 8)), generator=torch.Generator().manual_seed(0))
+
+
+class Flagged(nn.Module):
+    """Attributes, arguments and methods that the example call doesn't use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.alpha = 1.0
+        self.raw_too = False
+
+    def forward(self, x, scale=1.0):
+        features = self.conv(x)
+        y = self.bn(features) * self.alpha * scale
+        return (y, features) if self.raw_too else y
+
+    def features(self, x):
+        return self.bn(self.conv(x)).mean((2, 3))
+
+    def raw(self, x):
+        return self.conv(x) * 2
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    model = enliven(Flagged()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert fast.report.passes[0].status == "applied"
+    return model, fast
+
+
+def same(mine, theirs) -> bool:
+    return torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_and_attributes_that_no_run_showed_work(pair):
+    model, fast = pair
+    assert same(fast(image(), 2.0), model(image(), 2.0))
+    model.alpha = fast.alpha = 5.0
+    assert same(fast(image()), model(image()))
+    assert same(fast.features(image()), model.features(image()))
+
+
+def test_what_looks_between_the_two_raises(pair):
+    _, fast = pair
+    with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, and its output was used without it"):
+        fast.raw(image())
+    with pytest.raises(UnseenCall):
+        fast.conv(image()) + 1
+    fast.raw_too = True
+    _, features = fast(image())
+    with pytest.raises(UnseenCall):
+        features.sum()
+
+
+def test_the_two_called_by_hand_are_right(pair):
+    model, fast = pair
+    assert same(fast.bn(fast.conv(image())), model.bn(model.conv(image())))
+
+
+def test_layers_can_be_added_to_a_result():
+    model = norm_net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    wanted = model(image()).relu()
+    fast.append(nn.ReLU())
+    assert same(fast(image()), wanted)
+    with pytest.raises(UnseenCall):
+        fast[:1](image()).sum()
+
+
+@pytest.mark.parametrize(
+    ("layers", "seen", "other"),
+    [
+        ((nn.Linear(6, 4), nn.BatchNorm1d(4)), (5, 6), (5, 4, 6)),
+        ((nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4)), (2, 3, 4), (3, 4)),
+        ((nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), (2, 3, 8, 8), (3, 8, 8)),
+    ],
+)
+def test_an_input_of_another_rank_raises(layers, seen, other):
+    fast = optimize(norm_net(*layers), ["fold-conv-bn"], example_inputs=(image(*seen),))
+    assert len(fast.report.passes[0].changes) == 1
+    with pytest.raises(UnseenCall, match=f"for {len(seen)}-D input and is given {len(other)}-D input"):
+        fast(image(*other))
+
+
+def test_a_pair_in_two_children_of_a_forward_that_branches():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Sequential(nn.Conv2d(3, 4, 1))
+            self.b = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(y) if x.abs().max() < 50 else y * 2
+
+    model = enliven(Branching()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert same(fast(image()), model(image()))
+    try:
+        far = fast(100 * image())
+    except UnseenCall:
+        return
+    assert same(far, model(100 * image()))
+
+
+def test_weights_from_before_the_fold_are_refused_and_its_own_are_taken(pair):
+    model, fast = pair
+    own = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
+    assert not any(name.startswith("bn.") for name in own)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="is of a BatchNorm that was folded into a convolution"):
+            fast.load_state_dict(model.state_dict(), strict=strict)
+    fast.load_state_dict(own)
+    assert same(fast(image()), model(image()))
+
+
+def test_torch_export_takes_a_result():
+    model = norm_net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    fast = optimize(model, example_inputs=(image(),))
+    exported = torch.export.export(fast, (image(),)).module()
+    assert same(exported(image()), model(image()))
+
+
+def test_lazy_layers_without_inputs_stay():
+    fast = optimize(nn.Sequential(nn.LazyConv2d(4, 3), nn.BatchNorm2d(4)))
+    assert fast.report.passes[1].status == "unchanged"
