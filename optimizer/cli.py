@@ -228,6 +228,8 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
     if values["static_batch"] and sizes_given:
         raise UsageError("--static-batch and --batch-sizes contradict each other.")
     passes = values["passes"]
+    if passes is not None and not passes.strip():
+        raise UsageError("--passes names no pass: give a list, none for no pass, or leave the option out.")
     return ExportOptions(
         model=model,
         name=values["name"],

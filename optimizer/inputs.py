@@ -77,6 +77,8 @@ class Samples:
         else:
             self.given = self._placed(Call(_positional(example_inputs, "example_inputs"), self._kwargs))
         self.batch_size = _batch_size(self.given)
+        if self.batch_size == 0:
+            raise UsageError("The example inputs are a batch of no rows: give one row at least.")
         self.dynamic = self._function is not None or bool(self.batch_size)
 
     def at(self, batch_size: int | None = None, draw: int = 0) -> Call:

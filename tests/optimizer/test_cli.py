@@ -179,6 +179,7 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--batch-sizes", ""], "has an empty entry"),
         (["m.py", "--batch-sizes", "1,2,1"], "--batch-sizes has 1 twice."),
         (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 on"),
+        (["m.py", "--passes", ""], "--passes names no pass: give a list, none for no pass, or leave the option out."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
         (["m.py", "--require-gpu", "--device", "cpu"], "--require-gpu and --device cpu contradict each other."),
         (["m.py", "--formats", "onnx,onnx"], "--formats has onnx twice."),

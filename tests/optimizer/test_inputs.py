@@ -171,3 +171,8 @@ def test_moving_keeps_the_values():
     assert torch.equal(moved.at(4, 1).args[0], samples.at(4, 1).args[0])
     assert moved.given.args[0].requires_grad
     assert moved.to("meta").given.args[0].device.type == "meta"
+
+
+def test_a_batch_of_no_rows_is_refused():
+    with pytest.raises(UsageError, match="a batch of no rows"):
+        Samples((torch.randn(0, 3),))
