@@ -1,7 +1,14 @@
 """Tests marked `gpu` run where torch finds a CUDA device, and are left out, visibly, where it doesn't."""
 
+import signal
+
 import pytest
 import torch
+
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and with them the programs that they start:
+# the tests of interrupts need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
