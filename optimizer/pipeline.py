@@ -18,6 +18,7 @@ from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, check_region, float64_mode, judge
 from optimizer.preserve import eager_only, pinned_settings, random_state
+from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.working_copy import Mode, WorkingCopy, private_buffers
 from passes.base import Context, Pass, PassResult
@@ -259,7 +260,7 @@ class Pipeline:
     def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
         started = time.perf_counter()
         tree = _TreeState(self.copy.root)
-        versions = self._versions()
+        sources = self._sources()
         try:
             result = item.run(program, context)
         except PassesError:
@@ -268,13 +269,13 @@ class Pipeline:
             # A GraphPass takes back what it did; of any other pass only the tree as it was is known.
             tree.restore()
             program.refresh()
-            self._refuse_writes(item, versions)
+            self._refuse_writes(item, sources)
             reason = f"{type(error).__name__}: {_first_line(error)}"
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
             if self.strict:
                 raise OptimizeFailed(f"{item.name} failed ({reason}).") from error
             return
-        self._refuse_writes(item, versions)
+        self._refuse_writes(item, sources)
         record = PassRecord(
             item.name,
             item.options,
@@ -290,18 +291,13 @@ class Pipeline:
             return
         self._done.append(_Done(number, record, result))
 
-    def _versions(self) -> dict[str, int]:
-        named = self.original.state_dict(keep_vars=True)
-        return {
-            name: tensor._version
-            for name, tensor in named.items()
-            if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and not tensor.is_inference()
-        }
+    def _sources(self) -> list[Source]:
+        named = (*self.original.named_parameters(), *self.original.named_buffers())
+        return [Source.of(name, tensor) for name, tensor in named if not is_lazy(tensor)]
 
-    def _refuse_writes(self, item: Pass, before: dict[str, int]) -> None:
+    def _refuse_writes(self, item: Pass, before: list[Source]) -> None:
         """See that the pass wrote to no tensor of the caller's model, which can't be taken back."""
-        now = self._versions()
-        written = [name for name, version in before.items() if now.get(name, version) != version]
+        written = [source.path for source in before if not source.unchanged]
         if written:
             raise OptimizeFailed(
                 f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass has to"

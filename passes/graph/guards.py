@@ -1,9 +1,9 @@
 """Forwards that stand in a module's `__dict__` where the class' own forward goes on working.
 
-A fold inside a forward that can't be traced needs a guard: such a forward may take another branch than in the recorded
-runs, and a convolution that was folded together with a BatchNorm is only right if its output goes into that BatchNorm
-and nowhere else. So the convolution gives out its output under a seal that its BatchNorm alone can open. What was
-recorded runs as before; anything else that looks at the values raises instead of answering wrong.
+A forward may take another branch than in the runs that were seen, and a convolution that was folded together with a
+BatchNorm is only right if its output goes into that BatchNorm and nowhere else. So the convolution gives out its output
+under a seal that its BatchNorm alone can open. What was seen runs as before; anything else that looks at the values
+raises instead of answering wrong.
 """
 
 from __future__ import annotations
