@@ -260,15 +260,16 @@ def _with_signature(names: tuple[str, ...]) -> type[Adapter]:
         return Adapter.forward(self, *tensors)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in _parameter_names(names)]
+    parameters = [inspect.Parameter(name, kind) for name in ("self", *parameter_names(names))]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return type("Adapter", (Adapter,), {"forward": forward, "__module__": __name__})
 
 
-def _parameter_names(names: tuple[str, ...]) -> list[str]:
-    parameters = ["self"]
+def parameter_names(names: Sequence[str]) -> list[str]:
+    """Names of inputs as different names of parameters beside `self`."""
+    parameters: list[str] = []
     for name in map(identifier, names):
-        while name in parameters:
+        while name == "self" or name in parameters:
             name = f"{name}_"
         parameters.append(name)
     return parameters

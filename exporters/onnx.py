@@ -7,7 +7,8 @@ gives the model's values at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ import onnxruntime as ort
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
+from exporters.conditions import Condition, Line
+from exporters.decisions import conditions_of, watching
 from exporters.errors import ProviderFallback, RouteRefused
 from exporters.isolation import silent, undisturbed
-from exporters.proof import Evidence, Route, first_right, gather, prove, refusing
+from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.torchscript_deprecation import torchscript_allowed
 
 # Protobuf holds 2 GiB at most; what the weights leave is for the graph. Larger weights go into a file of their own.
@@ -45,7 +48,7 @@ class OnnxExporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
-        captures: dict[str, Callable[[Path], ir.Model]] = {
+        captures: dict[str, Callable[[Path], _Captured]] = {
             "dynamo": lambda _: _dynamo(evidence, request.opset, optimize=True),
             "dynamo-unoptimized": lambda _: _dynamo(evidence, request.opset, optimize=False),
             "torchscript": lambda folder: _by_torchscript(evidence, request.opset, folder),
@@ -62,9 +65,9 @@ class OnnxExporter(Exporter):
     def load(path: Path, device: str) -> LoadedArtifact:
         return _LoadedOnnx(path, torch.device(device))
 
-    def _proven(self, capture: Callable[[Path], ir.Model], evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+    def _proven(self, capture: Callable[[Path], _Captured], evidence: Evidence, folder: Path) -> tuple[Path, ...]:
         with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
-            model = capture(folder)
+            model, conditions = capture(folder)
             _strip(model)
             _name_open_dims(model, evidence)
         with refusing("the file can't be written"):
@@ -72,11 +75,16 @@ class OnnxExporter(Exporter):
         _check_dims(files[0], evidence)
         with refusing("the ONNX checker refuses the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
-        prove(evidence, _session_for_proof(files[0]))
+        session = _session_for_proof(files[0])
+        prove(evidence, session)
+        prove_beyond(evidence, session, conditions)
         return files
 
 
-def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> ir.Model:
+_Captured = tuple[ir.Model, Sequence[Condition]]
+
+
+def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
     # A dim given by name raises where the capture fixes it; a Dim or Dim.AUTO would be fixed without a word.
     shapes = tuple(
         {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)} or None
@@ -93,12 +101,63 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> ir.Mode
         optimize=optimize,
         verbose=False,
     )
-    if program is None:
+    if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export gave no program")
-    return program.model
+    return program.model, _guards(program.exported_program, evidence)
 
 
-def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> ir.Model:
+def _guards(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
+    """What torch.export took for granted of the open dims: the ranges and relations that its branches imply.
+
+    It raises for none of them where a dim is given by name.
+    """
+    if not evidence.open_dims:
+        return ()
+    examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    values = [examples[name] for name in program.graph_signature.user_inputs]
+    lines: dict[Any, Line] = {}
+    for index, dim in evidence.open_dims:
+        size, line = values[index].shape[dim], evidence.line(index, dim)
+        if isinstance(size, torch.SymInt) and line is not None:
+            lines.update(dict.fromkeys(size.node.expr.free_symbols, line))
+    environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
+    # What holds sizes that come from data was checked in the run, and is no branch.
+    relations = [relation for relation in environment.get_axioms() if relation.free_symbols <= lines.keys()]
+    ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in lines]
+    return (
+        *(_relation(relation, lines) for relation in relations),
+        *(_range(symbol, bounds, lines[symbol]) for symbol, bounds in ranges),
+    )
+
+
+def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
+    symbols = sorted(relation.free_symbols, key=str)
+
+    def holds(batch: int) -> bool:
+        return bool(relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols}))
+
+    numbers = [int(number) for number in relation.atoms() if number.is_Integer]
+    hints = {hint for symbol in symbols for number in numbers if (hint := lines[symbol].batch_of(number)) is not None}
+    return Condition(f"`{_by_name(relation)}`", holds, frozenset(hints))
+
+
+def _by_name(relation: Any) -> str:
+    """The relation with the batch by name; torch's symbols are called s77."""
+    return re.sub(r"\bs\d+\b", "batch", str(relation))
+
+
+def _range(symbol: Any, bounds: Any, line: Line) -> Condition:
+    lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
+
+    def holds(batch: int) -> bool:
+        size = line.at(batch)
+        return (lower is None or lower <= size) and (upper is None or size <= upper)
+
+    hints = {hint for bound in (lower, upper) if bound is not None and (hint := line.batch_of(bound)) is not None}
+    return Condition(f"a size between {lower} and {upper}", holds, frozenset(hints))
+
+
+def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:
     adapter = evidence.adapter
     axes = {
         spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
@@ -109,7 +168,7 @@ def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> ir.M
     raw.mkdir()
     # The exporter puts a module in training mode into eval unless told otherwise.
     mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
-    with _without_native_log():
+    with _without_native_log(), watching(adapter) as watch:
         torch.onnx.export(
             adapter,
             clones(evidence.inputs[0]),
@@ -122,7 +181,7 @@ def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> ir.M
             verbose=False,
             **mode,
         )
-    return ir.load(raw / "model.onnx")
+    return ir.load(raw / "model.onnx"), conditions_of(evidence, watch.decisions)
 
 
 @contextmanager

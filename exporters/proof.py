@@ -17,13 +17,17 @@ from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
+from exporters.conditions import Condition, Line, first_breaks, line_through
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 
 # Largest error, relative to the largest value of the output, that rounding could explain.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 _ROUNDING_ELSEWHERE = 1e-3
+
+# Bytes of one input that is made only to look at a batch that no call has.
+LARGEST_TRIAL = 64 * 2**20
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -33,12 +37,14 @@ class Evidence:
     """What the model gave at every call, and which dims of its inputs and outputs are open.
 
     `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
+    `open_dims` are the (input, dim) that change from call to call.
     """
 
     adapter: Adapter
     inputs: tuple[tuple[torch.Tensor, ...], ...]
     outputs: tuple[tuple[torch.Tensor, ...], ...]
     unstable: frozenset[int]
+    open_dims: tuple[tuple[int, int], ...]
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
 
@@ -47,6 +53,35 @@ class Evidence:
         """Where the model is."""
         tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The size of the first open dim in each call; empty where none is open."""
+        return tuple(tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1])
+
+    def line(self, index: int, dim: int) -> Line | None:
+        """How an open dim grows with the first one."""
+        return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
+
+    def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
+        """Inputs of another batch, made of the rows of the calls.
+
+        Raises:
+            RouteRefused: they would be too large, or the open dims don't grow together.
+        """
+        made = list(self.inputs[0])
+        for index, dim in self.open_dims:
+            line = self.line(index, dim)
+            if line is None:
+                raise RouteRefused(
+                    f"dim {dim} of input `{self.adapter.input_names[index]}` doesn't grow with the batch"
+                )
+            rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
+            size = line.at(batch)
+            if size * rows.nbytes > rows.shape[dim] * LARGEST_TRIAL:
+                raise RouteRefused("such inputs are too large to compare the two")
+            made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
+        return tuple(made)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,6 +116,7 @@ def gather(request: ExportRequest) -> Evidence:
         inputs,
         outputs,
         unstable,
+        tuple(open_dims),
         tuple(
             TensorSpec(
                 name,
@@ -100,16 +136,56 @@ def prove(evidence: Evidence, loaded: LoadedArtifact) -> None:
         RouteRefused: it fails, or gives other shapes, dtypes or values than the model.
     """
     for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True):
-        sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-        with refusing(f"the file fails on inputs of {sizes}"):
-            outputs = loaded(*(tensor.detach().clone() for tensor in inputs))
-        if len(outputs) != len(expected):
-            raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
-        for index, (name, ours, theirs) in enumerate(
-            zip(evidence.adapter.output_names, expected, outputs, strict=True)
-        ):
-            if problem := difference(ours, theirs, values=index not in evidence.unstable):
-                raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
+        _compare(evidence, loaded, inputs, expected)
+
+
+def prove_beyond(evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition]) -> None:
+    """Run the file and the model at the first batch that breaks each condition of the capture.
+
+    Where the model raises there is no answer that the file could get wrong.
+
+    Raises:
+        RouteRefused: the file gives something else than the model there, or the batch is too large to try.
+    """
+    for batch, what in first_breaks(conditions).items():
+        if batch in evidence.batches:
+            continue
+        try:
+            inputs = evidence.inputs_at(batch)
+            _compare(evidence, loaded, inputs, _answers(evidence.adapter, inputs))
+        except RouteRefused as refusal:
+            raise RouteRefused(
+                f"at a batch of {batch} the model goes another way than the one that was captured, by {what}: {refusal}"
+            ) from refusal
+
+
+def _answers(adapter: Adapter, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    """What the model gives; None where it takes no such inputs."""
+    try:
+        with undisturbed(adapter), silent():
+            return adapter.run(inputs)
+    except Exception as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError | StructureError) or "allocate memory" in str(error):
+            raise
+        return None
+
+
+def _compare(
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    inputs: tuple[torch.Tensor, ...],
+    expected: tuple[torch.Tensor, ...] | None,
+) -> None:
+    if expected is None:
+        return
+    sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+    with refusing(f"the file fails on inputs of {sizes}"):
+        outputs = loaded(*clones(inputs))
+    if len(outputs) != len(expected):
+        raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
+    for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
+        if problem := difference(ours, theirs, values=index not in evidence.unstable):
+            raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
 
 
 def difference(expected: torch.Tensor, got: torch.Tensor, *, values: bool = True) -> str | None:

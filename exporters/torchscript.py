@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, clones
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, parameter_names
+from exporters.conditions import Condition
+from exporters.decisions import conditions_of, traced_with_decisions
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
-from exporters.proof import Evidence, Route, first_right, gather, prove, refusing
+from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
 
@@ -40,9 +42,9 @@ class TorchScriptExporter(Exporter):
         evidence = gather(request)
 
         def traced(folder: Path) -> tuple[Path, ...]:
-            with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
-                module = torch.jit.trace(evidence.adapter, clones(evidence.inputs[0]), check_trace=False)
-            return self._proven(module, evidence, folder)
+            module, decisions = traced_with_decisions(evidence.adapter, evidence.inputs[0])
+            conditions = conditions_of(evidence, decisions)
+            return self._proven(module, evidence, folder, conditions)
 
         def scripted(folder: Path) -> tuple[Path, ...]:
             with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
@@ -57,13 +59,18 @@ class TorchScriptExporter(Exporter):
             module = torch.jit.load(str(path), map_location=device)
         return _LoadedTorchScript(module.eval(), device)
 
-    def _proven(self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+    def _proven(
+        self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path, conditions: Sequence[Condition] = ()
+    ) -> tuple[Path, ...]:
         path = folder / self.file_name
-        _save(module, path)
+        with refusing(), silent(), torchscript_allowed():
+            checked = _with_input_checks(module, evidence)
+        _save(checked, path)
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
             prove(evidence, loaded)
+            prove_beyond(evidence, loaded, conditions)
         return (path,)
 
 
@@ -91,15 +98,39 @@ def _script(adapter: Adapter) -> torch.jit.ScriptModule:
     args, kwargs = adapter.call_arguments([_Source(name) for name in names])
     arguments = [_spell(value) for value in args] + [f"{name}={_spell(value)}" for name, value in kwargs.items()]
     outputs = list(_reads(adapter.outputs.root, "result"))
-    holder = nn.Module()
-    holder.training = model.training
-    holder.model = model
-    scripted = torch.jit.script(holder)
-    scripted.define(
+    return _defined(
+        model,
+        model.training,
         f"def forward(self, {', '.join(names)}):\n"
         f"    result = self.model({', '.join(arguments)})\n"
-        f"    return {', '.join(outputs)}\n"
+        f"    return {', '.join(outputs)}\n",
     )
+
+
+def _with_input_checks(module: torch.jit.ScriptModule, evidence: Evidence) -> torch.jit.ScriptModule:
+    """The module behind a forward that refuses sizes which the file wasn't made for, as onnxruntime does.
+
+    A trace would go on with them, and sizes that were computed in Python are baked into it.
+    """
+    names = parameter_names(evidence.adapter.input_names)
+    lines = [f"def forward(self, {', '.join(names)}):"]
+    for name, spec in zip(names, evidence.input_specs, strict=True):
+        fixed = [f"{name}.size({dim}) != {size}" for dim, size in enumerate(spec.shape) if isinstance(size, int)]
+        wrong = " or ".join([f"{name}.dim() != {len(spec.shape)}", *fixed])
+        sizes = ", ".join(map(str, spec.shape))
+        lines += [f"    if {wrong}:", f"        raise ValueError({f'Input {spec.name} of this file is [{sizes}].'!r})"]
+    lines.append(f"    return self.model({', '.join(names)})")
+    return _defined(module, module.training, "\n".join((*lines, "")))
+
+
+def _defined(model: nn.Module, training: bool, forward: str) -> torch.jit.ScriptModule:
+    """`model` as the child of a scripted module with the forward that is given as source."""
+    # A class of its own: torch gives instances of one class one TorchScript type, which has one forward.
+    holder = type("Holder", (nn.Module,), {})()
+    holder.training = training
+    holder.model = model
+    scripted: torch.jit.ScriptModule = torch.jit.script(holder)
+    scripted.define(forward)
     return scripted
 
 

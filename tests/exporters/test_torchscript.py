@@ -38,7 +38,7 @@ def test_a_branch_on_data_is_scripted(tmp_path):
     assert artifact.route == "script"
     ((route, reason),) = artifact.refused
     assert route == "trace"
-    assert "output `hidden` is wrong on inputs of [3, 3]" in reason
+    assert "the model decides by the values of its inputs at `if bool(x.sum() > 0):` in the model's forward" in reason
     for (x,), _ in branch_calls():
         assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
 
@@ -61,8 +61,27 @@ def test_a_loop_over_the_batch_is_scripted(tmp_path):
     assert torch.allclose(artifact.load()(x)[0], model(x))
 
 
-def test_a_trace_that_no_call_contradicts_is_taken(tmp_path):
-    assert export(Branch(), branch_calls()[:1], tmp_path).route == "trace"
+def test_a_branch_that_no_call_takes_is_scripted_too(tmp_path):
+    model = enliven(Branch()).eval()
+    artifact = export(model, branch_calls()[:1], tmp_path)
+    assert artifact.route == "script"
+    x = -floats(2, 3).abs()
+    assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
+
+
+def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):
+    class Mean(nn.Module):
+        def forward(self, input, weights):
+            return (input * weights).flatten(1).sum(1, keepdim=True) / 12
+
+    model = Mean().eval()
+    calls = tuple(((floats(size, 3, 4), floats(3, 4)), {}) for size in (2, 3))
+    loaded = export(model, calls, tmp_path).load()
+    assert torch.allclose(loaded(floats(7, 3, 4), floats(3, 4))[0], model(floats(7, 3, 4), floats(3, 4)))
+    with pytest.raises(torch.jit.Error, match=r"Input input of this file is \[batch, 3, 4\]"):
+        loaded(floats(2, 4, 4), floats(3, 4))
+    with pytest.raises(torch.jit.Error, match=r"Input weights of this file is \[3, 4\]"):
+        loaded(floats(2, 3, 4), floats(4))
 
 
 def test_scripting_spells_out_trees_and_constants(tmp_path):

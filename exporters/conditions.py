@@ -1,0 +1,95 @@
+"""Conditions on the batch under which a capture is the one that the model would give, and the batches that break them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+# Every batch up to the first is looked at, then powers of two up to the second with what lies around them.
+_EVERY_BATCH_TO = 64
+_LARGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a capture took for granted.
+
+    Attributes:
+        what: the condition or its place in the source, for a message.
+        holds: whether it holds at a batch of that size.
+        hints: batches worth looking at, such as the number that the batch is compared with.
+    """
+
+    what: str
+    holds: Callable[[int], bool]
+    hints: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Line:
+    """A size as a function of the batch: `slope` * batch + `start`."""
+
+    slope: int
+    start: int
+
+    def at(self, batch: int) -> int:
+        return self.slope * batch + self.start
+
+    def batch_of(self, size: int) -> int | None:
+        """The batch that has the size, or the one below it; None where the size doesn't depend on the batch."""
+        return (size - self.start) // self.slope if self.slope else None
+
+
+def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
+    """The line of whole numbers through the sizes at these batches, of which the first two differ; None where none is."""
+    if len(set(sizes)) == 1:
+        return Line(0, sizes[0])
+    slope, rest = divmod(sizes[1] - sizes[0], batches[1] - batches[0])
+    line = Line(slope, sizes[0] - slope * batches[0])
+    fits = not rest and all(line.at(batch) == size for batch, size in zip(batches, sizes, strict=False))
+    return line if fits else None
+
+
+def first_breaks(conditions: Iterable[Condition]) -> dict[int, str]:
+    """The smallest batch that breaks each condition, with the condition; those that hold everywhere looked at have none.
+
+    A comparison with a number, a multiple or a range is found wherever it turns.
+    """
+    breaks: dict[int, str] = {}
+    for condition in conditions:
+        found = _first_break(condition)
+        if found is not None:
+            breaks.setdefault(found, condition.what)
+    return breaks
+
+
+def _first_break(condition: Condition) -> int | None:
+    for batch in range(1, _EVERY_BATCH_TO + 1):
+        if not condition.holds(batch):
+            return batch
+    held = _EVERY_BATCH_TO
+    for batch in _far_batches(condition.hints):
+        if not condition.holds(batch):
+            return _turning_point(condition, held, batch)
+        held = batch
+    return None
+
+
+def _far_batches(hints: Iterable[int]) -> list[int]:
+    power = _EVERY_BATCH_TO * 2
+    found = {hint + step for hint in hints for step in (-1, 0, 1, 2)}
+    while power <= _LARGEST:
+        found.update((power - 1, power, power + 1))
+        power *= 2
+    return sorted(batch for batch in found if batch > _EVERY_BATCH_TO)
+
+
+def _turning_point(condition: Condition, holds: int, breaks: int) -> int:
+    """The batch after which the condition breaks, where it does so once between the two."""
+    while breaks - holds > 1:
+        middle = (holds + breaks) // 2
+        if condition.holds(middle):
+            holds = middle
+        else:
+            breaks = middle
+    return breaks

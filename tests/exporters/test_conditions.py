@@ -1,0 +1,41 @@
+import pytest
+
+from exporters.conditions import Condition, Line, first_breaks, line_through
+
+
+@pytest.mark.parametrize(
+    ("holds", "hints", "expected"),
+    [
+        (lambda batch: batch != 4, (), 4),
+        (lambda batch: batch <= 16, (), 17),
+        (lambda batch: batch >= 2, (), 1),
+        (lambda batch: batch % 7 != 0, (), 7),
+        (lambda batch: batch <= 5000, (), 5001),
+        (lambda batch: batch < 123_457, (), 123_457),
+        (lambda batch: batch != 777, (777,), 777),
+        (lambda batch: 3 * batch != 2331, (776,), 777),
+    ],
+)
+def test_the_first_batch_that_breaks_a_condition_is_found(holds, hints, expected):
+    assert first_breaks([Condition("it", holds, frozenset(hints))]) == {expected: "it"}
+
+
+def test_a_condition_that_always_holds_has_no_break():
+    assert first_breaks([Condition("it", lambda batch: batch > 0)]) == {}
+
+
+def test_each_batch_is_named_once():
+    conditions = [Condition(name, lambda batch: batch < 9) for name in ("first", "second")]
+    assert first_breaks(conditions) == {9: "first"}
+
+
+def test_a_line_goes_through_all_points_or_there_is_none():
+    assert line_through((2, 3, 5), (7, 10, 16)) == Line(3, 1)
+    assert line_through((2, 3, 5), (4, 4, 4)) == Line(0, 4)
+    assert line_through((2, 3, 5), (4, 9, 25)) is None
+    assert line_through((2, 4), (1, 2)) is None
+
+
+def test_a_line_leads_back_to_the_batch():
+    assert Line(3, 1).batch_of(10) == 3
+    assert Line(0, 4).batch_of(4) is None

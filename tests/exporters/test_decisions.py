@@ -1,0 +1,298 @@
+"""Each model decides on something while it is captured; no call that is checked takes the other side."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+from exporters import ExportError, ExportRequest, OnnxExporter, TorchScriptExporter
+from exporters.base import Adapter
+from exporters.decisions import traced_with_decisions
+
+
+def floats(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+CALLS = tuple(((floats(size, 4, seed=size),), {}) for size in (2, 1, 3, 5, 8))
+
+
+class Deciding(nn.Module):
+    """A layer whose forward is given as a function."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("gate", torch.ones(()))
+        self.function = forward
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def decisions(function, x=CALLS[0][0][0]):
+    model = enliven(Deciding(function)).eval()
+    return traced_with_decisions(Adapter(model, (x,)), (x,))[1]
+
+
+def export(exporter, function, tmp_path, calls=CALLS, **options):
+    return exporter().export(ExportRequest(enliven(Deciding(function)).eval(), calls, **options), tmp_path)
+
+
+def refusal(exporter, function, tmp_path, **options):
+    with pytest.raises(ExportError) as caught:
+        export(exporter, function, tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+    return str(caught.value)
+
+
+EXPORTERS = (TorchScriptExporter, OnnxExporter)
+
+
+# ------------------------------------------------------------------------------------------------ on values of the inputs
+
+
+def by_truth(self, x):
+    if x.sum() > 1000:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_item(self, x):
+    return self.layer(x if x.sum().item() < 1000 else x + 1)
+
+
+def by_list(self, x):
+    if x.argmax(1).tolist() == [0, 0]:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_numpy(self, x):
+    if x.numpy().sum() > 1000:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_equality(self, x):
+    return self.layer(x + 1 if torch.equal(x, x.abs()) else x)
+
+
+def by_membership(self, x):
+    return self.layer(x + 1 if 1234.0 in x else x)
+
+
+def by_what_was_written(self, x):
+    held = torch.zeros(3)
+    held[0] = x[0, 0]
+    if held.sum() > 100:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_rows_that_the_data_chose(self, x):
+    rows = (x > 0).nonzero()
+    if rows.shape[0] > 100:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_rows_of_a_mask(self, x):
+    if len(x[x[:, 0] > 100]) > 0:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_a_length_made_of_data(self, x):
+    if torch.arange(x.abs().max().ceil().long()).shape[0] > 1000:
+        x = x + 1
+    return self.layer(x)
+
+
+def by_a_name_given_in_a_check(self, x):
+    if (large := bool(x.sum() > 1000)) and x.dim() == 7:
+        raise ValueError("seven dims")
+    return self.layer(x) * (2 if large else 1)
+
+
+BY_VALUES = (
+    by_truth,
+    by_item,
+    by_list,
+    by_numpy,
+    by_equality,
+    by_membership,
+    by_what_was_written,
+    by_rows_that_the_data_chose,
+    by_rows_of_a_mask,
+    by_a_length_made_of_data,
+    by_a_name_given_in_a_check,
+)
+
+
+@pytest.mark.parametrize("function", BY_VALUES)
+def test_a_decision_on_values_is_found(function):
+    assert any(decision.of_values for decision in decisions(function))
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("options", [{}, {"dynamic_batch": False, "calls": CALLS[:1]}], ids=["dynamic", "static"])
+def test_a_decision_on_values_is_refused_with_its_place(exporter, options, tmp_path):
+    sentence = refusal(exporter, by_truth, tmp_path, **options)
+    assert "the model decides by the values of its inputs at `if x.sum() > 1000:` in the model's forward" in sentence
+    assert "torch.where" in sentence
+
+
+def test_the_module_is_named(tmp_path):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = enliven(Deciding(by_truth))
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    with pytest.raises(ExportError, match="in module `inner`"):
+        TorchScriptExporter().export(ExportRequest(Outer().eval(), CALLS), tmp_path)
+
+
+# --------------------------------------------------------------------------------------- what gives no value to decide on
+
+
+def by_weights(self, x):
+    if self.gate > 0:
+        x = x * 2
+    return self.layer(x) if float(self.gate) > 0 else x
+
+
+def by_checks(self, x):
+    if (x > 1000).any():
+        raise ValueError("too large")
+    assert not torch.isnan(x).any(), "not a number"
+    if x.sum() < 1e9 and x.shape[0] < 1e6:
+        x = x * 2
+    else:
+        raise ValueError("too large")
+    return self.layer(x)
+
+
+def by_kind(self, x):
+    if x.dtype is torch.float32 and x.dim() == 2 and x.is_floating_point() and not x.is_cuda and x.is_contiguous():
+        x = x * 2
+    return self.layer(x)
+
+
+def by_fixed_sizes(self, x):
+    heads = int(x.shape[1] ** 0.5)
+    y = self.layer(x)
+    if y.shape[-1] != 4:
+        y = y * 3
+    return y.view(y.shape[0], heads, -1).flatten(1) * heads
+
+
+def in_the_graph(self, x):
+    return torch.where(x.sum() > 100, x, self.layer(x))
+
+
+@pytest.mark.parametrize("function", [by_weights, by_checks, by_kind, by_fixed_sizes, in_the_graph])
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_what_falls_the_same_way_in_every_call_is_no_hindrance(exporter, function, tmp_path):
+    assert export(exporter, function, tmp_path).route in ("trace", "dynamo", "torchscript")
+
+
+# ---------------------------------------------------------------------------------------------------------- on the batch
+
+
+def above_sixteen(self, x):
+    if x.shape[0] > 16:
+        x = x + 1
+    return self.layer(x)
+
+
+def at_four(self, x):
+    y = self.layer(x)
+    return y + 1 if y.shape[0] == 4 else y
+
+
+def at_777(self, x):
+    return self.layer(x + 1 if x.size(0) == 777 else x)
+
+
+def above_5000_rows_of_three(self, x):
+    y = self.layer(x)
+    return y + 1 if y.reshape(-1).shape[0] * 3 > 60_000 else y
+
+
+def above_sixteen_in_python(self, x):
+    count = int(x.shape[0])
+    return self.layer(x + 1 if count > 16 else x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize(
+    ("function", "batch"), [(above_sixteen, 17), (at_four, 4), (at_777, 777), (above_5000_rows_of_three, 5001)]
+)
+def test_a_branch_at_a_batch_that_no_call_has_is_found_there(exporter, function, batch, tmp_path):
+    sentence = refusal(exporter, function, tmp_path)
+    assert f"at a batch of {batch} the model goes another way than the one that was captured" in sentence
+    assert f"output `output` is wrong on inputs of [{batch}, 4]" in sentence
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_batch_that_goes_into_python_as_a_number_is_refused(exporter, tmp_path):
+    assert "`count = int(x.shape[0])`" in refusal(exporter, above_sixteen_in_python, tmp_path)
+
+
+def in_chunks(self, x):
+    if x.shape[0] > 16:
+        return torch.cat([self.layer(x[:16]), self.layer(x[16:])])
+    return self.layer(x)
+
+
+def up_to_sixteen(self, x):
+    if x.shape[0] > 16:
+        raise ValueError("too many rows")
+    return self.layer(x)
+
+
+def padded_to_eight(self, x):
+    rows = x.shape[0]
+    return self.layer(F.pad(x, (0, 0, 0, (8 - rows % 8) % 8)))[:rows]
+
+
+def alike(self, x):
+    y = self.layer(x)
+    return y * 2 if y.size() == (x.shape[0], 4) else y
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("function", [in_chunks, up_to_sixteen, padded_to_eight, alike])
+def test_a_way_that_gives_the_same_is_no_hindrance(exporter, function, tmp_path):
+    artifact = export(exporter, function, tmp_path)
+    assert artifact.route in ("trace", "dynamo")
+    assert not artifact.refused
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_fixed_batch_may_decide_anything(exporter, tmp_path):
+    artifact = export(exporter, above_sixteen_in_python, tmp_path, calls=CALLS[:1], dynamic_batch=False)
+    assert artifact.route in ("trace", "dynamo")
+
+
+def test_a_branch_that_only_a_large_batch_takes_is_refused_untried(tmp_path):
+    def above_a_million(self, x):
+        return self.layer(x + 1 if x.shape[0] > 1_000_000 else x)
+
+    calls = tuple(((floats(size, 64)[:, :4],), {}) for size in (2, 3))
+    sentence = refusal(TorchScriptExporter, above_a_million, tmp_path, calls=calls)
+    assert "such inputs are too large" in sentence or "is wrong on inputs of [1000001, 4]" in sentence
+
+
+def test_nothing_is_left_on_the_model():
+    model = enliven(Deciding(by_truth)).eval()
+    x = CALLS[0][0][0]
+    adapter = Adapter(model, (x,))
+    traced_with_decisions(adapter, (x,))
+    assert not adapter._forward_hooks
+    assert not adapter._forward_pre_hooks
