@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from click.core import ParameterSource
 
-from optimizer.errors import BundleError, OptimizeExportError, UsageError
+from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError
 from optimizer.options import (
     DEFAULT_BATCH_SIZES,
     DEFAULT_FORMATS,
@@ -32,6 +32,7 @@ from optimizer.options import (
     default_output,
     parse_batch_sizes,
     parse_names,
+    parse_seed,
 )
 from optimizer.user_code import import_own_packages
 
@@ -86,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(arguments, voice)
         except (KeyboardInterrupt, click.Abort) as interrupt:
             code = voice.fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", interrupt)
-        except _Terminated as termination:
+        except Terminated as termination:
             code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
         except click.ClickException as error:
             code = voice.fail(EXIT_USAGE, "UsageError", error.format_message(), error)
         except OptimizeExportError as error:
             code = voice.fail(error.exit_code, type(error).__name__, str(error), error)
-        except Exception as error:  # noqa: BLE001 - the last line of defence: a defect is told in one sentence, too
+        except BaseException as error:  # noqa: BLE001 - the last line of defence: a defect is told in one sentence, too
             code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
     if argv is None:
         _silence_stdout()
@@ -100,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], voice: "_Voice") -> int:
-    options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+    options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
     if not isinstance(options, ExportOptions | VerifyOptions | ListOptions):
-        return 0  # --help and --version have printed
+        return int(options)  # --help and --version have answered
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
     code = int(document.get("exit_code", 0))
@@ -132,8 +133,14 @@ def _torch_side() -> ModuleType:
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo(f"{PROGRAM} {_installed(PROGRAM)} (torch {_installed('torch')})")
-        context.exit()
+        versions = {"version": _installed(PROGRAM), "torch": _installed("torch")}
+        context.exit(context.obj.tell(f"{PROGRAM} {versions['version']} (torch {versions['torch']})", versions))
+
+
+def _help(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        text = context.get_help()
+        context.exit(context.obj.tell(text, {"help": text}))
 
 
 def _installed(distribution: str) -> str:
@@ -145,7 +152,8 @@ def _installed(distribution: str) -> str:
 
 @click.command(
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"max_content_width": 110},
+    add_help_option=False,
     no_args_is_help=False,
 )
 @click.argument("model", required=False)
@@ -174,14 +182,7 @@ def _installed(distribution: str) -> str:
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
 @click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="For all random values.",
-)
+@click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
@@ -189,6 +190,7 @@ def _installed(distribution: str) -> str:
 @click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@click.option("-h", "--help", is_flag=True, is_eager=True, expose_value=False, callback=_help, help="Show this text.")
 @click.pass_context
 def command(context: click.Context, /, **values: Any) -> Options:
     """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
@@ -197,6 +199,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
     else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
     example_inputs or get_example_inputs() of the file, or those of --input.
     """
+    _refuse_swallowed(context, values)
     mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
     if mode is not None:
         _refuse_others(context, mode)
@@ -205,10 +208,24 @@ def command(context: click.Context, /, **values: Any) -> Options:
     if values["require_gpu"] and values["device"] == "cpu":
         raise UsageError("--require-gpu and --device cpu contradict each other.")
     if mode == "verify":
-        if not values["verify"]:
+        if not values["verify"].strip():
             raise UsageError("--verify names no folder.")
         return VerifyOptions(Path(values["verify"]), values["device"], values["require_gpu"])
     return _export_options(context, values)
+
+
+def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
+    """An option that stands where the value of another one should is no value: `--verify --json` names no bundle."""
+    options = [parameter for parameter in context.command.params if isinstance(parameter, click.Option)]
+    names = {name for option in options for name in option.opts}
+    for option in options:
+        value = values.get(option.name or "")
+        given = value if isinstance(value, tuple) else (value,)
+        swallowed = next((text for text in given if text in names), None)
+        if swallowed is not None:
+            raise UsageError(
+                f"{option.opts[-1]} is given no {option.metavar or 'value'}: {swallowed} stands in its place."
+            )
 
 
 def _refuse_others(context: click.Context, mode: str) -> None:
@@ -230,6 +247,9 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
     passes = values["passes"]
     if passes is not None and not passes.strip():
         raise UsageError("--passes names no pass: give a list, none for no pass, or leave the option out.")
+    for option, what in (("output", "folder"), ("weights", "file")):
+        if values[option] is not None and not values[option].strip():
+            raise UsageError(f"--{option} names no {what}: give one, or leave the option out.")
     return ExportOptions(
         model=model,
         name=values["name"],
@@ -237,7 +257,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         weights=Path(values["weights"]) if values["weights"] is not None else None,
         passes="" if passes is not None and passes.strip() == "none" else passes,
         formats=parse_names("--formats", values["formats"]),
-        output=Path(values["output"]) if values["output"] else default_output(model),
+        output=Path(values["output"]) if values["output"] is not None else default_output(model),
         device=values["device"],
         require_gpu=values["require_gpu"],
         batch_sizes=parse_batch_sizes(values["batch_sizes"]),
@@ -246,7 +266,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         output_names=_optional_names("--output-names", values["output_names"]),
         strict=values["strict"],
         force=values["force"],
-        seed=values["seed"],
+        seed=parse_seed(values["seed"]),
     )
 
 
@@ -299,14 +319,10 @@ def _silence_stdout() -> None:
     sys.stdout = sys.stderr
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as an exception, so that staging folders are taken away."""
-
-
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
     def raise_terminated(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
+        raise Terminated
 
     try:
         before = signal.signal(signal.SIGTERM, raise_terminated)
@@ -374,6 +390,11 @@ class _Voice:
     quiet: bool
     debug: bool
 
+    def tell(self, text: str, figures: Mapping[str, Any]) -> int:
+        """Say what the command says of itself, or its figures as the JSON document; returns the exit code."""
+        told = _print_json({"ok": True, "exit_code": 0, **figures}) if self.as_json else _print_line(text)
+        return 0 if told else BundleError.exit_code
+
     def show(self, document: Mapping[str, Any]) -> bool:
         """The result on stdout; what is wrong with it on stderr. False where stdout couldn't be written."""
         written = True
@@ -400,7 +421,7 @@ class _Voice:
         return code
 
 
-def _defect(error: Exception) -> str:
+def _defect(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
     return (
         f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; "

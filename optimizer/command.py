@@ -21,6 +21,7 @@ from optimizer.errors import (
     BundleError,
     DeviceError,
     ExportFailed,
+    LoadError,
     OptimizeExportError,
     OptimizeFailed,
     ParityError,
@@ -31,6 +32,7 @@ from optimizer.loading import Loaded, load, parse_target
 from optimizer.manifest import plain
 from optimizer.options import LOAD_STAGE, ExportOptions, VerifyOptions
 from optimizer.report import Progress
+from optimizer.sentences import exit_call
 from optimizer.trial import check_runs
 from optimizer.user_code import names_restored
 from passes.base import Pass
@@ -193,6 +195,9 @@ def _own_errors() -> Iterator[None]:
         raise ParityError(str(error)) from error
     except ExporterError as error:
         raise ExportFailed(str(error)) from error
+    except SystemExit as error:
+        # The program itself never exits here: it is the model, at an input that its first run hadn't.
+        raise LoadError(f"The model called {exit_call(error)} while it ran: take the call out of it.") from error
     except OSError as error:
         if error.errno not in _DISK:
             raise

@@ -12,6 +12,8 @@
 Each message is one sentence that says what is wrong, where, and what to do.
 `passes.errors` and `exporters.errors` hold the errors of those packages; the functions of `optimizer.api` raise them as
 they are, and `optimizer.cli` gives them the exit codes 2, 4 or 7 by their class.
+
+`Terminated` is no error of the program: it stands for SIGTERM, and nothing but the command catches it.
 """
 
 from collections.abc import Mapping
@@ -72,3 +74,7 @@ class BundleError(OptimizeExportError):
     """The bundle couldn't be written, read or verified."""
 
     exit_code = 8
+
+
+class Terminated(BaseException):
+    """SIGTERM, as an exception, so that staging folders are taken away."""

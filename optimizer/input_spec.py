@@ -34,11 +34,12 @@ _SHORT_DTYPES = {
     "c64": "complex64",
     "c128": "complex128",
 }
-_SIZES = re.compile(r"\d+(x\d+)*")
+_SIZES = re.compile(r"[0-9]+(x[0-9]+)*")
 _TYPED = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})\.\.(?P<high>{_NUMBER})", re.IGNORECASE)
 _MOST_ELEMENTS = 2**40
+_MOST_DIGITS = 100
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def parse_input(text: str) -> InputSpec:
     if dtype is None:
         near = difflib.get_close_matches(dtype_name, [*_SHORT_DTYPES, *_SHORT_DTYPES.values(), "bool"], 1)
         _refuse_input(text, f"{dtype_name!r} is no dtype" + (f" (did you mean {near[0]}?)" if near else ""))
+    if any(len(size) > _MOST_DIGITS for size in shape_text):
+        _refuse_input(text, "a size of it is too large")
     shape = tuple(int(size) for size in shape_text)
     if 0 in shape:
         _refuse_input(text, "every size has to be 1 or more")
@@ -123,7 +126,7 @@ def _split_body(text: str, body: str) -> tuple[str, list[str]]:
     if typed is None:
         _refuse_input(text, "it isn't understood")
     sizes = [size.strip() for size in typed["shape"].split(",")] if typed["shape"].strip() else []
-    wrong = [size for size in sizes if not re.fullmatch(r"\d+", size)]
+    wrong = [size for size in sizes if not re.fullmatch("[0-9]+", size)]
     if wrong:
         _refuse_input(text, f"{wrong[0]!r} is no size; every size has to be 1 or more")
     return typed["dtype"], sizes
@@ -145,6 +148,8 @@ def _parse_range(text: str, range_text: str, dtype: torch.dtype) -> tuple[float,
     if dtype.is_complex:
         _refuse_input(text, "complex numbers have no range")
     if dtype.is_floating_point:
+        if max(-low, high) > torch.finfo(dtype).max:
+            _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
         return low, high
     if not (low.is_integer() and high.is_integer()):
         _refuse_input(text, "a range of integers has integers as ends")

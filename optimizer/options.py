@@ -60,6 +60,13 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
     return _different("--batch-sizes", [_batch_size(part) for part in _parts("--batch-sizes", text)])
 
 
+def parse_seed(text: str) -> int:
+    """A whole number that torch's generators take; raises `UsageError`."""
+    if not (_is_number(text) and int(text) < 2**63):
+        raise UsageError(f"--seed: {text!r} is no whole number from 0 to {2**63 - 1}.")
+    return int(text)
+
+
 def parse_names(option: str, text: str) -> tuple[str, ...]:
     """`"a,b"` as different names; raises `UsageError`."""
     return _different(option, _parts(option, text))
@@ -79,9 +86,16 @@ def _parts(option: str, text: str) -> list[str]:
     return parts
 
 
+def _is_number(text: str) -> bool:
+    # Python refuses to read a number of thousands of digits.
+    return text.isascii() and text.isdigit() and len(text) < 100
+
+
 def _batch_size(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _LARGEST_BATCH):
-        raise UsageError(f"--batch-sizes: {text!r} is no whole number from 1 on; give some such as 1,2,3,5,8.")
+    if not (_is_number(text) and 1 <= int(text) <= _LARGEST_BATCH):
+        raise UsageError(
+            f"--batch-sizes: {text!r} is no whole number from 1 to {_LARGEST_BATCH}; give some such as 1,2,3,5,8."
+        )
     return int(text)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import torch
 
-from optimizer.errors import LoadError
+from optimizer.errors import LoadError, Terminated
 from optimizer.user_code import OWN_PACKAGES, ROOT
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
 _MOST_NAMED = 5
 _LONGEST_QUOTE = 400
+# What torch's allocator says on the CPU; its sizes are bytes.
+_NO_MEMORY = re.compile(r"(?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes")
 
 
 @contextlib.contextmanager
@@ -22,16 +25,17 @@ def errors_of_user_code(what: str, folder: Path) -> Iterator[None]:
     """Turn whatever the user's code raises into a `LoadError`: `what`, the error and its place in the user's files."""
     try:
         yield
-    except LoadError:
+    except (LoadError, KeyboardInterrupt, Terminated):
         raise
     except SystemExit as error:
-        raise LoadError(f"{what}: it called sys.exit({'' if error.code is None else repr(error.code)}).") from error
+        raise LoadError(f"{what}: it called {exit_call(error)}.") from error
     except SyntaxError as error:
         place = f"{_short(error.filename, folder)} line {error.lineno}" if error.filename else "the file"
         raise LoadError(f"{what}: {place} has a syntax error: {error.msg}.") from error
     except ImportError as error:
         raise LoadError(f"{what}: {_import_sentence(error)}{_place(error, folder)}.") from error
-    except Exception as error:
+    except BaseException as error:
+        # Also what isn't an Exception, as pytest.skip() raises: the user's code ends here, whatever it raises.
         raise LoadError(f"{what}: {quote(error, with_type=True)}{_place(error, folder)}.") from error
 
 
@@ -60,14 +64,41 @@ def _short(filename: str, folder: Path) -> str:
     return filename.removeprefix(str(folder.resolve()) + os.sep)
 
 
+def exit_call(error: SystemExit) -> str:
+    """The call that raised it: `sys.exit(3)`."""
+    return f"sys.exit({'' if error.code is None else repr(error.code)})"
+
+
 def quote(error: BaseException, *, with_type: bool = False) -> str:
-    """The message on one line, without its last full stop and not longer than a screen can bear."""
-    text = " ".join(str(error).split()).rstrip(".")
+    """The message on one line, without its last full stop and not longer than a screen can bear.
+
+    Where memory ran out it is that, and how much was asked for.
+    """
+    if lack := lack_of_memory(error):
+        return lack
+    text = " ".join(_message(error).split()).rstrip(".")
     if len(text) > _LONGEST_QUOTE:
         text = text[:_LONGEST_QUOTE].rstrip() + "…"
     if with_type:
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text or type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error of the user's own may not be able to say what it is
+        return ""
+
+
+def lack_of_memory(error: BaseException) -> str:
+    """Said of an error that memory ran out, and how much was asked for; empty where it is another one."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the memory of the GPU isn't enough"
+    asked = _NO_MEMORY.search(_message(error)) if isinstance(error, RuntimeError) else None
+    if asked is not None:
+        return f"the memory of this machine isn't enough: {int(asked[1]) / 2**30:,.1f} GiB were asked for at once"
+    return "the memory of this machine isn't enough" if isinstance(error, MemoryError) else ""
 
 
 def listed(names: Sequence[str]) -> str:

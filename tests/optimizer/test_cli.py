@@ -170,23 +170,31 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--no-such"], "No such option '--no-such'"),
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
-        (["m.py", "--seed", "-1"], "'--seed'"),
+        (["m.py", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 9223372036854775807."),
+        (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
+        (["m.py", "--seed", "9" * 5000], "is no whole number"),
         (["m.py", "--input"], "requires an argument"),
-        (["m.py", "--batch-sizes", "0"], "'0' is no whole number from 1 on"),
-        (["m.py", "--batch-sizes", "1,-2"], "'-2' is no whole number from 1 on"),
-        (["m.py", "--batch-sizes", "two"], "'two' is no whole number from 1 on"),
+        (["m.py", "--batch-sizes", "0"], "'0' is no whole number from 1 to 1048576"),
+        (["m.py", "--batch-sizes", "1,-2"], "'-2' is no whole number from 1 to"),
+        (["m.py", "--batch-sizes", "two"], "'two' is no whole number from 1 to"),
         (["m.py", "--batch-sizes", "1,,2"], "has an empty entry"),
         (["m.py", "--batch-sizes", ""], "has an empty entry"),
         (["m.py", "--batch-sizes", "1,2,1"], "--batch-sizes has 1 twice."),
-        (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 on"),
+        (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 to 1048576"),
+        (["m.py", "--batch-sizes", "9" * 5000], "is no whole number"),
         (["m.py", "--passes", ""], "--passes names no pass: give a list, none for no pass, or leave the option out."),
+        (["m.py", "--output", " "], "--output names no folder: give one, or leave the option out."),
+        (["m.py", "--weights", ""], "--weights names no file: give one, or leave the option out."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
         (["m.py", "--require-gpu", "--device", "cpu"], "--require-gpu and --device cpu contradict each other."),
         (["m.py", "--formats", "onnx,onnx"], "--formats has onnx twice."),
         (["m.py", "--output-names", "a,,b"], "has an empty entry"),
         (["m.py", "--verify", "b", "--passes", "x"], "--verify doesn't go with MODEL, --passes."),
         (["--verify", "b", "--list-passes"], "--verify doesn't go with --list-passes."),
-        (["--verify", ""], "--verify names no folder."),
+        (["--verify", " "], "--verify names no folder."),
+        (["--verify", "--quiet"], "--verify is given no BUNDLE: --quiet stands in its place."),
+        (["m.py", "--input", "2x3", "--input", "--force"], "--input is given no SPEC: --force stands in its place."),
+        (["m.py", "--output", "-h"], "--output is given no DIR: -h stands in its place."),
         (["--list-passes", "--force"], "--list-passes doesn't go with --force."),
     ],
 )
@@ -198,6 +206,39 @@ def test_usage_errors_are_one_line(run, arguments, part):
     assert done.err.count("\n") == 1
     assert part in done.err
     assert done.options is None
+
+
+def test_an_option_in_the_place_of_a_value_is_told_as_json(run):
+    done = run("--verify", "--json")
+    assert (done.code, done.options) == (2, None)
+    document = json.loads(done.out)
+    assert (document["exit_code"], document["error"]["kind"]) == (2, "UsageError")
+    assert document["error"]["message"] == "--verify is given no BUNDLE: --json stands in its place."
+
+
+@pytest.mark.parametrize("arguments", [["--version", "--json"], ["--json", "--version"]])
+def test_the_version_is_one_json_document_where_that_is_asked_for(run, arguments):
+    done = run(*arguments)
+    document = json.loads(done.out)
+    assert (done.code, done.err, document["ok"], document["exit_code"]) == (0, "", True, 0)
+    assert f"(torch {document['torch']})" in run("--version").out
+
+
+def test_the_help_is_one_json_document_where_that_is_asked_for(run):
+    document = json.loads(run("--help", "--json").out)
+    assert document["help"] + "\n" == run("--help").out == run("-h").out
+    assert document["ok"]
+
+
+class NoException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [NoException("gone"), SystemExit(0), GeneratorExit()])
+def test_whatever_ends_the_work_is_told_with_a_code(run, error):
+    done = run("m.py", "--json", engine=Engine(error))
+    assert done.code == json.loads(done.out)["exit_code"] == 1
+    assert "a defect of optimize-export itself" in done.err
 
 
 def test_batch_sizes_are_read():

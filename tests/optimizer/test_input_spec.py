@@ -47,6 +47,11 @@ def test_input_options_are_read(text, spec):
         ("bool[2]:0..3", "doesn't fit bool"),
         ("complex64[2]:0..3", "complex numbers have no range"),
         ("99999999x99999999", "elements are too many"),
+        ("99999999999999999999999x3", "elements are too many"),
+        ("9" * 5000, "a size of it is too large"),
+        ("٣x3", "isn't understood"),
+        ("f16[2]:0..1e6", "doesn't fit float16"),
+        ("2x3:-1e39..1", "doesn't fit float32"),
     ],
 )
 def test_input_options_that_make_no_sense_are_quoted_with_a_right_one(text, part):

@@ -1,0 +1,64 @@
+"""What is said of errors in the user's files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimizer.errors import LoadError, Terminated
+from optimizer.sentences import errors_of_user_code, quote
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class NoException(BaseException):
+    pass
+
+
+def test_quotes_are_one_line_without_the_last_full_stop():
+    assert quote(ValueError("one\n  two.")) == "one two"
+    assert quote(ValueError("one"), with_type=True) == "ValueError: one"
+    assert quote(ValueError()) == quote(ValueError(), with_type=True) == "ValueError"
+    assert quote(ValueError("x" * 1000)).endswith("x…")
+
+
+def test_an_error_that_cant_say_what_it_is_is_quoted_by_its_class():
+    assert quote(Speechless(), with_type=True) == "Speechless"
+
+
+def test_a_lack_of_memory_is_told_with_what_was_asked_for():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55, dtype=torch.uint8)
+    assert quote(caught.value, with_type=True) == (
+        "the memory of this machine isn't enough: 33,554,432.0 GiB were asked for at once"
+    )
+    assert quote(MemoryError(), with_type=True) == "the memory of this machine isn't enough"
+    assert quote(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "the memory of the GPU isn't enough"
+    assert quote(ValueError("can't allocate memory: you tried to allocate 3 bytes")).startswith("can't allocate")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("x"), "m.py failed: ValueError: x."),
+        (SystemExit(), "m.py failed: it called sys.exit()."),
+        (SystemExit(3), "m.py failed: it called sys.exit(3)."),
+        (NoException("x"), "m.py failed: NoException: x."),
+        (Speechless(), "m.py failed: Speechless."),
+    ],
+)
+def test_whatever_the_users_code_raises_is_a_sentence(error, said):
+    with pytest.raises(LoadError) as caught, errors_of_user_code("m.py failed", Path("/nowhere")):
+        raise error
+    assert str(caught.value) == said
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Terminated(), LoadError("as it is")])
+def test_what_stops_the_program_and_what_is_a_sentence_already_go_through(error):
+    with pytest.raises(type(error)) as caught, errors_of_user_code("m.py failed", Path("/nowhere")):
+        raise error
+    assert caught.value is error
