@@ -113,6 +113,7 @@ class Structure:
 
     def _read(self, value: Any, path: tuple[Key, ...]) -> Node:
         if isinstance(value, torch.Tensor):
+            self._refuse_layout(value, path)
             return TensorNode(path)
         if isinstance(value, _CONSTANTS):
             return ConstantNode(path, value)
@@ -122,6 +123,14 @@ class Structure:
         keys, children, rebuild = opened
         nodes = tuple(self._read(child, (*path, key)) for key, child in zip(keys, children, strict=True))
         return ContainerNode(path, type(value), keys, nodes, rebuild)
+
+    def _refuse_layout(self, tensor: torch.Tensor, path: tuple[Key, ...]) -> None:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else "sparse"
+            way_out = "give" if self.side == "argument" else "return"
+            raise StructureError(
+                f"{self.spell(path)} is a {kind} tensor, which files have no place for; {way_out} a dense one."
+            )
 
     def _match(self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool) -> None:
         if isinstance(node, TensorNode):

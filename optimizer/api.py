@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import warnings
@@ -33,6 +34,7 @@ from optimizer.pipeline import Pipeline, check_requirements, coverage_record, si
 from optimizer.preserve import one_at_a_time
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
+from optimizer.weights import refuse_empty_tensors, refuse_lazy_modules, refuse_unmade_module
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from passes.base import Context, Pass, device_of
 from passes.graph.forward import prepare_forwards
@@ -84,7 +86,8 @@ def optimize(
     Raises:
         UsageError: an argument that makes no sense.
         PassesError: a pass that isn't known, can't stand where it stands, or can't be had here.
-        LoadError: the model raises on the example inputs.
+        LoadError: the model raises on the example inputs, has a lazy module that was never run, or is to be run and has
+            tensors without values (device meta); or the function that makes the example inputs raises.
         OptimizeFailed: with `strict`, a pass failed or was rolled back; always where a pass wrote to the caller's weights.
         ParityError: a copy of the model doesn't compute what the model does, whatever the passes.
     """
@@ -117,7 +120,8 @@ def _optimized(
     progress: ProgressFunction,
 ) -> nn.Module:
     started = time.perf_counter()
-    _check_model(model)
+    _check_model(model, runs=example_inputs is not None or bool(example_kwargs))
+    _check_numbers(seed, batch_sizes)
     if mode not in ("inference", "training"):
         raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
     chosen = make_passes(passes, mode)
@@ -223,7 +227,10 @@ def export(
         ParityError: an artifact computes something else; nothing is written.
         BundleError: the folder can't be written.
     """
-    _check_model(model)
+    _check_model(model, runs=True)
+    _check_numbers(seed, batch_sizes)
+    if not isinstance(output, str | os.PathLike) or not str(output).strip():
+        raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
     check_target(output, force=force)
     exporters = [exporter_named(name) for name in _unique(formats)]
     target = _resolved(device, require_gpu=require_gpu)
@@ -290,7 +297,7 @@ def export(
     return bundle
 
 
-def _check_model(model: object) -> None:
+def _check_model(model: object, *, runs: bool) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"The model must be an nn.Module, not {type(model).__name__}.")
     # Importing torch's compiler takes seconds; without it no module can be of its class.
@@ -300,6 +307,20 @@ def _check_model(model: object) -> None:
             "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
             " pass."
         )
+    refuse_unmade_module(model)
+    refuse_lazy_modules(model)
+    if runs:
+        refuse_empty_tensors(model)
+
+
+def _check_numbers(seed: object, batch_sizes: Any) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UsageError(f"seed is a whole number, not {seed!r}.")
+    if batch_sizes is None:
+        return
+    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
+    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
+        raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
 
 
 def _samples(
@@ -317,7 +338,9 @@ def _resolved(device: str, *, require_gpu: bool) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"There is no device {device!r}: it is auto, cpu or cuda.") from None
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise UsageError(f"There is no device {device!r}: it is auto, cpu or cuda.")
     if (require_gpu or resolved.type == "cuda") and not available:
         raise DeviceError("A GPU is required, and torch finds none here: use device='cpu', or a machine that has one.")
     if require_gpu and resolved.type != "cuda":
@@ -375,7 +398,7 @@ def _sources(copy: WorkingCopy, pipeline: Pipeline) -> tuple[Source, ...]:
 
 
 def _unique(formats: Sequence[str]) -> list[str]:
-    names = [formats] if isinstance(formats, str) else list(formats)
+    names = [formats] if isinstance(formats, str) else list(formats or ())
     if not names:
         raise UsageError("formats names no format: give one at least, such as 'onnx'.")
     return list(dict.fromkeys(names))
@@ -384,8 +407,6 @@ def _unique(formats: Sequence[str]) -> list[str]:
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
     if static or not samples.dynamic:
         return None if samples.batch_size is None else [samples.batch_size]
-    if any(not isinstance(size, int) or size < 1 for size in batch_sizes):
-        raise UsageError(f"Batch sizes are whole numbers from 1 on, not {list(batch_sizes)}.")
     own = [samples.batch_size] if samples.batch_size is not None else []
     return list(dict.fromkeys([*own, *batch_sizes]))
 

@@ -6,7 +6,8 @@ on a value, shows itself at another batch size or on other data. From the user's
 - each tensor whose dim 0 is as large as the first tensor's gets the new batch size there;
 - floats are drawn anew from the distribution of the observed values, so mean, spread, sign and range stay;
 - integers, booleans and floats that are masks (infinite or huge values, or no more than two different ones) keep the
-  observed rows, permuted and repeated, by one permutation for the whole call, so that rows which belong together stay so.
+  observed rows, permuted and repeated, by one permutation for the whole call, so that rows which belong together stay so;
+- sparse tensors do too, so that they stay as sparse.
 
 Everything follows from (seed, batch size, draw); the global random state is neither used nor changed.
 """
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from optimizer.errors import UsageError
+from optimizer.errors import LoadError, UsageError
+from optimizer.sentences import quote
 from optimizer.structure import leaves_of, rebuild
 
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
@@ -26,6 +28,7 @@ ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator]
 _FUNCTION_BATCH = 2
 # More points than this don't describe a distribution any better, and sorting them takes time.
 _QUANTILES = 1 << 16
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Samples:
         dynamic: False where no other batch size can be made.
 
     Raises:
-        UsageError: the example inputs aren't one of the above.
+        UsageError: the example inputs aren't one of the above, or hold a tensor that is nested or has no values.
+        LoadError: the function raises.
     """
 
     given: Call
@@ -116,11 +120,21 @@ class Samples:
         # A function that forgets its generator draws from the global one: that one is seeded for the time.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
-            made = self._function(batch_size, generator)
+            made = self._ask(self._function, batch_size, generator)
         if isinstance(made, Call):
             return self._placed(Call(made.args, {**self._kwargs, **made.kwargs}))
         args = _positional(made, "the function given as example_inputs")
         return self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
+
+    def _ask(self, function: Callable[[int, torch.Generator], Any], batch_size: int, generator: torch.Generator) -> Any:
+        try:
+            return function(batch_size, generator)
+        except LoadError:
+            raise
+        except Exception as error:
+            raise LoadError(
+                f"The function given as example_inputs raises at batch size {batch_size}: {quote(error, with_type=True)}."
+            ) from error
 
     def _resized_kwargs(self, args: tuple[Any, ...], batch_size: int, draw: int) -> dict[str, Any]:
         kwargs_rows = _batch_size(Call((), self._kwargs))
@@ -148,6 +162,7 @@ class Samples:
         return Call(args, kwargs)
 
     def _placed(self, call: Call) -> Call:
+        _refuse_unusable(call)
         if self.device is None:
             return call
         device = self.device
@@ -176,6 +191,23 @@ def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
     )
 
 
+def _refuse_unusable(call: Call) -> None:
+    named = (*leaves_of(call.args, "argument").tensors(), *leaves_of(call.kwargs).tensors())
+    for name, tensor in named:
+        if tensor.is_nested:
+            raise UsageError(
+                f"The example inputs hold a nested tensor ({name}), which has no rows to make other batches from: give a"
+                " padded tensor, or a module that makes the nested one of it."
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"The example inputs hold a tensor without values ({name} is on the meta device): make it on the CPU."
+            )
+        if tensor.layout not in _LAYOUTS:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise UsageError(f"The example inputs hold a tensor in the layout {layout} ({name}): give a dense one.")
+
+
 def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
@@ -195,6 +227,8 @@ def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.T
 
 def _redrawn(tensor: torch.Tensor, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     source = tensor.detach()
+    if source.layout is not torch.strided:
+        return source.to_sparse_coo().index_select(0, rows.to(source.device)).to_sparse(layout=source.layout)
     if source.is_complex():
         parts = [_redrawn(part, rows, generator) for part in (source.real, source.imag)]
         return torch.complex(*parts).to(source.dtype)

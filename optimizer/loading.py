@@ -34,10 +34,11 @@ from optimizer.inputs import Call, Samples
 from optimizer.sentences import errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.user_code import put_first
-from optimizer.weights import load_weights, refuse_empty_parameters, refuse_missing_weights
+from optimizer.weights import load_weights, refuse_empty_tensors, refuse_missing_weights, refuse_unmade_module
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
+_ABSENT = object()
 
 
 @dataclass
@@ -77,13 +78,14 @@ def load(
     module = target.import_module()
     finder = _Finder(module, target)
     model, model_name = finder.model()
+    refuse_unmade_module(model)
     notes: list[str] = []
-    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+    if isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
         notes.append(f"{model_name} is what torch.compile(module) made; the module in it is taken.")
         model = inner
     if weights is not None:
         notes += load_weights(model, weights)
-    refuse_empty_parameters(model)
+    refuse_empty_tensors(model)
     example_inputs, example_kwargs = finder.inputs()
     if specs:
         if example_inputs is not None or example_kwargs:
@@ -209,11 +211,12 @@ class _Finder:
         return self._instance(value, name), name
 
     def inputs(self) -> tuple[ExampleInputs | None, dict[str, Any]]:
-        name = next((name for name in ("example_inputs", "get_example_inputs") if hasattr(self.module, name)), None)
+        names = ("example_inputs", "get_example_inputs")
+        name = next((name for name in names if self._held(name) is not _ABSENT), None)
         kwargs = self._keyword_inputs()
         if name is None:
             return None, kwargs
-        value = getattr(self.module, name)
+        value = self._held(name)
         if not callable(value) or isinstance(value, torch.Tensor | Mapping):
             return self._merged(value, name, kwargs)
         if _takes_two(value):
@@ -221,9 +224,9 @@ class _Finder:
         return self._merged(self._call(value, name), f"{name}()", kwargs)
 
     def _chosen_name(self) -> str:
-        if hasattr(self.module, "model"):
+        if self._held("model") is not _ABSENT:
             return "model"
-        factories = [name for name in FACTORY_NAMES if callable(getattr(self.module, name, None))]
+        factories = [name for name in FACTORY_NAMES if callable(self._held(name))]
         if factories:
             return self._only(factories, "factories")
         classes = [value for value in vars(self.module).values() if self._defines(value)]
@@ -257,13 +260,18 @@ class _Finder:
     def _attribute(self, name: str) -> Any:
         value: Any = self.module
         for part in name.split("."):
-            if not hasattr(value, part):
+            value = self._held(part, value)
+            if value is _ABSENT:
                 here = [other for other in vars(self.module) if not other.startswith("_")]
                 near = difflib.get_close_matches(part, here, 1)
                 hint = f"; did you mean {near[0]}?" if near else "."
                 raise LoadError(f"{self.target.label} has no {name}{hint}")
-            value = getattr(value, part)
         return value
+
+    def _held(self, name: str, holder: Any = None) -> Any:
+        """What the user's module, or an object in it, has under the name: one with a __getattr__ may raise anything."""
+        with errors_of_user_code(f"{name} in {self.target.label} couldn't be read", self.target.folder):
+            return getattr(self.module if holder is None else holder, name, _ABSENT)
 
     def _instance(self, value: Any, name: str) -> nn.Module:
         if isinstance(value, nn.Module):
@@ -290,7 +298,9 @@ class _Finder:
             return function()
 
     def _keyword_inputs(self) -> dict[str, Any]:
-        value = getattr(self.module, "example_kwargs", {})
+        value = self._held("example_kwargs")
+        if value is _ABSENT:
+            return {}
         if callable(value) and not isinstance(value, Mapping):
             value = self._call(value, "example_kwargs")
         if not isinstance(value, Mapping):
@@ -349,7 +359,11 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _check_inputs(loaded: Loaded, seed: int) -> None:
-    call = loaded.first_call(seed)
+    try:
+        call = loaded.first_call(seed)
+    except UsageError as error:
+        # No option is at fault, but the file.
+        raise LoadError(f"{loaded.source}: {error}") from error
     leaves = leaves_of((call.args, call.kwargs)).values
     arrays = [leaf for leaf in leaves if isinstance(leaf, numpy.ndarray)]
     if arrays:

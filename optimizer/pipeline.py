@@ -20,6 +20,7 @@ from optimizer.parity import ParityReport, Reference, RegionParity, check_region
 from optimizer.preserve import eager_only, pinned_settings, random_state
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
+from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_buffers
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
@@ -488,8 +489,15 @@ def _same(wanted: Any, got: Any) -> bool:
 def _same_leaf(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b)
+    if a.layout is not b.layout or a.is_nested is not b.is_nested:
+        return False
+    if a.is_nested:
+        rows, others = a.unbind(), b.unbind()
+        return len(rows) == len(others) and all(map(_same_leaf, rows, others))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
     same = a == b
     if a.is_floating_point() or a.is_complex():
         same = same | (a.isnan() & b.isnan())
@@ -510,6 +518,8 @@ def _format_of(leaf: Any) -> torch.memory_format | None:
 
 
 def _first_line(error: BaseException) -> str:
+    if lack := lack_of_memory(error):
+        return lack
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -19,6 +19,7 @@ from optimizer.float64 import Float64Mode, PerturbedMode, off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
 from optimizer.preserve import eager_only, evaluated, one_at_a_time, pinned_settings
+from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import Measurement, OutputDifference, OutputNoise
 
@@ -357,7 +358,7 @@ class Original:
         if previous is None or len(previous) != len(tensors):
             return
         pairs = [_shared_rows(a, b) for a, b in zip(previous, tensors, strict=True)]
-        self.inputs_vary |= any(pair is not None and not torch.equal(*pair) for pair in pairs)
+        self.inputs_vary |= any(pair is not None and not _equal(*pair) for pair in pairs)
 
     def _distrust(self, samples: Samples | None) -> None:
         """Refuse a float64 run that is no more exact version of the original but another computation."""
@@ -698,10 +699,18 @@ def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.
     """The rows that two tensors of different batch sizes both have; None where they can't be compared."""
     if a.shape == b.shape:
         return a, b
-    if a.dim() == 0 or b.dim() == 0 or a.shape[1:] != b.shape[1:]:
+    if a.layout is not torch.strided or a.dim() == 0 or b.dim() == 0 or a.shape[1:] != b.shape[1:]:
         return None
     rows = min(len(a), len(b))
     return a[:rows], b[:rows]
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is torch.strided and b.layout is torch.strided:
+        return torch.equal(a, b)
+    # A sparse tensor may be far larger than memory: only what it holds is looked at.
+    first, second = (tensor.to_sparse_coo().coalesce() for tensor in (a, b))
+    return torch.equal(first.indices(), second.indices()) and torch.equal(first.values(), second.values())
 
 
 def _device_of(target: Any, call: Call) -> str:
@@ -719,6 +728,8 @@ def _mixed(*numbers: int) -> int:
 
 
 def _first_line(error: BaseException) -> str:
+    if lack := lack_of_memory(error):
+        return lack
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

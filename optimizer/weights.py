@@ -1,4 +1,4 @@
-"""Weights from a file into the model, without running any code from the file."""
+"""Weights from a file into the model, without running any code from the file; and models that lack theirs."""
 
 import pickle
 import re
@@ -19,6 +19,7 @@ from optimizer.sentences import listed, quote, type_name
 
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model")
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+_STATE_DICT = "; give a file that torch.save(model.state_dict(), ...) wrote, or safetensors."
 
 
 def load_weights(model: nn.Module, path: Path) -> list[str]:
@@ -63,7 +64,9 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
 
 def refuse_missing_weights(path: Path) -> None:
     if not path.is_file():
-        kind = "is a folder; give the file in it" if path.is_dir() else "doesn't exist"
+        kind = (
+            "is a folder; give the file in it" if path.is_dir() else "is no file" if path.exists() else "doesn't exist"
+        )
         raise LoadError(f"The weights file {path} {kind}.")
 
 
@@ -88,7 +91,7 @@ def _unpickled(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
     except pickle.UnpicklingError as error:
         if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
-            raise LoadError(f"The weights {path.name} are damaged or no state dict.") from error
+            raise LoadError(f"The weights {path.name} are damaged or no state dict{_STATE_DICT}") from error
         raise LoadError(
             f"The weights {path.name} hold more than tensors and aren't opened, because unpickling them could run any "
             f"code; save the state dict alone: torch.save(model.state_dict(), ...)."
@@ -98,7 +101,9 @@ def _unpickled(path: Path) -> Any:
             raise LoadError(
                 f"The weights {path.name} are a TorchScript program; save a state dict: torch.save(model.state_dict(), ...)."
             ) from error
-        raise LoadError(f"The weights {path.name} are damaged or no state dict: {quote(error)}.") from error
+        # What an unpickler says of bytes that are no pickle is about its opcodes, and a zip reader's is about records.
+        why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
+        raise LoadError(f"The weights {path.name} are damaged or no state dict{why}") from error
 
 
 def _unwrapped(value: Any, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
@@ -147,10 +152,33 @@ def _cast(given: torch.Tensor, own: Any) -> bool:
     return isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given.dtype != own.dtype
 
 
-def refuse_empty_parameters(model: nn.Module) -> None:
-    empty = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+def refuse_unmade_module(model: nn.Module) -> None:
+    """Raise `LoadError` where the constructor of `nn.Module` didn't run: the module holds no place for weights."""
+    if not hasattr(model, "_parameters"):
+        raise LoadError(
+            f"{type(model).__name__} doesn't call the constructor of nn.Module: add super().__init__() to its __init__."
+        )
+
+
+def refuse_empty_tensors(model: nn.Module) -> None:
+    """Raise `LoadError` where parameters or buffers are on the meta device: there is nothing to compute with."""
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if empty:
         raise LoadError(
-            f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta); "
-            f"give them by --weights or build the model on the CPU."
+            f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta): load weights "
+            f"into it first (--weights on the command line), or build the model on the CPU."
+        )
+
+
+def refuse_lazy_modules(model: nn.Module) -> None:
+    """Raise `LoadError` where a lazy module has no weights yet: the first run would change the caller's module."""
+    lazy = [
+        f"{path or 'the model'} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
+    if lazy:
+        raise LoadError(
+            f"{listed(lazy)} {'has' if len(lazy) == 1 else 'have'} no weights yet: run the model once to initialise it, and "
+            f"take out what it never calls."
         )

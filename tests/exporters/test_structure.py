@@ -50,6 +50,16 @@ def test_another_structure_is_refused(value, sentence):
     assert str(caught.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("side", ["argument", "output"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_tensors_that_a_file_has_no_place_for_are_refused(side):
+    nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    for tensor, kind in ((x.to_sparse(), "sparse"), (x.to_sparse_csr(), "sparse"), (nested, "nested")):
+        with pytest.raises(StructureError) as caught:
+            Structure({"a": [x, tensor]}, side=side)
+        assert str(caught.value).startswith(f"{side} `a[1]` is a {kind} tensor, which files have no place for")
+
+
 def test_a_nan_constant_equals_itself():
     assert len(Structure([x, float("nan")], side="argument").flatten([x, float("nan")])) == 1
 

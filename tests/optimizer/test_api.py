@@ -160,8 +160,15 @@ def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):
         ({"formats": ()}, UsageError, "formats names no format"),
         ({"example_inputs": None}, UsageError, "export() needs example_inputs"),
         ({"example_inputs": (torch.randn(2, 3),)}, LoadError, "The model raises on the example inputs"),
-        ({"batch_sizes": (0,)}, UsageError, "Batch sizes are whole numbers from 1 on"),
+        ({"formats": None}, UsageError, "formats names no format"),
+        ({"batch_sizes": (0,)}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
+        ({"batch_sizes": 2}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
+        ({"batch_sizes": (True,)}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
+        ({"seed": "x"}, UsageError, "seed is a whole number, not 'x'."),
         ({"device": "tpu"}, UsageError, "There is no device 'tpu'"),
+        ({"device": "meta"}, UsageError, "There is no device 'meta'"),
+        ({"output": ""}, UsageError, "output names the folder of the bundle"),
+        ({"output": None}, UsageError, "output names the folder of the bundle"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(model, image, tmp_path, changed, error, sentence):

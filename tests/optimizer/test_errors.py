@@ -172,8 +172,37 @@ def test_files_without_a_model(refused, text, sentence):
             "forward of model.py:model returned no tensor but int; it has to return tensors, also in tuples, lists, "
             "dicts or dataclasses.",
         ),
+        (
+            "class Bad(Net):\n    def forward(self, x):\n        if len(x) != 2: raise SystemExit(4)\n        return x * 2\n"
+            "model = Bad()",
+            "The model called sys.exit(4) while it ran: take the call out of it.",
+        ),
+        (
+            "class Gone(BaseException): ...\nraise Gone('early')",
+            "model.py couldn't be loaded: Gone: early (model.py line 16).",
+        ),
+        (
+            "class Bare(nn.Module):\n    def __init__(self): ...\n    def forward(self, x): return x\nmodel = Bare()",
+            "Bare doesn't call the constructor of nn.Module: add super().__init__() to its __init__.",
+        ),
+        (
+            "def __getattr__(name): raise ValueError(name)\nmodel = Net()",
+            "example_kwargs in model.py couldn't be read: ValueError: example_kwargs (model.py line 15).",
+        ),
+        (
+            "class Lazy(Net):\n    def __init__(self):\n        super().__init__()\n        self.late = nn.LazyLinear(3)\n"
+            "model = Lazy()",
+            "late (LazyLinear) has no weights yet: run the model once to initialise it, and take out what it never calls.",
+        ),
+        (
+            "class Greedy(Net):\n    def forward(self, x):\n        return torch.empty(2**55, dtype=torch.uint8)\n"
+            "model = Greedy()",
+            "model.py:model failed on its inputs (float32[2, 3, 8, 8]): the memory of this machine isn't enough: "
+            "33,554,432.0 GiB were asked for at once (model.py line 17).",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 def test_models_that_dont_work(refused, text, sentence):
     assert refused(3, write(text)) == sentence
 
@@ -199,6 +228,29 @@ def test_models_that_dont_work(refused, text, sentence):
 def test_inputs_that_dont_fit(refused, inputs, part):
     options = [option for text in inputs for option in ("--input", text)]
     assert part in refused(3, write(), *options)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "part"),
+    [
+        ("torch.randn(2, 3, device='meta')", "a tensor without values (argument_0 is on the meta device)"),
+        ("torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)", "a nested tensor (argument_0)"),
+        ("torch.ones(0, 3)", "are a batch of no rows"),
+    ],
+)
+def test_inputs_of_the_file_that_cant_be_run(refused, inputs, part):
+    said = refused(3, write(f"{NET}\nexample_inputs = ({inputs},)", whole=True))
+    assert said.startswith("model.py:Net: The example inputs ")
+    assert part in said
+
+
+def test_sparse_outputs_have_no_place_in_a_file(refused):
+    text = (
+        "class Sparse(Net):\n    def forward(self, x): return {'y': super().forward(x).to_sparse()}\nmodel = Sparse()"
+    )
+    assert refused(2, write(text)) == (
+        "output `y` is a sparse tensor, which files have no place for; return a dense one."
+    )
 
 
 def test_no_inputs(refused):

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from optimizer.errors import UsageError
+from optimizer.errors import LoadError, UsageError
 from optimizer.inputs import Call, Samples
 
 
@@ -176,3 +176,46 @@ def test_moving_keeps_the_values():
 def test_a_batch_of_no_rows_is_refused():
     with pytest.raises(UsageError, match="a batch of no rows"):
         Samples((torch.randn(0, 3),))
+
+
+def meta(size):
+    return torch.empty(size, 3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kwargs", "part"),
+    [
+        ((torch.ones(2), meta(2)), {}, "a tensor without values (argument_1 is on the meta device)"),
+        ((), {"x": meta(2)}, "a tensor without values (x is on the meta device)"),
+        (lambda size, generator: (meta(size),), {}, "a tensor without values (argument_0 is on the meta device)"),
+        ((torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),), {}, "a nested tensor (argument_0)"),
+        (lambda size, generator: (torch.eye(2).to_sparse_csc(),), {}, "a tensor in the layout sparse_csc (argument_0)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support:UserWarning")
+def test_tensors_that_no_call_can_be_made_of_are_named(inputs, kwargs, part):
+    with pytest.raises(UsageError) as caught:
+        Samples(inputs, kwargs, device="cpu")
+    assert str(caught.value).startswith(f"The example inputs hold {part}")
+
+
+def test_a_function_that_raises_is_one_sentence():
+    def draw(batch_size, generator):
+        if batch_size == 3:
+            raise ValueError("three\nrows")
+        return (torch.ones(batch_size),)
+
+    with pytest.raises(LoadError) as caught:
+        Samples(draw).at(3)
+    assert str(caught.value) == "The function given as example_inputs raises at batch size 3: ValueError: three rows."
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_tensors_keep_their_layout_and_their_rows(layout):
+    dense = torch.tensor([[1.0, 0, 0], [0, 2, 0], [0, 0, 3]])
+    (drawn,) = Samples((dense.to_sparse(layout=layout),)).at(5, 1).args
+    assert drawn.layout is layout
+    rows = {tuple(row) for row in drawn.to_dense().tolist()}
+    assert drawn.shape == (5, 3)
+    assert rows == {tuple(row) for row in dense.tolist()}

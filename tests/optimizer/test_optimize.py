@@ -16,6 +16,7 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import optimize, report_of
+from optimizer.errors import LoadError, UsageError
 from passes.base import GraphPass
 from passes.graph.match import TensorRef, conv_bn_chains
 
@@ -522,6 +523,75 @@ def test_meta_models_go_through_without_inputs():
     fast = optimize(model)
     assert fast(X.to("meta"))["logits"].shape == (2, 4)
     assert fast.stem.weight.is_meta
+
+
+@pytest.mark.parametrize("place", ["", "head", "stem.weight", "offset"])
+def test_models_without_values_are_refused_with_inputs(place):
+    model = Net()
+    if place in ("", "head"):
+        model.get_submodule(place).to("meta")
+    else:
+        owner, _, name = place.rpartition(".")
+        holder = model.get_submodule(owner)
+        value = getattr(holder, name).detach().to("meta")
+        setattr(holder, name, nn.Parameter(value) if name == "weight" else value)
+    for inputs in (X, X.to("meta")):
+        with pytest.raises(LoadError, match=r"no values \(device meta\): load weights into it first") as caught:
+            optimize(model, example_inputs=(inputs,))
+    assert f"{place or 'stem.weight'}" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("inputs", [None, (X,)])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_lazy_modules_are_refused_and_stay_as_they_are(inputs, mode):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d()))
+    with pytest.raises(LoadError) as caught:
+        optimize(model, example_inputs=inputs, mode=mode)
+    assert str(caught.value) == (
+        "1.0 (LazyConv2d), 1.1 (LazyBatchNorm2d) have no weights yet: run the model once to initialise it, and take out"
+        " what it never calls."
+    )
+    assert type(model[1][0]) is nn.LazyConv2d
+    assert len(model[1][0]._forward_pre_hooks) == 1
+    assert model(X).shape == (2, 4, 6, 6)
+    fast = optimize(model, example_inputs=(X,), mode=mode)
+    torch.testing.assert_close(fast.eval()(X), model.eval()(X))
+
+
+def test_a_module_whose_constructor_forgot_torchs_is_refused():
+    class Bare(nn.Module):
+        def __init__(self):
+            self.width = 3
+
+    with pytest.raises(LoadError, match=r"^Bare doesn't call the constructor of nn\.Module"):
+        optimize(Bare())
+
+
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        ({"batch_sizes": [0]}, "batch_sizes is a list of whole numbers from 1 on"),
+        ({"batch_sizes": ["a"]}, "batch_sizes is a list of whole numbers from 1 on"),
+        ({"batch_sizes": 2}, "batch_sizes is a list of whole numbers from 1 on"),
+        ({"seed": 1.5}, "seed is a whole number, not 1.5."),
+        ({"device": "meta"}, "There is no device 'meta'"),
+        ({"device": "gpu"}, "There is no device 'gpu'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_one_sentence(changed, part):
+    with pytest.raises(UsageError) as caught:
+        optimize(Net(), **{"example_inputs": (X,), **changed})
+    assert str(caught.value).startswith(part)
+
+
+def test_a_lack_of_memory_is_a_sentence():
+    class Greedy(nn.Module):
+        def forward(self, x):
+            return torch.empty(2**55, dtype=torch.uint8).sum() + x
+
+    with pytest.raises(LoadError, match=r"the memory of this machine isn't enough: 33,554,432\.0 GiB were asked for"):
+        optimize(Greedy(), example_inputs=(X,))
 
 
 def test_two_threads_take_turns():

@@ -726,3 +726,18 @@ def test_numbers_that_cancel_are_rounding_and_not_another_computation():
     assert report.reference == "float64"
     assert report.ok
     assert verdict(cancels, lambda x: cancels(x) * 1.2, image()) == "failed"
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_inputs_are_run_at_every_batch_size(layout):
+    model = enliven(nn.Linear(6, 4))
+    rows = torch.randn(4, 6).relu().to_sparse(layout=layout)
+
+    def by_sparse(x):
+        return torch.sparse.mm(x, model.weight.t())
+
+    report = check_parity(by_sparse, lambda x: x.to_dense() @ model.weight.t(), (rows,))
+    assert report.ok, report.reason
+    assert sorted(report.batch_sizes) == [1, 2, 3, 4, 5, 8]
+    assert not check_parity(by_sparse, lambda x: x.to_dense() @ model.weight.t() * 1.001, (rows,)).ok

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from optimizer import optimize, report_of
 from optimizer.errors import OptimizeFailed, ParityError
+from optimizer.pipeline import _same
 from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, registry
 from passes.base import Context
 from passes.graph.guards import is_carried
@@ -268,3 +269,52 @@ def test_the_caller_keeps_everything() -> None:
     before = tree_of(model)
     optimize(model, ["fold-conv-bias", ScaleOneWeight(), "fold-conv-bn", Raises()], example_inputs=(X,))
     assert tree_of(model) == before
+
+
+class Sparse(nn.Module):
+    """Answers with a sparse or a nested tensor."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+        self.layout = layout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.linear(x[:, 0, 0]))
+        if self.layout == "nested":
+            return torch.nested.as_nested_tensor([y, y[:1]])
+        return y.to_sparse_csr() if self.layout == "csr" else y.to_sparse()
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "nested"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_graphs_with_sparse_and_nested_outputs_are_compared(layout: str) -> None:
+    report = report_of(optimize(enliven(Sparse(layout)), [], example_inputs=(X,)))
+    assert (report.coverage.graphs, report.coverage.islands) == (1, ())
+    assert report.verified
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_outputs_are_the_same_only_to_the_bit(layout: torch.layout) -> None:
+    dense = torch.tensor([[0.0, 1.5], [float("nan"), 0.0]])
+    mine = {"y": dense.to_sparse(layout=layout)}
+    assert _same(mine, {"y": dense.clone().to_sparse(layout=layout)})
+    assert not _same(mine, {"y": (dense * (1 + 1e-6)).to_sparse(layout=layout)})
+    assert not _same(mine, {"y": dense.t().contiguous().to_sparse(layout=layout)})
+    assert not _same(mine, {"y": dense})
+    assert not _same(mine, {"y": dense[:1].to_sparse(layout=layout)})
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_outputs_are_the_same_row_by_row(layout: torch.layout) -> None:
+    def nested(*rows: list[float]) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=layout)
+
+    assert _same(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.0]))
+    assert not _same(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.5]))
+    # Padded with zeros both would be alike.
+    assert not _same(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.0, 0.0]))
+    assert not _same(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0]))

@@ -90,11 +90,14 @@ def test_tied_weights_that_the_file_has_once(write, tmp_path):
 
 def test_a_model_without_values_is_filled_or_refused(write, tmp_path, state):
     path = write("with torch.device('meta'):\n    model = Net()")
-    assert "linear.weight, linear.bias of the model have no values (device meta); give them by --weights" in refused(
-        str(path)
-    )
+    assert "linear.weight, linear.bias of the model have no values (device meta): load weights" in refused(str(path))
     torch.save(state, tmp_path / "w.pt")
     assert_filled(load(str(path), weights=tmp_path / "w.pt"), state)
+
+
+def test_buffers_without_values_are_refused(write):
+    path = write("model = Net()\nmodel.register_buffer('mask', torch.ones(3, device='meta'))")
+    assert "mask of the model has no values (device meta)" in refused(str(path))
 
 
 def test_weights_that_dont_fit(write, tmp_path, state):
@@ -111,16 +114,17 @@ def test_weights_that_cant_be_read(write, tmp_path, state):
     path, weights = str(write("")), tmp_path / "w.pt"
     assert "doesn't exist" in refused(path, weights=weights)
     assert "is a folder" in refused(path, weights=tmp_path)
+    assert "/dev/null is no file" in refused(path, weights=Path("/dev/null"))
     torch.save(nn.Linear(3, 3), weights)
     assert "hold more than tensors and aren't opened" in refused(path, weights=weights)
     weights.write_bytes(pickle.dumps({"x": Path}))
     assert "hold more than tensors and aren't opened" in refused(path, weights=weights)
-    weights.write_bytes(b"weights, honestly")
-    assert "are damaged or no state dict" in refused(path, weights=weights)
+    for text in (b"weights, honestly", b"hello world", b"", b"0\n", b"(lp0\n", b"PK\x03\x04"):
+        weights.write_bytes(text)
+        said = refused(path, weights=weights)
+        assert said.startswith("The weights w.pt are damaged or no state dict; give a file that torch.save("), text
     torch.save(state, weights)
     weights.write_bytes(weights.read_bytes()[:300])
-    assert "are damaged or no state dict" in refused(path, weights=weights)
-    weights.write_bytes(b"")
     assert "are damaged or no state dict" in refused(path, weights=weights)
     torch.save([torch.ones(3)], weights)
     assert "hold no state dict but a list" in refused(path, weights=weights)
