@@ -7,6 +7,8 @@ among the arguments, dtype arguments, conversions (`.float()`, `.to(torch.float1
 - Parameters are cast call by call, so that no more than one of them stands in float64 at a time.
 - Any other float tensor that isn't float64 yet (a buffer, an attribute) gets one *shadow* in float64 that serves all
   later calls. Writes go to the shadow: the model's own buffers stay as they are.
+- What takes torch's default dtype (`torch.zeros(3)`, `torch.tensor(0.1)`, integers divided by integers) is float64 too. The
+  default itself is the whole process's and stays: `torch.get_default_dtype()` answers as it did.
 - Random numbers are drawn as the original draws them, in its own dtype from the same stream, and cast afterwards.
 - Autocast has no effect.
 
@@ -14,6 +16,7 @@ It doesn't see into TorchScript, compiled code, or kernels that take float32 onl
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -107,18 +111,6 @@ class Float64Mode(TorchFunctionMode):
         self.coarsest = 0.0
         # The original is kept with its shadow, else its id could name another tensor later.
         self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._default_dtype = torch.float32
-
-    def __enter__(self) -> "Float64Mode":
-        # Promotion of integers, `torch.zeros(3)` and `torch.tensor(0.1)` follow the default dtype.
-        self._default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(raised(self._default_dtype))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        torch.set_default_dtype(self._default_dtype)
 
     def saw(self, dtype: torch.dtype) -> None:
         """Note a dtype that was raised."""
@@ -142,8 +134,6 @@ class Float64Mode(TorchFunctionMode):
             return self._attribute(func, args)
         if name in _QUESTIONS:
             return func(*args, **kwargs)
-        if name in ("set_default_dtype", "set_default_tensor_type"):
-            return None
         if name in _CONVERSIONS or name in _COMPLEX_CONVERSIONS:
             dtype = torch.complex128 if name in _COMPLEX_CONVERSIONS else torch.float64
             self.saw(_CONVERSIONS.get(name, torch.float32))
@@ -157,7 +147,9 @@ class Float64Mode(TorchFunctionMode):
         written = _written(name, args, kwargs)
         new_args = _map(args, functools.partial(self._raise_argument, written=written))
         new_kwargs = _map(kwargs, functools.partial(self._raise_argument, written=written))
-        result = func(*new_args, **new_kwargs)
+        follows = not written and _may_follow_default_dtype(func, (new_args, new_kwargs))
+        call = _float64_by_default if follows else _call
+        result = call(func, new_args, new_kwargs)
         for given, used in ((args[:1], new_args[:1]), ((kwargs.get("out"),), (new_kwargs.get("out"),))):
             # `self.total += x` binds what comes back to the buffer's name: that stays the model's own tensor.
             if written and given and result is used[0]:
@@ -188,7 +180,7 @@ class Float64Mode(TorchFunctionMode):
     ) -> Callable[[], Any] | None:
         """How to do a call that draws random numbers; None where it draws none."""
         if name in _RANDOM_FACTORIES:
-            return lambda: self._factory(name, func, args, kwargs)
+            return lambda: self._factory(func, args, kwargs)
         if name in _FILLS or name in _INITIALISERS:
             return lambda: self._fill(func, args, kwargs)
         if name in _MASKING and _drops(args, kwargs):
@@ -202,12 +194,9 @@ class Float64Mode(TorchFunctionMode):
             return lambda: self._in_own_dtype(name, func, args, kwargs)
         return None
 
-    def _factory(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _factory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own_args = _map(args, self._lower)
         own_kwargs = _map(kwargs, self._lower)
-        floats = name in ("rand", "randn", "normal") and own_kwargs.get("out") is None
-        if floats and own_kwargs.get("dtype") is None and not any(isinstance(arg, torch.Tensor) for arg in own_args):
-            own_kwargs["dtype"] = self._default_dtype
         return _map(func(*own_args, **own_kwargs), self._raise)
 
     def _fill(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,6 +268,8 @@ class Float64Mode(TorchFunctionMode):
                 self.lowered.add(name)
             return value.to(raised(value.dtype))
 
+        if isinstance(result, torch.dtype):
+            return raised(result)
         if not _holds_low(result):
             return result
         if name in _MOVING:
@@ -373,6 +364,20 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.dtype in _RAISED or tensor.dtype in (torch.float64, torch.complex128)
 
 
+_FLOAT_OVERFLOW = re.compile(r"converted to type (?!u?int)\S+ without overflow")
+_INTEGERS = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+    }
+)
 # Functions that give elements of a tensor as they are: gather first, cast then is the same and needs less memory.
 _MOVING = frozenset({"__getitem__", "embedding", "view", "reshape", "t", "transpose", "permute", "detach", "expand"})
 
@@ -402,6 +407,70 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 def _is_augmented(name: str) -> bool:
     return name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _may_follow_default_dtype(func: Callable[..., Any], arguments: Any) -> bool:
+    """Whether floats that a call gives are of the default dtype: no float tensor goes in, and torch itself computes."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and not str(func).startswith("aten."):
+        # A custom operator chooses its dtype itself, and may do more than compute.
+        return False
+    return all(
+        tensor.dtype in _INTEGERS for tensor in pytree.tree_leaves(arguments) if isinstance(tensor, torch.Tensor)
+    )
+
+
+def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives, and in float64 what it would give in the default dtype.
+
+    That is seen by its result, or by a number that is too large for the default dtype (`torch.finfo(x.dtype).min` where
+    `x.dtype` says float64). The call is then made once more, in the first of the ways that the function takes: with float64
+    for integers and booleans, for integers alone (booleans may be conditions), for numbers (`torch.where(mask, 1.0, 0.5)`
+    has nothing else), or with a dtype, as factories have it.
+    """
+    result, overflow = None, None
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if not _FLOAT_OVERFLOW.search(str(error)):
+            raise
+        overflow = error
+    if overflow is None and not _holds_low(result):
+        return result
+    is_complex = isinstance(result, torch.Tensor) and result.is_complex()
+    ways: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
+        (_raise_integers_and_booleans, {}),
+        (_raise_integers, {}),
+        (_raise_number, {}),
+        (lambda leaf: leaf, {"dtype": torch.complex128 if is_complex else torch.float64}),
+    ]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        del ways[:-1]
+    for raise_leaf, more in ways:
+        try:
+            again = func(*_map(args, raise_leaf), **{**_map(kwargs, raise_leaf), **more})
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            continue
+        if not _holds_low(again):
+            return again
+    if overflow is not None:
+        raise overflow
+    return result
+
+
+def _raise_integers_and_booleans(leaf: Any) -> Any:
+    return leaf.to(torch.float64) if isinstance(leaf, torch.Tensor) and leaf.dtype in _INTEGERS else leaf
+
+
+def _raise_integers(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool else _raise_integers_and_booleans(leaf)
+
+
+def _raise_number(leaf: Any) -> Any:
+    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
 
 
 def _map(tree: Any, change: Callable[[Any], Any]) -> Any:

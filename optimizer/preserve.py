@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-# The default dtype, the numeric settings, the random state and the patches of a recorded run are the process's: two
-# threads that measure or optimize take turns.
+# The numeric settings, the random state and the patches of a recorded run are the process's: two threads that measure or
+# optimize take turns.
 one_at_a_time = threading.RLock()
 
 

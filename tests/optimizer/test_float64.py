@@ -1,4 +1,5 @@
 import copy
+import threading
 import warnings
 
 import pytest
@@ -195,15 +196,100 @@ def test_autocast_has_no_effect():
     assert mode.coarsest == torch.finfo(torch.bfloat16).eps
 
 
-def test_the_default_dtype_comes_back_even_after_an_error():
-    def fail():
-        assert torch.zeros(1).dtype is torch.float64
-        assert (torch.arange(3) / 2).dtype is torch.float64
-        raise ZeroDivisionError
+INTS = torch.tensor([[1, 2, 7], [3, 5, 9]])
+MASK = INTS > 2
+TAKES_THE_DEFAULT = {
+    "zeros": lambda: torch.zeros(3),
+    "ones of a tensor's size": lambda: torch.ones(INTS[0, 1], 2),
+    "full": lambda: torch.full((2,), 0.1),
+    "full of complex": lambda: torch.full((2,), 0.1j),
+    "eye": lambda: torch.eye(2),
+    "linspace": lambda: torch.linspace(0, 1, 7),
+    "linspace from a tensor": lambda: torch.linspace(INTS[0, 0], INTS[0, 2], 7),
+    "logspace": lambda: torch.logspace(0, 1, 7),
+    "arange": lambda: torch.arange(0, 1, 0.1),
+    "arange from a tensor": lambda: torch.arange(INTS[0, 0], 2, 0.1),
+    "literal": lambda: torch.tensor(0.1),
+    "literals": lambda: torch.tensor([0.1, 1]),
+    "complex literal": lambda: torch.tensor(0.1 + 0.3j),
+    "as_tensor": lambda: torch.as_tensor([0.1]),
+    "asarray": lambda: torch.asarray([0.1]),
+    "scalar_tensor": lambda: torch.scalar_tensor(0.1),
+    "window": lambda: torch.hann_window(7),
+    "frequencies": lambda: torch.fft.fftfreq(7),
+    "explicit dtype": lambda: torch.full((2,), 0.1, dtype=torch.get_default_dtype()),
+    "division": lambda: INTS / 3,
+    "division by integers": lambda: INTS / INTS.flip(1),
+    "divided number": lambda: 1.3 / INTS,
+    "method": lambda: INTS.true_divide(3),
+    "product": lambda: INTS * 0.1,
+    "sum": lambda: 0.1 + INTS,
+    "power": lambda: 0.3**INTS,
+    "root": lambda: torch.sqrt(INTS),
+    "logarithm of booleans": lambda: torch.log1p(MASK),
+    "booleans": lambda: MASK * 0.1,
+    "mean": lambda: INTS.mean(dtype=torch.get_default_dtype()) / 3,
+    "softmax": lambda: torch.softmax(INTS, 1, dtype=torch.get_default_dtype()),
+    "choice of numbers": lambda: torch.where(MASK, 0.1, 0.3),
+    "choice of a number": lambda: torch.where(MASK, INTS, 0.3),
+    "fourier": lambda: torch.fft.fft(INTS),
+    "low level": lambda: torch.ops.aten.div.Tensor(INTS, INTS.flip(1)),
+}
 
-    with pytest.raises(ZeroDivisionError), float64_mode():
-        fail()
-    assert torch.get_default_dtype() is torch.float32
+
+@pytest.mark.parametrize("name", TAKES_THE_DEFAULT)
+def test_what_takes_the_default_dtype_is_float64(name):
+    own = TAKES_THE_DEFAULT[name]()
+    with float64_mode() as mode:
+        truth = TAKES_THE_DEFAULT[name]()
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = TAKES_THE_DEFAULT[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert own.dtype in (torch.float32, torch.complex64)
+    assert truth.dtype is (torch.complex128 if own.is_complex() else torch.float64)
+    assert (truth - expected).abs().max() <= 1e-15 * truth.abs().max()
+    assert not mode.lowered
+
+
+def test_a_promoted_dtype_is_float64():
+    with float64_mode():
+        assert torch.promote_types(torch.int64, torch.float32) is torch.float64
+        assert torch.result_type(INTS, 0.5) is torch.float64
+        assert torch.result_type(INTS, 2) is torch.int64
+
+
+def test_numbers_that_only_float64_holds():
+    least = torch.finfo(torch.float64).min
+    with float64_mode():
+        assert torch.full((2,), least).min() == least
+        assert torch.tensor(least) == least
+        assert torch.where(MASK, 0.0, least).min() == least
+        assert (~MASK * least).min() == least
+        with pytest.raises(RuntimeError, match="without overflow"):
+            INTS.masked_fill(MASK, least)
+
+
+def test_the_default_dtype_of_the_process_stays():
+    with float64_mode():
+        assert torch.get_default_dtype() is torch.float32
+        assert torch.zeros(1).dtype is torch.float64
+    assert torch.zeros(1).dtype is torch.float32
+
+
+def test_another_thread_makes_float32_tensors_meanwhile():
+    made = []
+
+    def make():
+        made.extend([torch.zeros(2), torch.tensor(0.5), torch.arange(3) / 2, torch.Tensor(2), nn.Linear(2, 2).weight])
+
+    with float64_mode():
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        assert torch.zeros(1).dtype is torch.float64
+    assert [tensor.dtype for tensor in made] == [torch.float32] * 5
 
 
 def test_integers_and_bits_stay():
