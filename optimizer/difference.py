@@ -3,13 +3,16 @@
 Everything is pooled: one `Pool` gathers the differences of one output over all calls. Two norms are kept side by side.
 The largest difference finds one element that is wrong; the root mean square finds a small error in many elements, which
 hides behind the one element where rounding happened to be worst.
+
+`Slices` keeps the largest figure of each channel and of each column apart: an error in one that is a million times smaller
+than the largest hides behind the others in both norms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,16 +20,51 @@ import torch
 _FRONTIER = 256
 
 
+class Slices:
+    """The largest of non-negative figures per index of dim 1 and of the last dim, over all calls.
+
+    A dim whose size isn't the same in every call is dropped, and dim 0, the batch, is none.
+
+    Attributes:
+        largest: dim -> float64 tensor of shape (size of the dim,).
+        samples: dim -> how many figures each of its slices has.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[int, torch.Tensor] = {}
+        self.samples: dict[int, int] = {}
+        self._dropped: set[int] = set()
+
+    def add(self, figures: torch.Tensor) -> None:
+        """Gather the elements of a float64 tensor of any shape; all calls have the same number of dims."""
+        if figures.numel() == 0:
+            return
+        for dim in {1, figures.dim() - 1} - {-1, 0} - self._dropped if figures.dim() > 1 else ():
+            others = [other for other in range(figures.dim()) if other != dim]
+            largest = figures.amax(others)
+            known = self.largest.get(dim)
+            if known is not None and known.shape != largest.shape:
+                self._dropped.add(dim)
+                del self.largest[dim], self.samples[dim]
+                continue
+            self.largest[dim] = largest if known is None else torch.maximum(known, largest)
+            self.samples[dim] = self.samples.get(dim, 0) + figures.numel() // len(largest)
+
+
 @dataclass
 class Pool:
-    """Largest value and root mean square of non-negative figures, gathered bit by bit."""
+    """Largest value and root mean square of non-negative figures, gathered bit by bit; with `slices`, per slice too."""
 
     largest: float = 0.0
     squares: float = 0.0
     count: int = 0
+    slices: Slices | None = None
 
-    def add(self, figures: torch.Tensor) -> None:
-        """Gather the elements of a float64 tensor of any shape."""
+    def add(self, figures: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """Gather the elements of a float64 tensor of any shape; with `where` (bool, same shape) those that it marks."""
+        if self.slices is not None:
+            self.slices.add(figures if where is None else torch.where(where, figures, 0.0))
+        figures = figures if where is None else figures[where]
         if figures.numel() == 0:
             return
         self.largest = max(self.largest, float(figures.max()))
@@ -36,6 +74,72 @@ class Pool:
     @property
     def rms(self) -> float:
         return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class WorstSlice:
+    """The slice whose error is largest beside its own noise."""
+
+    where: str
+    error: float
+    noise: float
+
+
+@dataclass
+class SliceNoise:
+    """What rounding alone does to each slice of one output: dim -> float64 tensor of shape (size of the dim,).
+
+    Slices of fewer than `least_samples` numbers, and those that are all zero in the original, aren't in it (NaN).
+    """
+
+    noise: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def worst(self, errors: Slices) -> WorstSlice | None:
+        found: WorstSlice | None = None
+        for dim, noise in self.noise.items():
+            error = errors.largest.get(dim)
+            if error is None or error.shape != noise.shape:
+                continue
+            ratios = torch.nan_to_num(error / noise, nan=-1.0)
+            index = int(ratios.argmax())
+            if float(ratios[index]) < 0:
+                continue
+            here = WorstSlice(f"index {index} of dim {dim}", float(error[index]), float(noise[index]))
+            if found is None or here.error * found.noise > found.error * here.noise:
+                found = here
+        return found
+
+    def raise_to(self, more: Slices) -> None:
+        """Take another measurement of the noise in: the larger of the two stays."""
+        for dim, noise in self.noise.items():
+            other = more.largest.get(dim)
+            if other is None or other.shape != noise.shape:
+                noise.fill_(math.nan)
+            else:
+                self.noise[dim] = torch.where(noise.isnan(), noise, torch.maximum(noise, other))
+
+    def least(self) -> float:
+        """The noise of the quietest slice; infinite where there is none."""
+        figures = [noise[~noise.isnan()] for noise in self.noise.values()]
+        return min((float(figure.min()) for figure in figures if figure.numel()), default=math.inf)
+
+
+def slice_noise(size: Slices, noises: Iterable[Slices], dtype: torch.dtype, *, least_samples: int) -> SliceNoise:
+    """The noise of each slice: the largest of what was measured in it, and no less than rounding to its own scale gives.
+
+    Args:
+        size: the magnitudes of the original.
+        noises: each way in which its noise was measured.
+    """
+    result = SliceNoise()
+    measured = list(noises)
+    for dim, largest in size.largest.items():
+        floor = least_noise(dtype) * unit(dtype) * largest + torch.finfo(dtype).smallest_normal
+        judged = (largest > 0) & (size.samples[dim] >= least_samples)
+        result.noise[dim] = torch.where(judged, floor, math.nan)
+    for slices in measured:
+        result.raise_to(slices)
+    return result
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,15 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+# Whose size one unit is taken from where results are rounded: each number's own, or the largest of its tensor.
+Rounded = Literal["element", "tensor"]
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -291,11 +294,14 @@ class PerturbedMode(TorchFunctionMode):
     """Each parameter that a call reads is off by about one unit in the last place, up or down at random.
 
     A parameter is off in the same way each time it is read. Gradients reach the parameters themselves.
-    With `results`, so is what each call computes: that is what rounding does to a model, wherever it happens.
+    With `results="element"`, so is what each call computes: that is what rounding does to a model, wherever it happens.
+    With `results="tensor"`, what each call but plain arithmetic computes is off by one unit of the result's largest number:
+    no kernel of sigmoid, softmax or a norm need be better than that. `calls` counts what was seen.
     """
 
-    def __init__(self, seed: int, *, results: bool = False) -> None:
+    def __init__(self, seed: int, *, results: Rounded | None = None) -> None:
         super().__init__()
+        self.calls = 0
         self._results = results
         self._generator = torch.Generator().manual_seed(seed)
         self._offsets: dict[int, tuple[torch.Tensor, int]] = {}
@@ -324,15 +330,49 @@ class PerturbedMode(TorchFunctionMode):
                 return value
             return self._off(value, self._offset(value))
 
+        self.calls += 1
+        # Before the call, which may write to its argument.
+        scale = self._scale_of_gate(name, args, kwargs) if self._results == "tensor" else 0.0
         result = func(*_map(args, perturb), **_map(kwargs, perturb))
-        if not self._results or written or not isinstance(result, torch.Tensor) or _shares(result, args, kwargs):
+        if self._results == "tensor":
+            return self._off_at_scale(name, scale, result, args, kwargs)
+        if self._results is None or written or not isinstance(result, torch.Tensor) or _shares(result, args, kwargs):
             return result
-        return self._off(result, int(torch.randint(0, len(self._signs), (), generator=self._generator)))
+        return self._off(result, self._start())
+
+    def _off_at_scale(self, name: str, scale: float, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name.strip("_") in _EXACT or not any(
+            isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))
+        ):
+            return result
+        if args and result is args[0] and isinstance(result, torch.Tensor):
+            # Computed in place: what others see of the tensor is off too.
+            if _is_inexact(result) and not isinstance(result, nn.Parameter):
+                with torch.no_grad():
+                    result.copy_(self._off_by_unit_of(max(scale, largest_finite(result)), result))
+            return result
+
+        def off(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not _is_inexact(value) or _shares(value, args, kwargs):
+                return value
+            return self._off_by_unit_of(max(scale, largest_finite(value)), value)
+
+        return _map(result, off)
+
+    @staticmethod
+    def _scale_of_gate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        return largest_finite(_argument(args, kwargs, 0, "input", None)) if name in _GATED else 0.0
+
+    def _off_by_unit_of(self, scale: float, value: torch.Tensor) -> torch.Tensor:
+        return value + _pattern(value, self._signs, self._start()) * (scale * torch.finfo(value.dtype).eps)
+
+    def _start(self) -> int:
+        return int(torch.randint(0, len(self._signs), (), generator=self._generator))
 
     def _offset(self, parameter: torch.Tensor) -> int:
         known = self._offsets.get(id(parameter))
         if known is None:
-            start = int(torch.randint(0, len(self._signs), (), generator=self._generator))
+            start = self._start()
             known = self._offsets[id(parameter)] = (parameter, start)
         return known[1]
 
@@ -344,10 +384,20 @@ class PerturbedMode(TorchFunctionMode):
 
 def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> torch.Tensor:
     """`value * (1 ± eps)` with the signs (int8, any length) taken in turn from `start` on; differentiable."""
-    repeats = -(-(value.numel() + start) // len(signs))
-    pattern = signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape)
     eps = torch.finfo(value.dtype).eps
-    return value + (value.detach() * pattern.to(value.dtype)) * eps
+    return value + (value.detach() * _pattern(value, signs, start)) * eps
+
+
+def largest_finite(tensor: torch.Tensor) -> float:
+    """The largest magnitude of a float tensor, infinity and NaN left out; 0 where there is none."""
+    sizes = tensor.detach().abs()
+    return float(torch.where(sizes.isfinite(), sizes, 0.0).max()) if tensor.numel() else 0.0
+
+
+def _pattern(value: torch.Tensor, signs: torch.Tensor, start: int) -> torch.Tensor:
+    """Signs in the shape and dtype of `value`, taken in turn from `start` on."""
+    repeats = -(-(value.numel() + start) // len(signs))
+    return signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape).to(value.dtype)
 
 
 def _shares(result: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -378,6 +428,31 @@ _INTEGERS = frozenset(
         torch.bool,
     }
 )
+# What errs by a few units of each result, or of the numbers that this one is the sum of, whatever the kernel: those
+# measured by the original's own error and answer. Or doesn't err at all, since numbers are only chosen and moved.
+_EXACT = frozenset(
+    {
+        "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+        "matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum", "tensordot", "dot", "outer",
+        "add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "mul", "rmul", "imul", "multiply", "div", "truediv",
+        "rdiv", "rtruediv", "itruediv", "idiv", "divide", "neg", "abs", "reciprocal", "sqrt", "rsqrt", "square", "pow",
+        "rpow", "addcmul", "addcdiv", "batch_norm", "sum", "mean", "cumsum", "avg_pool1d", "avg_pool2d", "avg_pool3d",
+        "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate", "embedding", "embedding_bag",
+        "relu", "relu6", "leaky_relu", "prelu", "hardtanh", "clamp", "clip", "clamp_min", "clamp_max", "threshold",
+        "maximum", "minimum", "max", "min", "amax", "amin", "topk", "sort", "max_pool1d", "max_pool2d", "max_pool3d",
+        "boolean_dispatch", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "cat", "concat", "stack",
+        "hstack", "vstack", "pad", "where", "masked_fill", "gather", "scatter", "index_select", "index_put", "take",
+        "masked_select", "getitem", "setitem", "flip", "roll", "repeat", "repeat_interleave", "tile", "tril", "triu",
+        "clone", "contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "detach", "copy", "view",
+        "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t", "expand", "expand_as",
+        "chunk", "split", "unbind", "narrow", "select", "movedim", "swapaxes", "dropout", "dropout1d", "dropout2d",
+        "dropout3d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "unfold", "fold", "zeros_like", "ones_like",
+        "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "zero", "fill", "real", "imag", "view_as_real",
+        "view_as_complex", "meshgrid", "broadcast_to", "as_strided", "diagonal", "resolve_conj", "resolve_neg", "as_subclass", "to_dense", "numpy", "cpu", "cuda",
+    }
+)  # fmt: skip
+# Each is its argument times a number from 0 to 1, which a kernel may know to one unit of 1.
+_GATED = frozenset({"silu", "gelu", "mish", "hardswish"})
 # Functions that give elements of a tensor as they are: gather first, cast then is the same and needs less memory.
 _MOVING = frozenset({"__getitem__", "embedding", "view", "reshape", "t", "transpose", "permute", "detach", "expand"})
 

@@ -13,18 +13,33 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from optimizer.difference import Pool, all_finite, distance, frontier, is_exact, least_noise, special, unit, wide
+from optimizer.difference import (
+    Pool,
+    SliceNoise,
+    Slices,
+    all_finite,
+    distance,
+    frontier,
+    is_exact,
+    least_noise,
+    slice_noise,
+    special,
+    unit,
+    wide,
+)
 from optimizer.errors import LoadError, UsageError
-from optimizer.float64 import Float64Mode, PerturbedMode, off_by_one_ulp
+from optimizer.float64 import Float64Mode, PerturbedMode, Rounded, off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
-from optimizer.preserve import eager_only, evaluated, one_at_a_time, pinned_settings
+from optimizer.preserve import eager_only, evaluated, modules_of, one_at_a_time, pinned_settings
 from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
-from optimizer.verdict import Measurement, OutputDifference, OutputNoise
+from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
 _FEW = 1 << 14
+# Of fewer numbers it can't be told what rounding does to a slice: all of them may happen to come out exact.
+_LEAST_SAMPLES = 16
 Mode = Literal["inference", "training"]
 
 
@@ -68,11 +83,10 @@ class Kept:
 class _Gathered:
     """The figures of one output while the original runs."""
 
-    def __init__(self) -> None:
-        self.size = Pool()
-        self.own_error = Pool()
-        self.response = Pool()
-        self.again = Pool()
+    def __init__(self, *, sliced: bool) -> None:
+        self.size, self.own_error, self.response, self.again = (
+            Pool(slices=Slices() if sliced else None) for _ in range(4)
+        )
         self.elements = 0
         self.truth_ties = 0
         self.own_ties = 0
@@ -86,12 +100,18 @@ class Reference:
     """
 
     def __init__(
-        self, kept: Sequence[Kept], noises: dict[str, OutputNoise], measured: Measurement, samples: Samples | None
+        self,
+        kept: Sequence[Kept],
+        noises: dict[str, OutputNoise],
+        slices: dict[str, SliceNoise],
+        measured: Measurement,
+        samples: Samples | None,
     ) -> None:
         self._kept = tuple(kept)
         self._blank = measured
         self._samples = samples
         self.noises = noises
+        self.slices = slices
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -143,7 +163,9 @@ class Reference:
         What the candidate raises is a failure in the result.
         """
         # A region is judged by its noise alone: nobody gives a tolerance for one.
-        comparison = Comparison(self.noises, flat=flatten is not None, frontiers=self._samples is not None)
+        comparison = Comparison(
+            self.noises, flat=flatten is not None, frontiers=self._samples is not None, slices=self.slices
+        )
         with one_at_a_time, as_run(candidate, self._blank.mode):
             for kept in self._kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
@@ -243,6 +265,7 @@ class Original:
                 if is_exact(own):
                     kept.unstable[name] |= own != kept.truth.values[name]
         noises = {name: self._noise(name) for name in self.gathered}
+        slices = self._slice_noises(noises, samples)
         self._note(noises)
         blank = Measurement(
             outputs=(),
@@ -257,7 +280,7 @@ class Original:
             seed=self.seed,
             settings=settings,
         )
-        return Reference(self.kept, noises, blank, samples)
+        return Reference(self.kept, noises, slices, blank, samples)
 
     def _first_run(
         self, batch_size: int | None, call: Call, seed: int, training: bool, names: Sequence[str]
@@ -340,7 +363,7 @@ class Original:
 
     def _gather(self, kept: Kept) -> None:
         for name, own in kept.own.values.items():
-            gathered = self.gathered.setdefault(name, _Gathered())
+            gathered = self.gathered.setdefault(name, _Gathered(sliced=kept.own.kinds[name] == "output"))
             truth = kept.truth.values[name]
             kept.unstable[name] = torch.zeros(own.shape, dtype=torch.bool)
             if is_exact(own):
@@ -348,8 +371,8 @@ class Original:
                 gathered.truth_ties += int((own != truth).sum())
                 continue
             _pool_finite(gathered.own_error, own, truth)
-            plain = ... if all_finite(own, truth) else (special(own) == 0) & (special(truth) == 0)
-            gathered.size.add(wide(own)[plain].abs())
+            plain = None if all_finite(own, truth) else (special(own) == 0) & (special(truth) == 0)
+            gathered.size.add(wide(own).abs(), plain)
 
     def _varies(self, call: Call) -> None:
         """Note whether any two calls of one shape differ in their inputs: else constant outputs prove nothing."""
@@ -391,11 +414,15 @@ class Original:
 
     def _rounded_everywhere(self, samples: Samples | None) -> dict[str, float]:
         """What one unit at the result of every call does to each output, in the root mean square."""
+        return {name: pool.rms for name, pool in self._rounded(samples, "element").items()}
+
+    def _rounded(self, samples: Samples | None, results: Rounded) -> dict[str, Pool]:
+        """How far each output moves when the results of calls are rounded, on the first inputs; empty if that fails."""
         kept = self.kept[0]
         call = kept.call if kept.call is not None or samples is None else samples.at(kept.batch_size, kept.draw)
         if call is None or not self.perturbed:
             return {}
-        mode = PerturbedMode(_mixed(kept.seed, 2), results=True)
+        mode = PerturbedMode(_mixed(kept.seed, 2), results=results)
         try:
             with as_run(self.target, "training" if self.training else "inference"), eager_only(), _silent():
                 other = observe(
@@ -408,12 +435,37 @@ class Original:
         moved = {}
         for name, own in kept.own.values.items():
             value = other.values.get(name)
-            if value is None or value.shape != own.shape or is_exact(own):
+            if not mode.calls or value is None or value.shape != own.shape or is_exact(own):
                 continue
-            pool = Pool()
-            _pool_finite(pool, own, value)
-            moved[name] = pool.rms
+            moved[name] = Pool(slices=Slices())
+            _pool_finite(moved[name], own, value)
         return moved
+
+    def _slice_noises(self, noises: Mapping[str, OutputNoise], samples: Samples | None) -> dict[str, SliceNoise]:
+        """What rounding does to each channel and column of the outputs, where that says more than the whole's noise.
+
+        The original's own error and its answer to changes of one unit are known per element. But a kernel may keep to the
+        scale of what it computes and not to each number: one takes sigmoid(-30) for 1e-8, not 1e-13, and is right. So what
+        one unit of the whole result does, at every call that is no plain arithmetic, is measured too. Nothing is judged by
+        slices where that can't be seen.
+        """
+        if self.refused or not self.perturbed or any(_is_opaque(module) for module in modules_of(self.target)):
+            return {}
+        found: dict[str, SliceNoise] = {}
+        for name, gathered in self.gathered.items():
+            own = next(kept.own.values[name] for kept in self.kept if name in kept.own.values)
+            measured = [pool.slices for pool in (gathered.own_error, gathered.response, gathered.again) if pool.slices]
+            if is_exact(own) or gathered.size.slices is None or not noises[name].deterministic:
+                continue
+            noise = slice_noise(gathered.size.slices, measured, own.dtype, least_samples=_LEAST_SAMPLES)
+            if SLICE_FACTOR * noise.least() < FACTOR * noises[name].noise:
+                found[name] = noise
+        if not found:
+            return {}
+        rounded = self._rounded(samples, "tensor")
+        for name, noise in found.items():
+            noise.raise_to(pool.slices if (pool := rounded.get(name)) and pool.slices else Slices())
+        return found
 
     def _repeats(self, gathered: _Gathered) -> bool:
         """Whether an output is deterministic, but for sums in another order as a GPU may take them."""
@@ -510,7 +562,7 @@ class Original:
 
 @dataclass
 class _Compared:
-    error: Pool = field(default_factory=Pool)
+    error: Pool
     mismatches: int = 0
     problems: list[str] = field(default_factory=list)
     where: str = ""
@@ -520,8 +572,16 @@ class _Compared:
 class Comparison:
     """Gathers a candidate's differences from the reference."""
 
-    def __init__(self, noises: Mapping[str, OutputNoise], *, flat: bool, frontiers: bool = True) -> None:
+    def __init__(
+        self,
+        noises: Mapping[str, OutputNoise],
+        *,
+        flat: bool,
+        frontiers: bool = True,
+        slices: Mapping[str, SliceNoise] | None = None,
+    ) -> None:
         self.frontiers = frontiers
+        self.slices = slices or {}
         self.noises = noises
         self.flat = flat
         self.compared: dict[str, _Compared] = {}
@@ -556,21 +616,26 @@ class Comparison:
     def finish(self, blank: Measurement) -> Measurement:
         if self.lacking:
             self.notes.append(f"The candidate lacks, not compared: {', '.join(self.lacking)}.")
-        outputs = tuple(
-            OutputDifference(
-                noise=self.noises[name],
-                max_error=compared.error.largest,
-                rms_error=compared.error.rms,
-                mismatches=compared.mismatches,
-                problems=tuple(compared.problems),
-                where=compared.where,
-                frontier=compared.frontier,
-            )
-            for name, compared in self.compared.items()
-        )
+        outputs = tuple(self._difference(name, compared) for name, compared in self.compared.items())
         data = {item.name: getattr(blank, item.name) for item in fields(blank)}
         data |= {"outputs": outputs, "problems": tuple(self.problems), "notes": (*blank.notes, *self.notes)}
         return Measurement(**data)
+
+    def _difference(self, name: str, compared: _Compared) -> OutputDifference:
+        slices = compared.error.slices
+        worst = self.slices[name].worst(slices) if slices is not None else None
+        return OutputDifference(
+            noise=self.noises[name],
+            max_error=compared.error.largest,
+            rms_error=compared.error.rms,
+            mismatches=compared.mismatches,
+            problems=tuple(compared.problems),
+            where=compared.where,
+            frontier=compared.frontier,
+            slice=worst.where if worst else "",
+            slice_error=worst.error if worst else 0.0,
+            slice_noise=worst.noise if worst else 0.0,
+        )
 
     def _matched(self, kept: Kept, got: Observation) -> Iterator[tuple[str, torch.Tensor]]:
         expected = kept.own.of_kind("output")
@@ -593,7 +658,8 @@ class Comparison:
                 self.lacking[name] = None
 
     def _compare(self, kept: Kept, name: str, value: torch.Tensor) -> None:
-        compared = self.compared.setdefault(name, _Compared())
+        slices = Slices() if name in self.slices else None
+        compared = self.compared.setdefault(name, _Compared(Pool(slices=slices)))
         own, truth, unstable = kept.own.values[name], kept.truth.values[name], kept.unstable[name]
         if problem := _incomparable(own, value):
             _append_once(compared.problems, f"{problem} at {kept.where}")
@@ -603,7 +669,7 @@ class Comparison:
             compared.mismatches += wrong
             compared.where = compared.where or (kept.where if wrong else "")
             return
-        plain: Any = ...
+        plain: torch.Tensor | None = None
         target = truth
         if not all_finite(own, value, truth):
             odd_own, odd_value = special(own), special(value)
@@ -614,12 +680,13 @@ class Comparison:
             plain = (odd_own == 0) & (odd_value == 0)
             # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
-        errors = distance(value, target)[plain]
-        if errors.numel() and float(errors.max()) > compared.error.largest:
+        before = compared.error.largest
+        compared.error.add(distance(value, target), plain)
+        if compared.error.largest > before:
             compared.where = kept.where
-        compared.error.add(errors)
         if self.frontiers:
-            compared.frontier = frontier(distance(value, own)[plain], wide(own)[plain].abs(), compared.frontier)
+            marked: Any = ... if plain is None else plain
+            compared.frontier = frontier(distance(value, own)[marked], wide(own)[marked].abs(), compared.frontier)
 
     def _problem(self, sentence: str) -> None:
         _append_once(self.problems, sentence)
@@ -683,6 +750,11 @@ def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
     return None
 
 
+def _is_opaque(module: nn.Module) -> bool:
+    """Whether no function mode sees what a module computes."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def _is_small(observation: Observation) -> bool:
     """Whether one perturbed run moves too few numbers to tell how far rounding moves them."""
     return sum(value.numel() for value in observation.values.values()) < _FEW
@@ -692,7 +764,7 @@ def _pool_finite(pool: Pool, a: torch.Tensor, b: torch.Tensor) -> None:
     if all_finite(a, b):
         pool.add(distance(a, b))
         return
-    pool.add(distance(a, b)[(special(a) == 0) & (special(b) == 0)])
+    pool.add(distance(a, b), (special(a) == 0) & (special(b) == 0))
 
 
 def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -9,6 +9,9 @@ from typing import Any
 from optimizer.errors import UsageError
 
 FACTOR = 4.0
+# How many times its own noise one channel or column of an output may be off. Outputs have thousands of slices, and of each
+# few numbers were seen: what is off by more than rounding is found at a ten-thousandth of the slice's size, not before.
+SLICE_FACTOR = 256.0
 Tolerance = float | Mapping[str, float] | None
 
 
@@ -63,6 +66,8 @@ class OutputDifference:
         problems: sentences about a difference that no tolerance forgives: shape, dtype, NaN or inf in other places.
         where: the call of the largest error: "batch size 3, draw 1".
         frontier: (difference from the original's own output, that output's magnitude) pairs that decide any atol, rtol.
+        slice, slice_error, slice_noise: the channel or column whose error is largest beside its own noise: "index 3 of
+            dim 1", that error, that noise; "" and 0 where no slice is so much quieter than the whole that it is judged.
     """
 
     noise: OutputNoise
@@ -72,6 +77,9 @@ class OutputDifference:
     problems: tuple[str, ...]
     where: str
     frontier: tuple[tuple[float, float], ...]
+    slice: str = ""
+    slice_error: float = 0.0
+    slice_noise: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "noise": self.noise.to_json(), "frontier": [list(point) for point in self.frontier]}
@@ -86,6 +94,7 @@ class OutputDifference:
             problems=tuple(data["problems"]),
             where=data["where"],
             frontier=tuple((error, size) for error, size in data["frontier"]),
+            **{name: data[name] for name in ("slice", "slice_error", "slice_noise") if name in data},
         )
 
 
@@ -140,6 +149,8 @@ class OutputParity:
         ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` where the output is right.
         problem: None where it is right, else one sentence.
         judged: False where the original itself isn't deterministic in this output.
+        slice, slice_ratio: the worst channel or column, "index 3 of dim 1", and its error in units of its own noise; "" and
+            0 where no slice is judged for itself.
     """
 
     name: str
@@ -155,13 +166,15 @@ class OutputParity:
     tied: int
     signal: str | None
     problem: str | None
+    slice: str = ""
+    slice_ratio: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputParity:
-        return cls(**{item.name: data[item.name] for item in fields(cls)})
+        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
 
 
 @dataclass(frozen=True)
@@ -269,6 +282,12 @@ def _judge_output(output: OutputDifference, atol: float | None, rtol: float | No
             f"{_times(output.rms_error, noise.noise_rms)} its rounding noise of {noise.noise_rms:.1e} "
             f"({factor:g} times is allowed)"
         )
+    elif output.slice_error > factor / FACTOR * SLICE_FACTOR * output.slice_noise:
+        problem = (
+            f"{noise.name} is off by {output.slice_error:.2e} at {output.slice}, "
+            f"{_times(output.slice_error, output.slice_noise)} the rounding noise there of {output.slice_noise:.1e} "
+            f"({factor / FACTOR * SLICE_FACTOR:g} times is allowed)"
+        )
     return OutputParity(
         name=noise.name,
         kind=noise.kind,
@@ -283,6 +302,8 @@ def _judge_output(output: OutputDifference, atol: float | None, rtol: float | No
         tied=noise.tied,
         signal=noise.signal,
         problem=problem,
+        slice=output.slice,
+        slice_ratio=_ratio(output.slice_error, output.slice_noise),
     )
 
 

@@ -50,6 +50,37 @@ def folded(model):
     return result
 
 
+class Scaled(nn.Module):
+    """Columns of very different size: the last is ten million times smaller than the first."""
+
+    def __init__(self, activation=None, bias=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 8)
+        self.stem.bias.data += bias
+        self.activation = activation or nn.Identity()
+        self.head = nn.Linear(8, 8)
+        self.sizes = 10.0 ** -torch.arange(8.0)
+        for parameter in self.head.parameters():
+            parameter.data *= self.sizes.view(-1, *(1,) * (parameter.dim() - 1))
+
+    def forward(self, x):
+        return self.head(self.activation(self.stem(x)))
+
+
+class ScaledConv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        enliven(self)
+        for parameter in self.bn.parameters():
+            parameter.data *= 10.0 ** -torch.arange(8.0)
+
+    def forward(self, x):
+        return F.relu(self.bn(self.conv(x)))
+
+
 def off_by(model, path, relative=0.01):
     """The model with one weight wrong: the median one of a tensor."""
     result = copy.deepcopy(model)
@@ -741,3 +772,157 @@ def test_sparse_inputs_are_run_at_every_batch_size(layout):
     assert report.ok, report.reason
     assert sorted(report.batch_sizes) == [1, 2, 3, 4, 5, 8]
     assert not check_parity(by_sparse, lambda x: x.to_dense() @ model.weight.t() * 1.001, (rows,)).ok
+
+
+@pytest.mark.parametrize("relative", [1e-3, 0.01, 0.1])
+def test_an_error_in_a_column_a_million_times_smaller_is_found(relative):
+    model, x = Scaled(nn.GELU()), torch.randn(2, 6)
+    wrong = copy.deepcopy(model)
+    wrong.head.weight.data[6] *= 1 + relative
+    report = check_parity(model, wrong, (x,))
+    (output,) = report.outputs
+    assert output.max_error < output.tolerance
+    assert report.verdict == "failed"
+    assert output.slice == "index 6 of dim 1"
+    assert output.slice_ratio > 256
+    assert "index 6 of dim 1" in report.reason
+
+
+def test_an_error_in_a_channel_a_million_times_smaller_is_found():
+    model, x = ScaledConv().eval(), torch.randn(2, 3, 7, 7)
+    right, wrong = folded(model), folded(model)
+    wrong.conv.weight.data[6] *= 1.01
+    assert check_parity(model, right, (x,)).ok
+    report = check_parity(model, wrong, (x,))
+    assert report.outputs[0].max_error < report.outputs[0].tolerance
+    assert report.verdict == "failed"
+    assert report.outputs[0].slice == "index 6 of dim 1"
+    region = check_region(model, wrong, [(x,)])
+    assert not region.ok
+    assert "index 6 of dim 1" in region.reason
+    assert check_region(model, right, [(x,)]).ok
+
+
+def test_an_error_in_a_column_of_sequences_is_found():
+    model, x = Scaled(), torch.randn(2, 5, 6)
+    wrong = copy.deepcopy(model)
+    wrong.head.bias.data[7] *= 1.5
+    report = check_parity(model, wrong, (x,))
+    assert not report.ok
+    assert report.outputs[0].slice == "index 7 of dim 2"
+
+
+class ByScale(nn.Module):
+    """Activations as right as a kernel need be: to a unit of their scale, not of each number."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        gate = 0.5 * (1 + torch.tanh(x / 2))
+        return {
+            "sigmoid": lambda: gate,
+            "silu": lambda: x * gate,
+            "softplus": lambda: torch.log(1 + torch.exp(x)),
+            "elu": lambda: torch.where(x > 0, x, torch.exp(x) - 1),
+            "gelu": lambda: x - x * 0.5 * (1 - torch.erf(x * 0.5**0.5)),
+            "softmax": lambda: (x.softmax(-1) + 1) - 1,
+        }[self.name]()
+
+
+@pytest.mark.parametrize("head", ["head", "none"])
+@pytest.mark.parametrize("bias", ["low", "spread"])
+@pytest.mark.parametrize(
+    "activation",
+    [nn.Sigmoid(), nn.SiLU(), nn.SiLU(inplace=True), nn.Softplus(), nn.ELU(), nn.GELU(), nn.Softmax(-1)],
+    ids=lambda activation: f"{type(activation).__name__}{'-inplace' if getattr(activation, 'inplace', False) else ''}",
+)
+def test_kernels_that_keep_to_the_scale_of_their_result_are_right(activation, bias, head):
+    model = Scaled(activation, torch.tensor(-25.0) if bias == "low" else -torch.linspace(0, 60, 8))
+    candidate = copy.deepcopy(model)
+    candidate.activation = ByScale(type(activation).__name__.lower())
+    if head == "none":
+        model.head = candidate.head = nn.Identity()
+    x = torch.randn(2, 6)
+    report = check_parity(model, candidate, (x,))
+    (output,) = report.outputs
+    assert output.slice_ratio < 10
+
+
+def test_sums_in_another_order_are_right():
+    class Reordered(Scaled):
+        def forward(self, x):
+            order = torch.arange(5, -1, -1)
+            x = F.linear(x[:, order], self.stem.weight[:, order], self.stem.bias)
+            first, second = x.chunk(2, 1), self.head.weight.chunk(2, 1)
+            return self.head.bias + first[1] @ second[1].T + first[0] @ second[0].T
+
+    report = check_parity(Scaled(), Reordered(), (torch.randn(2, 6),))
+    assert report.ok
+    assert 0 < report.outputs[0].slice_ratio < 10
+
+
+def test_columns_that_cancel_are_judged_by_what_cancels():
+    class Cancelling(nn.Module):
+        def __init__(self, plain):
+            super().__init__()
+            self.plain = plain
+
+        def forward(self, x):
+            big = 10.0 ** torch.arange(8)
+            return (x if self.plain else (x + big) - big) * 10.0 ** -torch.arange(8)
+
+    report = check_parity(Cancelling(False), Cancelling(True), (torch.randn(2, 8),))
+    assert report.ok
+    assert report.outputs[0].slice_ratio < 10
+
+
+def test_slices_of_few_numbers_or_none_but_zeros_are_not_judged():
+    model, x = Scaled(), torch.randn(2, 6)
+    wrong = copy.deepcopy(model)
+    wrong.head.weight.data[7] *= 1.5
+    few = check_parity(model, wrong, (x,), batch_sizes=[2], draws=2)
+    assert few.ok
+    assert few.outputs[0].slice == ""
+    for parameter in model.head.parameters():
+        parameter.data[7] = 0
+    wrong = copy.deepcopy(model)
+    wrong.head.bias.data[7] = 1e-9
+    zeros = check_parity(model, wrong, (x,))
+    assert zeros.ok
+    assert zeros.outputs[0].slice != "index 7 of dim 1"
+
+
+def test_slices_are_not_judged_where_what_computes_them_is_not_seen():
+    model, x = Scaled(nn.Sigmoid(), -torch.linspace(0, 60, 8)), torch.randn(2, 6)
+    model.head = nn.Identity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        model.activation = torch.jit.script(nn.Sigmoid())
+    candidate = Scaled(ByScale("sigmoid"), -torch.linspace(0, 60, 8))
+    candidate.head = nn.Identity()
+    report = check_parity(model, candidate, (x,))
+    assert report.outputs[0].slice == ""
+
+
+def test_a_tolerance_of_the_user_takes_the_place_of_the_slices_too():
+    model, x = Scaled(), torch.randn(2, 6)
+    wrong = copy.deepcopy(model)
+    wrong.head.weight.data[7] *= 1.5
+    assert not check_parity(model, wrong, (x,)).ok
+    assert check_parity(model, wrong, (x,), atol=1e-5).ok
+
+
+def test_reports_from_before_slices_can_be_read():
+    measurement = Reference.measure(net(), Samples((image(),))).compare(net())
+    data = measurement.to_json()
+    for output in data["outputs"]:
+        for name in ("slice", "slice_error", "slice_noise"):
+            del output[name]
+    report = judge(Measurement.from_json(data))
+    assert report.outputs[0].slice == ""
+    older = report.to_json()
+    for output in older["outputs"]:
+        del output["slice"], output["slice_ratio"]
+    assert ParityReport.from_json(older) == report
