@@ -36,6 +36,7 @@ from optimizer.provenance import Provenance, Source, attach, detach, provenance_
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.weights import refuse_empty_tensors, refuse_lazy_modules, refuse_unmade_module
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
+from optimizer.written_parameters import kept_values
 from passes.base import Context, Pass, device_of
 from passes.graph.forward import prepare_forwards
 from passes.registry import make_passes
@@ -249,14 +250,16 @@ def export(
     sizes = _sizes(samples, batch_sizes, static=static_batch)
     reference = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
-    adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    with kept_values(exported, reference.written):
+        adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
 
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}
         for number, exporter in enumerate(exporters):
             tell(Progress("export", number, len(exporters), exporter.name))
-            artifact = exporter.export(request, folder)
+            with kept_values(exported, reference.written):
+                artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
             reports[exporter.name] = _judged(artifact, reference, adapter, target, atol, rtol)
             entries.append(artifact_entry(artifact, folder, reports[exporter.name].to_json()))

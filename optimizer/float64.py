@@ -17,7 +17,7 @@ It doesn't see into TorchScript, compiled code, or kernels that take float32 onl
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -102,12 +102,21 @@ def float64_mode(*, own_dtype: torch.dtype = torch.float32, leaf_parameters: boo
 class Float64Mode(TorchFunctionMode):
     """The mode behind `float64_mode`; `lowered` names the functions whose float results were not float64.
 
+    `written` are parameters that the model writes to: each has a shadow, as a buffer has.
+
     `coarsest` is the machine epsilon of the least precise dtype that was raised: what the original's own rounding is
     to be measured by, whatever the dtype of its outputs.
     """
 
-    def __init__(self, *, own_dtype: torch.dtype = torch.float32, leaf_parameters: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        own_dtype: torch.dtype = torch.float32,
+        leaf_parameters: bool = False,
+        written: Iterable[nn.Parameter] = (),
+    ) -> None:
         super().__init__()
+        self._written = frozenset(map(id, written))
         self.own_dtype = own_dtype
         self.leaf_parameters = leaf_parameters
         self.lowered: set[str] = set()
@@ -132,7 +141,7 @@ class Float64Mode(TorchFunctionMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = _name_of(func)
+        name = name_of(func)
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
         if name in _QUESTIONS:
@@ -163,7 +172,7 @@ class Float64Mode(TorchFunctionMode):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         tensor = args[0]
         if attribute in _ALIASES:
-            keep = attribute == "data" and _name_of(func) == "__set__"
+            keep = attribute == "data" and name_of(func) == "__set__"
             tensor = self._raise_argument(tensor, written=(id(tensor),) if keep else ())
             return func(tensor, *_map(args[1:], self._raise_argument))
         result = func(*args)
@@ -233,7 +242,8 @@ class Float64Mode(TorchFunctionMode):
 
     def _is_plain_parameter(self, tensor: Any) -> bool:
         """A parameter that is read as it is: neither written to in this run nor held as a float64 leaf."""
-        return isinstance(tensor, nn.Parameter) and not self.leaf_parameters and id(tensor) not in self._shadows
+        held = self.leaf_parameters or id(tensor) in self._shadows or id(tensor) in self._written
+        return isinstance(tensor, nn.Parameter) and not held
 
     def _raise_argument(self, value: Any, written: tuple[int, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):
@@ -254,7 +264,7 @@ class Float64Mode(TorchFunctionMode):
             return kept[1]
         self.saw(tensor.dtype)
         parameter = isinstance(tensor, nn.Parameter)
-        if parameter and not keep and not self.leaf_parameters:
+        if parameter and not keep and not self.leaf_parameters and id(tensor) not in self._written:
             return tensor.to(raised(tensor.dtype))
         if tensor.grad_fn is not None:
             shadow = tensor.to(raised(tensor.dtype))
@@ -297,10 +307,12 @@ class PerturbedMode(TorchFunctionMode):
     With `results="element"`, so is what each call computes: that is what rounding does to a model, wherever it happens.
     With `results="tensor"`, what each call but plain arithmetic computes is off by one unit of the result's largest number:
     no kernel of sigmoid, softmax or a norm need be better than that. `calls` counts what was seen.
+    `written` are parameters that the model writes to: they are left as they are, else the writes would be lost.
     """
 
-    def __init__(self, seed: int, *, results: Rounded | None = None) -> None:
+    def __init__(self, seed: int, *, results: Rounded | None = None, written: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
+        self._written = frozenset(map(id, written))
         self.calls = 0
         self._results = results
         self._generator = torch.Generator().manual_seed(seed)
@@ -312,21 +324,21 @@ class PerturbedMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         if (
             name in ("__get__", "__set__")
             or name in _QUESTIONS
             or func in (torch.autograd.grad, torch.autograd.backward)
         ):
             return func(*args, **kwargs)
-        if _only_moves(name, args, kwargs) and isinstance(args[-1 if name == "embedding" else 0], nn.Parameter):
+        if _only_moves(name, args, kwargs) and self._is_perturbed(args[-1 if name == "embedding" else 0]):
             # Rows of a table are off as rows: the whole table needn't be copied for that.
             result = func(*args, **kwargs)
             return self._off(result, self._offset(args[-1 if name == "embedding" else 0]))
         written = _written(name, args, kwargs)
 
         def perturb(value: Any) -> Any:
-            if not isinstance(value, nn.Parameter) or not _is_inexact(value) or id(value) in written:
+            if not self._is_perturbed(value) or not _is_inexact(value) or id(value) in written:
                 return value
             return self._off(value, self._offset(value))
 
@@ -339,6 +351,9 @@ class PerturbedMode(TorchFunctionMode):
         if self._results is None or written or not isinstance(result, torch.Tensor) or _shares(result, args, kwargs):
             return result
         return self._off(result, self._start())
+
+    def _is_perturbed(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) and id(value) not in self._written
 
     def _off_at_scale(self, name: str, scale: float, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.strip("_") in _EXACT or not any(
@@ -464,7 +479,8 @@ def _only_moves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return name in _MOVING and bool(args) and not kwargs
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a torch function, without its overload."""
     name = getattr(func, "__name__", "")
     # An overload of `torch.ops` is named `add.Tensor`.
     return name.split(".", 1)[0] if isinstance(name, str) else ""
@@ -472,12 +488,22 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Ids of the tensors that a call writes to."""
-    targets = []
+    return tuple(id(target) for target in written_tensors(name, args, kwargs))
+
+
+def written_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of the torch function of this name writes to."""
+    targets: list[Any] = []
     if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_augmented(name)):
-        targets.append(args[0])
+        targets.extend(args[0] if isinstance(args[0], tuple | list) else [args[0]])
+    if name in ("embedding", "embedding_bag") and _argument(args, kwargs, 3, "max_norm", None) is not None:
+        # It shortens the rows that it looks up.
+        targets.append(_argument(args, kwargs, 1, "weight", None))
+    if kwargs.get("inplace") is True:
+        targets.append(_argument(args, kwargs, 0, "input", None))
     out = kwargs.get("out")
     targets.extend(out if isinstance(out, tuple | list) else [out])
-    return tuple(id(target) for target in targets if isinstance(target, torch.Tensor))
+    return [target for target in targets if isinstance(target, torch.Tensor)]
 
 
 def _is_augmented(name: str) -> bool:

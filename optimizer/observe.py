@@ -50,12 +50,14 @@ def observe(
     flatten: Flatten | None = None,
     mode: AbstractContextManager[Any] | None = None,
     names: Sequence[str] | None = None,
+    written: Iterable[str] = (),
 ) -> Observation:
     """Call `target` once with copies of the inputs; its state and the random state are afterwards as before.
 
     With `training`, a backward pass from fixed random gradients at the float outputs follows, and the gradients of the
     parameters and of the inputs that ask for one, and the buffers that changed, are observed too. `.grad` is not used.
-    `names` are those of the call's tensors, after the signature of `target` if left out. What `target` raises is not
+    `names` are those of the call's tensors, after the signature of `target` if left out; `written` are the parameters that
+    `target` writes to, which have their values back afterwards. What `target` raises is not
     caught.
     """
     args, kwargs = clone((call.args, call.kwargs))
@@ -66,7 +68,7 @@ def observe(
         args, kwargs = _raise_inputs(mode, args, kwargs)
         inputs = [tensor for _, tensor in leaves_of((args, kwargs)).tensors()]
     observation = Observation()
-    with kept_state(target), random_state(seed), torch.set_grad_enabled(training), mode or nullcontext():
+    with kept_state(target, written), random_state(seed), torch.set_grad_enabled(training), mode or nullcontext():
         outputs = target(*flatten(args, kwargs)) if flatten is not None else target(*args, **kwargs)
         _add_outputs(observation, outputs, flat=flatten is not None)
         if training:

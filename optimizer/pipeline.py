@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, check_region, float64_mode, judge
-from optimizer.preserve import eager_only, pinned_settings, random_state
+from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_buffers
+from optimizer.written_parameters import kept_parameters
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
 from passes.graph.capture import Capture, Island, ModuleGraph, capture
@@ -127,7 +128,8 @@ class Pipeline:
         structures = recordings.structures if recordings else None
         called = recordings.counts if recordings else None
         uncalled = frozenset(id(m) for m in root.modules() if called is not None and id(m) not in called)
-        captured = capture(root, structures, uncalled)
+        with held_iterators(root.modules()):
+            captured = capture(root, structures, uncalled)
         for module, name in captured.leaks:
             self.copy.restore_attribute(module, name)
         self._tell("capture", 2, 3, "comparing the graphs with the original")
@@ -166,6 +168,7 @@ class Pipeline:
             stack.enter_context(pinned_settings())
             stack.enter_context(eager_only())
             stack.enter_context(torch.no_grad())
+            stack.enter_context(kept_parameters(self.copy.root))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             yield

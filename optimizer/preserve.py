@@ -1,10 +1,12 @@
 """Run foreign code and leave everything as it was: modules, random state, numeric settings."""
 
+import copy
+import io
 import random
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from optimizer.written_parameters import kept_values
 
 # The numeric settings, the random state and the patches of a recorded run are the process's: two threads that measure or
 # optimize take turns.
@@ -109,11 +113,12 @@ def evaluated(target: Any) -> Iterator[None]:
 
 
 @contextmanager
-def kept_state(target: Any) -> Iterator[None]:
+def kept_state(target: Any, written: Iterable[str] = ()) -> Iterator[None]:
     """Buffers, tensors among the attributes, and the attributes themselves are afterwards what they were before.
 
-    Tensors that were written to in place get their values back in place; a parameter is not copied, so a forward that
-    writes to a parameter is not undone. Nothing for callables that are no modules.
+    Tensors that were written to in place get their values back in place. Iterators among the attributes stay where they
+    are: a copy runs in their place. `written` names the parameters that the forward is known to write to, which are kept
+    too (`optimizer.written_parameters` finds them); no other is copied. Nothing for callables that are no modules.
     """
     kept = [_ModuleState(module) for module in modules_of(target)]
     tensors: dict[int, _TensorState] = {}
@@ -121,12 +126,89 @@ def kept_state(target: Any) -> Iterator[None]:
         for tensor in state.tensors():
             tensors.setdefault(id(tensor), _TensorState(tensor))
     try:
-        yield
+        with held_iterators(modules_of(target)), kept_values(target, written):
+            yield
     finally:
         for state in kept:
             state.restore()
         for tensor_state in tensors.values():
             tensor_state.restore()
+
+
+@contextmanager
+def held_iterators(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, each iterator among the attributes of the modules is a copy, so that the attribute itself isn't moved.
+
+    Where there is none, as for a generator, something stands in its place that raises when it is asked for an item.
+    """
+    places = [
+        (module, name, value)
+        for module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, value in vars(module).items()
+        if _moves(value)
+    ]
+    for module, name, value in places:
+        vars(module)[name] = _stand_in(value, f"attribute {name!r} of {type(module).__name__}")
+    try:
+        yield
+    finally:
+        for module, name, value in places:
+            vars(module)[name] = value
+
+
+def _stand_in(iterator: Any, where: str) -> Any:
+    copied = _copied(iterator)
+    return _Unmovable(iterator, where) if copied is None else copied
+
+
+class _Unmovable(Iterator[Any]):
+    """Stands for an iterator that can't be copied."""
+
+    def __init__(self, iterator: Any, where: str) -> None:
+        self._where = f"{where} is a {type(iterator).__name__}"
+
+    def __next__(self) -> Any:
+        raise RuntimeError(
+            f"{self._where}: the forward takes items from it, and it couldn't be put back to where it was; hold a list and "
+            "an index instead"
+        )
+
+
+def _moves(value: Any) -> bool:
+    """Whether asking a value for its next item changes it; files are no state of a model."""
+    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase | nn.Module | torch.Tensor)
+
+
+def _copied(iterator: Any) -> Any:
+    """An iterator that gives the same items from here on, over the same objects; None where there can be none."""
+    try:
+        if type(iterator).__module__ in ("builtins", "itertools"):
+            make, arguments, *state = iterator.__reduce__()
+            result = make(*_all_copied(arguments))
+            if state and state[0] is not None:
+                result.__setstate__(_all_copied(state[0]))
+            return result
+        result = copy.copy(iterator)
+        for name, value in getattr(result, "__dict__", {}).items():
+            vars(result)[name] = _all_copied(value)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+    return result
+
+
+def _all_copied(value: Any) -> Any:
+    """The value with copies of the iterators in it, and of the list that one remembers its items in."""
+    if isinstance(value, tuple):
+        return tuple(_all_copied(item) for item in value) if type(value) is tuple else value
+    if type(value) is list:
+        return list(value)
+    if not _moves(value):
+        return value
+    copied = _copied(value)
+    if copied is None:
+        raise TypeError(f"a {type(value).__name__} can't be copied")
+    return copied
 
 
 def modules_of(target: Any) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,9 @@ from optimizer.preserve import eager_only, evaluated, modules_of, one_at_a_time,
 from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
+from optimizer.written_parameters import kept_parameters
+
+logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
 _FEW = 1 << 14
@@ -106,12 +110,15 @@ class Reference:
         slices: dict[str, SliceNoise],
         measured: Measurement,
         samples: Samples | None,
+        written: frozenset[str] = frozenset(),
     ) -> None:
         self._kept = tuple(kept)
         self._blank = measured
         self._samples = samples
         self.noises = noises
         self.slices = slices
+        # The names of the parameters that the original writes to in forward.
+        self.written = written
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -164,7 +171,11 @@ class Reference:
         """
         # A region is judged by its noise alone: nobody gives a tolerance for one.
         comparison = Comparison(
-            self.noises, flat=flatten is not None, frontiers=self._samples is not None, slices=self.slices
+            self.noises,
+            flat=flatten is not None,
+            frontiers=self._samples is not None,
+            slices=self.slices,
+            written=self.written,
         )
         with one_at_a_time, as_run(candidate, self._blank.mode):
             for kept in self._kept:
@@ -216,6 +227,7 @@ class Original:
         self.inputs_vary = False
         self.previous_inputs: list[torch.Tensor] | None = None
         self.device = "cpu"
+        self.written: frozenset[str] = frozenset()
 
     @property
     def training(self) -> bool:
@@ -229,6 +241,8 @@ class Original:
         seed = _mixed(self.seed, batch_size or 0, draw)
         self.device = _device_of(self.target, call)
         names = input_names(self.target, call)
+        if not self.kept and not self.failures:
+            self.written = self._find_written(call, seed, training, names)
         own = self._first_run(batch_size, call, seed, training, names)
         if own is None:
             return
@@ -280,13 +294,31 @@ class Original:
             seed=self.seed,
             settings=settings,
         )
-        return Reference(self.kept, noises, slices, blank, samples)
+        return Reference(self.kept, noises, slices, blank, samples, self.written)
+
+    def _written_parameters(self) -> list[nn.Parameter]:
+        return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
+
+    def _find_written(self, call: Call, seed: int, training: bool, names: Sequence[str]) -> frozenset[str]:
+        """The parameters that the model writes to: found in a run that is watched, as no second copy of all is made."""
+        if not isinstance(self.target, nn.Module):
+            return frozenset()
+        with eager_only(), _silent(), kept_parameters(self.target) as written:
+            try:
+                observe(self.target, call, seed=seed, training=training, names=names)
+            except Exception as error:  # noqa: BLE001 - the original is foreign code; the first run records what it raises
+                logger.debug("the watched run raised: %s", error)
+        if written:
+            self.notes.append(f"The model writes to its own parameters in forward: {', '.join(sorted(written))}.")
+        return frozenset(written)
 
     def _first_run(
         self, batch_size: int | None, call: Call, seed: int, training: bool, names: Sequence[str]
     ) -> Observation | None:
         try:
-            return observe(self.target, call, seed=seed, training=training, names=names)
+            return observe(
+                self.target, call, seed=seed, training=training, names=names, written=self.written
+            )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is recorded
             self.dropped.add(batch_size)
             self.kept = [kept for kept in self.kept if kept.batch_size != batch_size]
@@ -294,10 +326,20 @@ class Original:
             return None
 
     def _float64(self, call: Call, kept: Kept, training: bool) -> Observation | None:
-        mode = Float64Mode(own_dtype=own_dtype(self.target, call), leaf_parameters=training)
+        mode = Float64Mode(
+            own_dtype=own_dtype(self.target, call), leaf_parameters=training, written=self._written_parameters()
+        )
         try:
             with eager_only(), _silent():
-                truth = observe(self.target, call, seed=kept.seed, training=training, mode=mode, names=kept.names)
+                truth = observe(
+                    self.target,
+                    call,
+                    seed=kept.seed,
+                    training=training,
+                    mode=mode,
+                    names=kept.names,
+                    written=self.written,
+                )
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {_first_line(error)}"
             return None
@@ -320,12 +362,12 @@ class Original:
             return off_by_one_ulp(tensor.detach(), signs).requires_grad_(tensor.requires_grad)
 
         args, kwargs = rebuild((call.args, call.kwargs), perturb)
-        mode = PerturbedMode(seed)
+        mode = PerturbedMode(seed, written=self._written_parameters())
         try:
             with eager_only(), _silent():
                 other = observe(
                     self.target, Call(args, kwargs), seed=kept.seed, training=training, mode=mode,
-                    names=kept.names,
+                    names=kept.names, written=self.written,
                 )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.perturbed = False
@@ -336,7 +378,9 @@ class Original:
 
     def _again(self, call: Call, kept: Kept, training: bool) -> None:
         try:
-            other = observe(self.target, call, seed=kept.seed, training=training, names=kept.names)
+            other = observe(
+                self.target, call, seed=kept.seed, training=training, names=kept.names, written=self.written
+            )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.notes.append(f"The original raises when it is run twice: {_first_line(error)}")
             return
@@ -422,12 +466,12 @@ class Original:
         call = kept.call if kept.call is not None or samples is None else samples.at(kept.batch_size, kept.draw)
         if call is None or not self.perturbed:
             return {}
-        mode = PerturbedMode(_mixed(kept.seed, 2), results=results)
+        mode = PerturbedMode(_mixed(kept.seed, 2), results=results, written=self._written_parameters())
         try:
             with as_run(self.target, "training" if self.training else "inference"), eager_only(), _silent():
                 other = observe(
                     self.target, call, seed=kept.seed, training=self.training and kept.draw == 0, mode=mode,
-                    names=kept.names,
+                    names=kept.names, written=self.written,
                 )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.notes.append(f"The answer to rounding inside couldn't be measured: {_first_line(error)}")
@@ -579,8 +623,10 @@ class Comparison:
         flat: bool,
         frontiers: bool = True,
         slices: Mapping[str, SliceNoise] | None = None,
+        written: frozenset[str] = frozenset(),
     ) -> None:
         self.frontiers = frontiers
+        self.written = written
         self.slices = slices or {}
         self.noises = noises
         self.flat = flat
@@ -596,7 +642,7 @@ class Comparison:
         try:
             got = observe(
                 candidate, call, seed=kept.seed, training=training and not self.flat, flatten=flatten,
-                names=kept.names,
+                names=kept.names, written=self.written,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
             self._problem(f"The candidate raises at {kept.where}: {_first_line(error)}")

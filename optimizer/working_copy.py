@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from optimizer.preserve import held_iterators
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.side_effects import Snapshot
 from passes.graph.tracing import writes_in_place
@@ -292,7 +293,8 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
                     home[name] = copies.setdefault(id(tensor), tensor.detach().clone())
                     places.append((module, is_buffer, name, tensor))
     try:
-        yield written
+        with held_iterators(modules):
+            yield written
     finally:
         changed = {id(tensor) for *_, tensor in places if not _same_values(tensor, copies[id(tensor)])}
         for snapshot in snapshots:

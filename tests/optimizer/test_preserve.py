@@ -1,0 +1,120 @@
+import copy
+import itertools
+import tempfile
+
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import check_parity, optimize
+from optimizer.errors import LoadError
+from optimizer.preserve import kept_state
+
+
+class Countdown:
+    """An iterator that is written in Python."""
+
+    def __init__(self, start):
+        self.left = start
+        self.inner = iter(range(start))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.left -= 1
+        return self.left + next(self.inner)
+
+
+class Drawing(nn.Module):
+    def __init__(self, items):
+        super().__init__()
+        self.items = items
+        self.calls = 0
+        self.conv, self.bn = nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        self.calls += 1
+        next(self.items)
+        return self.bn(self.conv(x))
+
+
+ITERATORS = {
+    "list": lambda: iter([1, 2, 3, 4]),
+    "list, reversed": lambda: reversed([1, 2, 3, 4]),
+    "tuple": lambda: iter((1, 2, 3, 4)),
+    "range": lambda: iter(range(4)),
+    "dict": lambda: iter({1: 0, 2: 0, 3: 0, 4: 0}),
+    "count": lambda: itertools.count(5),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "zip": lambda: zip([1, 2, 3, 4], itertools.count(), strict=False),
+    "enumerate": lambda: enumerate([4, 5, 6, 7]),
+    "map": lambda: map(abs, iter([1, -2, 3, -4])),
+    "chain": lambda: itertools.chain([1, 2], [3, 4]),
+    "islice": lambda: itertools.islice([1, 2, 3, 4, 5], 4),
+    "in Python": lambda: Countdown(8),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_an_iterator_stays_where_it_is(name, drawn):
+    iterator, twin = ITERATORS[name](), ITERATORS[name]()
+    for _ in range(drawn):
+        assert next(iterator) == next(twin)
+    model = Drawing(iterator)
+    with kept_state(model):
+        copied = [next(model.items) for _ in range(2)]
+    assert model.items is iterator
+    following = [next(twin) for _ in range(3)]
+    assert [next(iterator) for _ in range(3)] == following
+    assert copied == following[:2]
+
+
+def test_items_of_a_copied_iterator_are_the_same_objects():
+    tensors = [torch.zeros(2), torch.ones(2)]
+    model = Drawing(iter(tensors))
+    with kept_state(model):
+        assert next(model.items) is tensors[0]
+    assert next(model.items) is tensors[0]
+
+
+@pytest.mark.parametrize("name", ["list", "cycle", "count", "in Python"])
+def test_measuring_and_optimizing_move_neither_iterators_nor_counters(name):
+    model, twin = enliven(Drawing(itertools.chain(ITERATORS[name](), itertools.count()))).eval(), ITERATORS[name]()
+    x = torch.randn(2, 3, 4)
+    assert check_parity(model, copy.deepcopy(model), (x,)).ok
+    optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    assert model.calls == 0
+    assert next(model.items) == next(twin)
+
+
+def generator():
+    yield from range(100)
+
+
+@pytest.mark.parametrize("make", [generator, lambda: zip(generator(), [1, 2], strict=False)], ids=["plain", "inside"])
+def test_a_generator_that_the_forward_moves_is_refused_and_not_moved(make):
+    model = enliven(Drawing(make())).eval()
+    x = torch.randn(2, 3, 4)
+    with pytest.raises(LoadError, match=r"attribute .items. of Drawing is a (generator|zip)"):
+        check_parity(model, model, (x,))
+    with pytest.raises(LoadError, match=r"attribute .items. of Drawing is a (generator|zip)"):
+        optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    assert next(model.items) in (0, (0, 1))
+
+
+def test_a_generator_and_a_file_that_no_forward_moves_do_no_harm():
+    class Holding(Drawing):
+        def forward(self, x):
+            return self.bn(self.conv(x))
+
+    model = enliven(Holding(generator())).eval()
+    x = torch.randn(2, 3, 4)
+    with tempfile.TemporaryFile() as file:
+        model.file = file
+        assert check_parity(model, model, (x,)).ok
+        with kept_state(model):
+            assert model.file is file
+    assert next(model.items) == 0

@@ -1,0 +1,185 @@
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import check_parity, export, optimize
+from optimizer.float64 import Float64Mode
+from optimizer.written_parameters import kept_parameters
+
+
+class Shortened(nn.Module):
+    """An embedding that shortens the rows it looks up, and a layer that reads the whole table."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.table = nn.Embedding(20, 4, max_norm=0.5, **options)
+        self.conv, self.bn = nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)
+
+    def forward(self, ids):
+        rows = self.table(ids)
+        return self.bn(self.conv(rows.transpose(1, 2))).transpose(1, 2) @ self.table.weight.T
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 4, max_norm=0.5)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+
+class Writing(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            HOW[self.how](self.linear.weight)
+        return self.other(self.linear(x))
+
+
+def set_data(weight):
+    weight.data = weight.data.clamp(max=0.1)
+
+
+HOW = {
+    "in place": lambda weight: weight.clamp_(max=0.1),
+    "data": lambda weight: weight.data.clamp_(max=0.1),
+    "view": lambda weight: weight.view(-1)[:3].mul_(0.5),
+    "detached": lambda weight: weight.detach().t().mul_(0.5),
+    "item": lambda weight: weight.__setitem__(0, 0.0),
+    "copy": lambda weight: weight.copy_(weight / weight.norm()),
+    "out": lambda weight: torch.mul(weight, 0.5, out=weight),
+    "functional": lambda weight: F.relu(weight, inplace=True),
+    "list": lambda weight: torch._foreach_mul_([weight], 0.5),
+    "another tensor": set_data,
+}
+
+
+def state(model):
+    return {
+        name: (value, value.detach().clone(), value._version, value.data_ptr())
+        for name, value in model.named_parameters()
+    }
+
+
+def assert_untouched(model, before):
+    for name, value in model.named_parameters():
+        same, values, version, place = before[name]
+        assert value is same
+        assert torch.equal(value, values), name
+        assert (value._version, value.data_ptr()) == (version, place), name
+
+
+def ids():
+    return torch.randint(0, 20, (3, 5))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_parameter_that_is_written_to_is_put_back(how):
+    model = enliven(Writing(how))
+    before = state(model)
+    with kept_parameters(model) as written:
+        model(torch.randn(2, 4))
+        assert not torch.equal(model.linear.weight, before["linear.weight"][1])
+    assert written == {"linear.weight"}
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_measuring_leaves_parameters_as_they_are(how):
+    model = enliven(Writing(how))
+    candidate = copy.deepcopy(model)
+    states = state(model), state(candidate)
+    report = check_parity(model, candidate, (torch.randn(2, 4),))
+    assert report.ok, report
+    assert report.notes == ("The model writes to its own parameters in forward: linear.weight.",)
+    assert_untouched(model, states[0])
+    assert_untouched(candidate, states[1])
+
+
+@pytest.mark.parametrize("model", [Shortened(), Shortened(padding_idx=0), Bag()], ids=["table", "padded", "bag"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_an_embedding_that_shortens_its_rows(model, mode):
+    before = state(enliven(model))
+    report = check_parity(model, copy.deepcopy(model), (ids(),), mode=mode)
+    assert report.ok, report
+    assert report.reference == "float64"
+    assert_untouched(model, before)
+
+
+def test_float64_writes_the_shortened_rows_to_the_shadow():
+    model, rows = enliven(Shortened()).eval(), ids()
+    before = state(model)
+    double = copy.deepcopy(model).double()
+    with torch.no_grad(), Float64Mode() as mode:
+        truth = model(rows)
+    with torch.no_grad():
+        expected = double(rows)
+    assert (truth - expected).abs().max() < 1e-14
+    assert (mode.shadow(model.table.weight) - double.table.weight).abs().max() < 1e-15
+    assert_untouched(model, before)
+
+
+def test_optimizing_leaves_the_callers_parameters_as_they_are():
+    model, rows = enliven(Shortened()).eval(), ids()
+    before = state(model)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(rows,))
+    assert len(fast.report.passes[0].changes) == 1
+    assert fast.report.verified
+    assert_untouched(model, before)
+    with torch.no_grad():
+        assert torch.allclose(fast(rows), model(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("format_name", ["torchscript", "onnx"])
+def test_exporting_leaves_the_callers_parameters_as_they_are(format_name, tmp_path):
+    model = enliven(nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 3))).eval()
+    before = state(model)
+    # The artifacts hold the written weights: every row of the batch is known.
+    try:
+        assert export(model, example_inputs=(ids(),), output=tmp_path / "bundle", formats=(format_name,)).parity.ok
+    finally:
+        assert_untouched(model, before)
+
+
+def test_nothing_is_copied_where_nothing_is_written():
+    model = enliven(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)))
+    before = state(model)
+    with kept_parameters(model) as written:
+        model(torch.randn(2, 4)).mul_(2)
+    assert written == set()
+    assert_untouched(model, before)
+    assert not check_parity(model, copy.deepcopy(model), (torch.randn(2, 4),)).notes
+
+
+def test_parameters_come_back_after_an_error_too():
+    class Failing(Writing):
+        def forward(self, x):
+            super().forward(x)
+            raise ZeroDivisionError
+
+    model = enliven(Failing("data"))
+    before = state(model)
+    with pytest.raises(ZeroDivisionError), kept_parameters(model):
+        model(torch.randn(2, 4))
+    assert_untouched(model, before)
+
+
+def test_callables_and_script_modules_are_run_as_they_are():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        script = torch.jit.script(nn.Linear(3, 3))
+    for target in (torch.sin, script, nn.Identity()):
+        with kept_parameters(target) as written:
+            target(torch.randn(2, 3))
+        assert written == set()
