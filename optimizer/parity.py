@@ -8,9 +8,10 @@ the root mean square, each pooled over all batch sizes and draws. There is no ot
 One number for a whole output hides a channel or column that is a million times smaller than the largest. So each of them
 whose own noise is far below the output's has a bound of its own, `SLICE_FACTOR` times that noise. It is measured alike,
 element by element, and no less than four units in the last place of the slice's own scale. A fold, other kernels and sums
-in another order change the rounding of a channel by the order of that: on models from ResNet to Llama, through ONNX and
-TorchScript, no slice was off by more than 1.3 times its noise. What they may not keep to is each single number of an
-activation: sigmoid(-30) may come out as 1e-8. `Original._slice_noises` therefore adds what that does to a slice.
+in another order change the rounding of a channel by the order of that: on models from ResNet to Llama through ONNX and
+TorchScript, and on 700 random networks with columns from 1e-8 to 100, folded or in another layout, in three dtypes, no slice
+was off by more than twice its noise. What they may not keep to is each single number of an activation: sigmoid(-30) may
+come out as 1e-8. `Original._slice_noises` therefore adds what that does to a slice.
 
     reference = Reference.measure(model, Samples((x,)))       # runs the original, once
     measurement = reference.compare(candidate)                # runs a candidate; plain data, JSON both ways
