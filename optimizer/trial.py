@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,17 +12,17 @@ from torch.nn.parameter import is_lazy
 from optimizer.errors import LoadError
 from optimizer.inputs import Call
 from optimizer.loading import Loaded
+from optimizer.preserve import kept_state
 from optimizer.sentences import dtype_name, errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
-
-_CONTAINERS = (dict, OrderedDict, list, set)
+from optimizer.written_parameters import kept_parameters
 
 
 def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
     """Run the model once on its example inputs, in eval and without gradients, and leave it as it was.
 
-    Training flags, buffers, the attributes of all modules and the state of the random generators are put back. Lazy
-    modules get their parameters here, for good. Raises `LoadError` where the inputs don't fit forward, where forward
+    Training flags, buffers, parameters that forward writes to, the attributes of all modules and the state of the random
+    generators are put back. Lazy modules get their parameters here, for good. Raises `LoadError` where the inputs don't fit forward, where forward
     raises, and where it returns no tensor.
     """
     model = loaded.model
@@ -35,7 +34,7 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
         if any(is_lazy(tensor) for tensor in _tensors_of(model)):
             _run(loaded, call)
             loaded.notes += ("Lazy modules got their parameters from a run on the example inputs.",)
-        with _state_restored(model):
+        with kept_parameters(model), kept_state(model):
             outputs = _run(loaded, call)
     leaves = leaves_of(outputs).values
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -85,33 +84,6 @@ def _flags_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
-
-
-@contextlib.contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Put back buffers and attributes, also what stands in the modules' own dicts, lists and sets."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
-    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    attributes = [(vars(module), dict(vars(module))) for module in plain]
-    containers = [value for _, saved in attributes for value in saved.values() if type(value) in _CONTAINERS]
-    contents = [(container, container.copy()) for container in containers]
-    try:
-        yield
-    finally:
-        for current, saved in [*attributes, *contents]:
-            _refill(current, saved)
-        with torch.no_grad():
-            for buffer, saved_buffer in buffers:
-                if not torch.equal(buffer, saved_buffer):
-                    buffer.copy_(saved_buffer)
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
