@@ -34,7 +34,7 @@ from optimizer.pipeline import Pipeline, check_requirements, coverage_record, si
 from optimizer.preserve import one_at_a_time
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
-from optimizer.weights import refuse_empty_tensors, refuse_lazy_modules, refuse_unmade_module
+from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
 from passes.base import Context, Pass, device_of
@@ -310,10 +310,11 @@ def _check_model(model: object, *, runs: bool) -> None:
             "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
             " pass."
         )
-    refuse_unmade_module(model)
-    refuse_lazy_modules(model)
     if runs:
-        refuse_empty_tensors(model)
+        refuse_unrunnable(model)
+    else:
+        refuse_unmade_module(model)
+        refuse_lazy_modules(model)
 
 
 def _check_numbers(seed: object, batch_sizes: Any) -> None:

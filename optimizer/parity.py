@@ -45,6 +45,7 @@ from optimizer.verdict import (
     Tolerance,
     judge,
 )
+from optimizer.weights import refuse_unrunnable
 
 __all__ = [
     "BATCH_SIZES",
@@ -99,11 +100,14 @@ def check_parity(
     inputs go there, and a module that lives elsewhere is copied there.
 
     Raises:
-        LoadError: the reference raises on the example inputs.
+        LoadError: the reference raises on the example inputs, or a module has no weights to run with yet.
         UsageError: the example inputs are no tuple, tensor or function, or an option makes no sense.
     """
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
+    for module in (reference, candidate):
+        if isinstance(module, nn.Module):
+            refuse_unrunnable(module)
     samples = Samples(example_inputs, example_kwargs, seed=seed, device=device)
     measured = Reference.measure(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
     return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol)

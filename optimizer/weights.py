@@ -152,6 +152,13 @@ def _cast(given: torch.Tensor, own: Any) -> bool:
     return isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given.dtype != own.dtype
 
 
+def refuse_unrunnable(model: nn.Module) -> None:
+    """Raise `LoadError` where a run of the module would fail for lack of weights, or give it some for good."""
+    refuse_unmade_module(model)
+    refuse_lazy_modules(model)
+    refuse_empty_tensors(model)
+
+
 def refuse_unmade_module(model: nn.Module) -> None:
     """Raise `LoadError` where the constructor of `nn.Module` didn't run: the module holds no place for weights."""
     if not hasattr(model, "_parameters"):

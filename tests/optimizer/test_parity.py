@@ -926,3 +926,17 @@ def test_reports_from_before_slices_can_be_read():
     for output in older["outputs"]:
         del output["slice"], output["slice_ratio"]
     assert ParityReport.from_json(older) == report
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda: nn.LazyLinear(3), "run the model once"), (lambda: nn.Linear(6, 3, device="meta"), "meta")],
+)
+def test_a_module_without_weights_is_refused_and_left_as_it_was(side, make, words):
+    modules = [enliven(nn.Linear(6, 3)), enliven(nn.Linear(6, 3))]
+    modules[side] = make()
+    kind = type(modules[side])
+    with pytest.raises(LoadError, match=words):
+        check_parity(*modules, (torch.randn(2, 6),))
+    assert type(modules[side]) is kind
