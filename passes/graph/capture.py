@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.graph.baked import Baked
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.side_effects import Snapshot, contains, forget, holds_generator, random_state, set_random_state
@@ -51,6 +52,7 @@ class ModuleGraph:
         traced: true for a trace, which is what the forward does for every call of that structure; false for a recorded
             run, which shows what it did and is never executed.
         flags: the values of `training` that the graph holds for; none for the one that the module has.
+        baked: the attributes and globals that a trace read: the graph holds for these values.
     """
 
     path: str
@@ -60,12 +62,13 @@ class ModuleGraph:
     outputs: pytree.TreeSpec
     traced: bool = True
     flags: tuple[bool, ...] = ()
+    baked: tuple[Baked, ...] = ()
 
     def forward(self) -> GraphForward:
         """The graph as a forward for its module."""
         flags = self.flags or (self.module.training,)
         graphs = dict.fromkeys(flags, (self.graph, self.outputs))
-        return GraphForward(self.module, self.path, self.structure, graphs)
+        return GraphForward(self.module, self.path, self.structure, graphs, self.baked)
 
 
 @dataclass
@@ -242,7 +245,7 @@ class _Work:
             raise Untraceable(reason or "its forward changes attributes or containers that outlive the call")
         if found is None:
             raise Untraceable(reason)
-        return ModuleGraph(path, module, found[0], structure, found[1])
+        return ModuleGraph(path, module, found[0], structure, found[1], baked=tracer.reads.baked())
 
     def _clean(self) -> None:
         """Take symbols that traces left somewhere out of there, and make islands of the modules whose traces it were."""
@@ -275,8 +278,11 @@ def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> Mod
     """The graph that an earlier run made the module's forward."""
     if module.training not in forward.graphs:
         raise Untraceable("its forward was rewritten in the other mode")
+    if (changed := forward.changed()) is not None:
+        raise Untraceable(f"its forward was rewritten when {changed} was another")
     graph, outputs = forward.graphs[module.training]
-    return ModuleGraph(path, module, copy.deepcopy(graph), forward.structure, outputs, flags=tuple(forward.graphs))
+    flags = tuple(forward.graphs)
+    return ModuleGraph(path, module, copy.deepcopy(graph), forward.structure, outputs, flags=flags, baked=forward.baked)
 
 
 @contextmanager

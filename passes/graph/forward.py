@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import linecache
@@ -16,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
+from passes.graph.baked import Baked, found_again, portable
 from passes.graph.guards import class_code, inner_forward
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
@@ -26,7 +28,11 @@ class GraphForward:
     """Stands in a module's `__dict__` as its `forward`, so that class, attributes and tree of the module stay.
 
     It holds one graph for each training flag that it was made for. It is copied and pickled with its module. What it
-    computes never changes: a pass that changes the forward installs a new one.
+    computes never changes: a pass that changes the forward installs a new one. A call raises where an attribute or
+    global that the forward read when it was traced isn't what it was.
+
+    Attributes:
+        baked: what the forward read.
     """
 
     def __init__(
@@ -35,11 +41,14 @@ class GraphForward:
         path: str,
         structure: CallStructure,
         graphs: dict[bool, tuple[fx.Graph, pytree.TreeSpec]],
+        baked: tuple[Baked, ...] = (),
     ) -> None:
         self.owner = owner
         self.path = path
         self.structure = structure
         self.graphs = graphs
+        self.baked = baked
+        self._checked = _to_check(baked, owner, tuple(graphs))
         self._plain = structure.only_positional_tensors
         self._arity = len(structure.leaves)
         self._bind = binder_of(structure.signature)
@@ -63,6 +72,12 @@ class GraphForward:
         training = self.owner.training
         if training not in self._functions:
             self._prepare_for(training)
+        for item in self._checked:
+            if not item.holds:
+                raise UnseenCall(
+                    f"{self._name_of(item)} was changed after optimize(), which put its value into the graph of"
+                    f" {self._name()}: put it back, or change it in the original model and optimize that again."
+                )
         tensors: Sequence[Any]
         if self._plain and not kwargs and len(args) == self._arity and all(isinstance(a, torch.Tensor) for a in args):
             tensors = args
@@ -87,21 +102,39 @@ class GraphForward:
                 f"{self._name()} is called {error}: give optimize() example inputs that call it so"
             ) from None
 
+    def changed(self) -> str | None:
+        """What of the things that the forward read isn't what it was; None for nothing."""
+        return next((self._name_of(item) for item in self._checked if not item.holds), None)
+
+    def _name_of(self, item: Baked) -> str:
+        if not isinstance(item.holder, nn.Module):
+            return f"the global {item.name}" if isinstance(item.holder, dict) else "a variable around the forward"
+        path = next((path for path, module in self.owner.named_modules() if module is item.holder), "")
+        name = "the list of children" if item.name == "_modules" else item.name
+        return f"{name} of {'.'.join(filter(None, (self.path, path))) or 'the root'}"
+
     def _name(self) -> str:
         return f"{type(self.owner).__name__} at {self.path or 'the root'}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         graphs = {flag: (_nodes_of(graph), skeleton_of(spec)) for flag, (graph, spec) in self.graphs.items()}
         # The owner comes as state, not as an argument: it holds this object, and pickle breaks the cycle at the state.
-        return _empty_forward, (), (self.owner, self.path, self.structure, graphs)
+        baked, checked = (
+            [moved for item in items if (moved := portable(item)) is not None] for items in (self.baked, self._checked)
+        )
+        return _empty_forward, (), (self.owner, self.path, self.structure, graphs, baked, checked)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        owner, path, structure, graphs = state
+        owner, path, structure, graphs, baked, checked = state
         self.__init__(  # type: ignore[misc]
             owner,
             path,
             structure,
             {flag: (_graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
+        )
+        # The owner has nothing yet that could be looked at.
+        self.baked, self._checked = (
+            tuple(found for item in items if (found := found_again(item)) is not None) for items in (baked, checked)
         )
         self.prepare()
 
@@ -110,6 +143,10 @@ class GraphForward:
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin.owner = memo.get(id(self.owner), self.owner)
+        if twin.owner is not self.owner:
+            # The modules that it reads from are copied with their owner, if only later.
+            twin.baked = tuple(_copied(item, memo) for item in self.baked)
+            twin._checked = tuple(_copied(item, memo) for item in self._checked)
         return twin
 
     @property
@@ -121,6 +158,18 @@ class GraphForward:
     def __signature__(self) -> Any:
         # Code that asks a model for its arguments (transformers' generate does) reads them here.
         return self.structure.signature
+
+
+def _to_check(baked: tuple[Baked, ...], owner: nn.Module, flags: tuple[bool, ...]) -> tuple[Baked, ...]:
+    """What has to be compared at a call; what a graph reads anew at every call hasn't."""
+    found = (
+        item.of_now() for item in baked if item.name != "training" or (item.holder is not owner and len(flags) == 1)
+    )
+    return tuple(item for item in found if item is not None)
+
+
+def _copied(item: Baked, memo: dict[int, Any]) -> Baked:
+    return item.moved(copy.deepcopy(item.holder, memo)) if isinstance(item.holder, nn.Module) else item
 
 
 def compile_graph(graph: fx.Graph, path: str) -> Callable[..., Any]:

@@ -74,6 +74,13 @@ class FoldedPair:
             " it: give optimize() example inputs that take this branch, or leave the pass out."
         )
 
+    def other_tensors(self, path: str) -> UnseenCall:
+        """The error where one of the two, at the path, has parameters that the rewrite took from it."""
+        return UnseenCall(
+            f"{path} has parameters again that went into another module when {self.conv_path} was folded together with"
+            f" {self.norm_path}: load weights into the original model, or give them to it, and optimize it again."
+        )
+
 
 # What may be asked of the sealed tensor: the answers are the same before and behind the BatchNorm.
 _METADATA = frozenset({
@@ -134,8 +141,11 @@ class FoldedConvForward(InstanceForward):
     def __init__(self, owner: nn.Module, pair: FoldedPair) -> None:
         self.owner = owner
         self.pair = pair
+        self.has_bias = owner._parameters.get("bias") is not None
 
     def __call__(self, input: torch.Tensor) -> SealedOutput:
+        if not self.has_bias and self.owner._parameters.get("bias") is not None:
+            raise self.pair.other_tensors(self.pair.conv_path)
         if input.dim() != self.pair.rank:
             raise self.pair.other_rank(input)
         return SealedOutput(self.compute(input), self.pair)
@@ -163,7 +173,13 @@ class FoldedNormForward(InstanceForward):
     def __call__(self, input: Any) -> torch.Tensor:
         if not isinstance(input, SealedOutput) or input.sealed_by is not self.pair:
             raise self.pair.came_from_elsewhere()
-        return self.compute(input.sealed_value)
+        if not self.carried:
+            return self.compute(input.sealed_value)
+        # `functional_call` and the like put tensors in place that no hook sees.
+        owner = self.owner
+        if owner._parameters.get("weight") is not None or owner._buffers.get("running_mean") is not None:
+            raise self.pair.other_tensors(self.pair.norm_path)
+        return input.sealed_value
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The BatchNorm alone, wherever the input comes from."""

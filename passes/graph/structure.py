@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from passes.errors import UnseenCall
 
 # A value of one of these types may be part of what a graph is made for: it is compared at every call.
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
 
 
 class Unstructured(Exception):
@@ -117,7 +117,7 @@ class CallStructure:
         flat, spec = pytree.tree_flatten(bound)
         leaves = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
         for leaf in leaves:
-            if leaf is not TENSOR and not isinstance(leaf, _CONSTANTS):
+            if leaf is not TENSOR and not isinstance(leaf, CONSTANTS):
                 raise Unstructured(f"an argument of type {type(leaf).__name__} holds no tensors that could be named")
         given = set(signature.bind(*args, **kwargs).arguments)
         return cls(signature, spec, leaves, len(args), frozenset(set(signature.parameters) - given))
@@ -135,7 +135,7 @@ class CallStructure:
                 bound[parameter.name] = TENSOR if parameter.default is parameter.empty else parameter.default
         leaves, spec = pytree.tree_flatten(bound)
         for leaf in leaves:
-            if leaf is not TENSOR and not isinstance(leaf, _CONSTANTS):
+            if leaf is not TENSOR and not isinstance(leaf, CONSTANTS):
                 raise Unstructured(f"the default of an argument, of type {type(leaf).__name__}, is no constant")
         omitted = frozenset(p.name for p in signature.parameters.values() if p.default is not p.empty)
         return cls(signature, spec, tuple(leaves), len(signature.parameters), omitted)
@@ -227,7 +227,7 @@ def flatten_outputs(outputs: Any, tensor_like: type | tuple[type, ...]) -> tuple
     """
     leaves, spec = pytree.tree_flatten(outputs)
     for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and not isinstance(leaf, tensor_like):
+        if not isinstance(leaf, (torch.Tensor, *CONSTANTS)) and not isinstance(leaf, tensor_like):
             raise Unstructured(f"it returns a {type(leaf).__name__}, whose tensors can't be named")
     return leaves, spec
 

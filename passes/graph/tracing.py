@@ -27,6 +27,7 @@ from torch.fx.proxy import Attribute, ParameterProxy
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
+from passes.graph.baked import ABSENT, Reads
 from passes.graph.side_effects import names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
 
@@ -251,6 +252,7 @@ class ForwardTracer(fx.Tracer):
 
     Attributes:
         symbols: every symbol that was made, held weakly; those that live on after the trace were kept somewhere.
+        reads: what the forward reads of modules.
     """
 
     def __init__(
@@ -269,6 +271,8 @@ class ForwardTracer(fx.Tracer):
         self.symbols: list[weakref.ref[fx.Proxy]] = []
         # What was raised on the way: a forward may catch it and go another way than a run does.
         self.refusals: list[str] = []
+        self.reads = Reads(function_of(module))
+        self._own_work = False
         self._paths = _Paths(tree, module)
         self._tensors: dict[str, fx.Proxy] = {}
 
@@ -344,9 +348,21 @@ class ForwardTracer(fx.Tracer):
         self.symbols.append(weakref.ref(symbol))
         return symbol
 
+    def look(self, module: nn.Module, name: str, value: Any) -> None:
+        """The forward reads an attribute, `ABSENT` where there is none."""
+        if not self._own_work:
+            self.reads.look(module, name, value)
+
+    def _path_of(self, module: nn.Module) -> str | None:
+        self._own_work = True
+        try:
+            return self._paths.of(module)
+        finally:
+            self._own_work = False
+
     def call_child(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of another module."""
-        path = self._paths.of(module)
+        path = self._path_of(module)
         if not path:
             raise Untraceable("its forward calls a module that isn't its own by any attribute")
         symbol = self.create_proxy("call_module", path, args, kwargs)
@@ -356,9 +372,10 @@ class ForwardTracer(fx.Tracer):
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
         """The attribute that the forward reads from a module: a symbol for a parameter or buffer."""
+        self.look(module, name, value)
         if not isinstance(value, torch.Tensor):
             return value
-        path = self._paths.of(module)
+        path = self._path_of(module)
         if path is None or keyword.iskeyword(name):
             return value
         target = f"{path}.{name}" if path else name
@@ -388,7 +405,7 @@ class ForwardTracer(fx.Tracer):
 
     def _tensor_argument(self, tensor: torch.Tensor) -> fx.Node:
         for owner, name in self.tree.owners_of(tensor):
-            path = self._paths.of(owner)
+            path = self._path_of(owner)
             if path is not None and not keyword.iskeyword(name):
                 return self.create_node("get_attr", f"{path}.{name}" if path else name, (), {})
         raise Untraceable("its forward uses a tensor that it finds outside of the module")
@@ -551,9 +568,21 @@ class Interception:
                 return module_call(module, *args, **kwargs)
             return tracer.call_child(module, args, kwargs)
 
-        def read(module: nn.Module, name: str) -> Any:
-            value = module_getattr(module, name)
+        def look(module: nn.Module, name: str) -> Any:
+            value = object.__getattribute__(module, name)
             tracer = self._active()
+            if tracer is not None:
+                tracer.look(module, name, value)
+            return value
+
+        def read(module: nn.Module, name: str) -> Any:
+            tracer = self._active()
+            try:
+                value = module_getattr(module, name)
+            except AttributeError:
+                if tracer is not None:
+                    tracer.look(module, name, ABSENT)
+                raise
             return value if tracer is None else tracer.read(module, name, value)
 
         def write(module: nn.Module, name: str, value: Any) -> None:
@@ -562,6 +591,7 @@ class Interception:
             module_setattr(module, name, value)
 
         self._patch(nn.Module, "__call__", call)
+        self._patch(nn.Module, "__getattribute__", look)
         self._patch(nn.Module, "__getattr__", read)
         self._patch(nn.Module, "__setattr__", write)
 

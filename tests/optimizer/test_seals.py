@@ -1,7 +1,10 @@
 """A folded convolution is only right in front of its BatchNorm: what uses it otherwise raises, and never answers wrong."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
 
@@ -133,6 +136,70 @@ def test_weights_from_before_the_fold_are_refused_and_its_own_are_taken(pair):
             fast.load_state_dict(model.state_dict(), strict=strict)
     fast.load_state_dict(own)
     assert same(fast(image()), model(image()))
+
+
+@pytest.mark.parametrize("name", ["fold-conv-bn", "fold-conv-bias"])
+def test_functional_call_takes_its_own_weights_and_refuses_those_from_before_the_fold(name):
+    model = norm_net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    fast = optimize(model, [name], example_inputs=(image(),))
+    own = {key: tensor.detach() * 1 for key, tensor in fast.named_parameters()}
+    assert same(torch.func.functional_call(fast, own, (image(),)), model(image()))
+    assert not same(torch.func.functional_call(fast, {"0.weight": own["0.weight"] * 2}, (image(),)), model(image()))
+    with pytest.raises(UnseenCall, match="has parameters again that went into another module"):
+        torch.func.functional_call(fast, dict(model.named_parameters()), (image(),))
+    assert same(fast(image()), model(image()))
+
+
+class Scaled(nn.Module):
+    """A BatchNorm as a function, with what its forward reads besides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.act = nn.ReLU()
+        self.scale = 2.0
+
+    def forward(self, x):
+        bn = self.bn
+        y = F.batch_norm(self.conv(x), bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.1, bn.eps)
+        return self.act(y) * self.scale
+
+
+def test_a_forward_by_its_graph_refuses_attributes_that_changed_and_follows_children():
+    model = enliven(Scaled()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert len(fast.report.passes[0].changes) == 1
+    fast.note = "nothing reads it"
+    model.act, fast.act = nn.Tanh(), nn.Tanh()
+    assert same(fast(image()), model(image()))
+    fast.scale = 3.0
+    with pytest.raises(UnseenCall, match=r"^scale of the root was changed after optimize\(\)"):
+        fast(image())
+    with pytest.raises(UnseenCall, match=r"^scale of the root"):
+        copy.deepcopy(fast)(image())
+    fast.scale = 2.0
+    fast.bn.eps = 1.0
+    with pytest.raises(UnseenCall, match=r"^eps of bn was changed"):
+        fast(image())
+    fast.bn.eps = model.bn.eps
+    with pytest.raises(UnseenCall, match=r"^weight of bn was changed"):
+        torch.func.functional_call(fast, dict(model.named_parameters()), (image(),))
+    assert same(fast(image()), model(image()))
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    assert same(compiled(image()), model(image()))
+
+
+def test_optimizing_a_changed_result_again_is_not_wrong():
+    fast = optimize(enliven(Scaled()).eval(), ["fold-conv-bn"], example_inputs=(image(),))
+    fast.scale = 3.0
+    again = optimize(fast, ["fold-conv-bn"])
+    assert "its forward was rewritten when scale of the root was another" in str(again.report.coverage.islands)
+    with pytest.raises(UnseenCall, match=r"^scale of the root"):
+        again(image())
+    again.scale = 2.0
+    fast.scale = 2.0
+    assert same(again(image()), fast(image()))
 
 
 def test_torch_export_takes_a_result():

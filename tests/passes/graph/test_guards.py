@@ -91,12 +91,32 @@ def test_only_its_norm_opens_it() -> None:
     conv, norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()
     x = torch.randn(2, 3, 5, 5)
     output = FoldedConvForward(conv, PAIR)(x)
-    assert torch.equal(FoldedNormForward(norm, PAIR, carried=True)(output), conv(x))
+    bare = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+    assert torch.equal(FoldedNormForward(bare, PAIR, carried=True)(output), conv(x))
     assert torch.equal(FoldedNormForward(norm, PAIR, carried=False)(output), norm(conv(x)))
     other = FoldedNormForward(norm, FoldedPair("conv", "bn", 4), carried=True)
     for value in (output, conv(x)):
         with pytest.raises(UnseenCall, match="bn was folded together with conv and is given a value that doesn't come"):
             other(value)
+
+
+def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
+    x = torch.randn(2, 3, 5, 5)
+    conv, norm = nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+    first, second = FoldedConvForward(conv, PAIR), FoldedNormForward(norm, PAIR, carried=True)
+    output = first(x)
+    assert torch.equal(second(output), conv(x))
+    for name, home in (("weight", norm._parameters), ("running_mean", norm._buffers)):
+        home[name] = torch.ones(4)
+        with pytest.raises(
+            UnseenCall, match=r"^bn has parameters again that went into another module when conv was folded"
+        ):
+            second(output)
+        home[name] = None
+    assert torch.equal(second(output), conv(x))
+    conv.bias = nn.Parameter(torch.ones(4))
+    with pytest.raises(UnseenCall, match=r"^conv has parameters again"):
+        first(x)
 
 
 class Leaky(Pair):

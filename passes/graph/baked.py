@@ -1,0 +1,265 @@
+"""What a trace reads besides its inputs: the attributes and globals whose values went into a graph for good.
+
+A graph that stands in for a forward is right as long as these are what they were. They are few, and compared at every
+call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import math
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.graph.side_effects import names_in
+from passes.graph.structure import CONSTANTS
+
+
+class _Word:
+    """Stands where there is no value; copies and pickles of it are the one object of this module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> str:
+        return self.name
+
+
+ABSENT = _Word("ABSENT")
+UNKNOWN = _Word("UNKNOWN")
+
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
+_IMMUTABLE = (*CONSTANTS, *_FUNCTIONS, enum.Enum, range, torch.memory_format)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+# What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
+_BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
+# How deep in containers and plain objects values are compared.
+_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Baked:
+    """One value that went into a graph.
+
+    Attributes:
+        holder: the module that has it as an attribute, the dict of globals, or the cell of a closure.
+        name: under which name.
+        value: the value; of a container, a tuple of its items, of a dict a tuple of keys and values; compared first, by
+            identity, unless something in it can change in place.
+        print: what it was, all through, as `fingerprint` gives it.
+        registry: for the place of a parameter, buffer or child, the attribute of the module that has it; else "".
+    """
+
+    holder: Any
+    name: str
+    value: Any
+    print: Any
+    registry: str = ""
+
+    @classmethod
+    def of(cls, holder: Any, name: str, value: Any, registry: str = "") -> Baked:
+        """The value as it is now."""
+        items = _items(value)
+        known = value if _cannot_change(value) else items if items is not value and _cannot_change(items) else UNKNOWN
+        return cls(holder, name, known, fingerprint(value), registry)
+
+    def now(self) -> Any:
+        """The value as it is now; `ABSENT` for none."""
+        holder, name = self.holder, self.name
+        if self.registry:
+            return holder.__dict__[self.registry].get(name, ABSENT)
+        if isinstance(holder, dict):
+            return holder.get(name, ABSENT)
+        if isinstance(holder, nn.Module):
+            if name == "_modules":
+                return tuple(holder._modules)
+            if name in holder.__dict__:
+                return holder.__dict__[name]
+        return getattr(holder, name, ABSENT)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is what it was."""
+        now = self.now()
+        if now is self.value:
+            return True
+        if self.value is not UNKNOWN and type(now) in (list, dict, tuple) and type(now) is self.print[0]:
+            items = _items(now)
+            if len(items) == len(self.value) and all(map(operator.is_, items, self.value)):
+                return True
+        return bool(fingerprint(now) == self.print)
+
+    def of_now(self) -> Baked | None:
+        """What of it still holds after passes have written to the tree; None for what a graph reads anew at every call.
+
+        Where a pass put another parameter, buffer or child, or none, the graph of now goes with what is there now.
+        """
+        registries = ("_parameters", "_buffers", "_modules") if isinstance(self.holder, nn.Module) else ()
+        registry = next((each for each in registries if self.name in getattr(self.holder, each)), "")
+        if not registry:
+            return self
+        now = getattr(self.holder, registry)[self.name]
+        return None if isinstance(now, torch.Tensor) else Baked.of(self.holder, self.name, now, registry)
+
+    def moved(self, holder: Any) -> Baked:
+        """The same value of another holder."""
+        return dataclasses.replace(self, holder=holder)
+
+
+def _items(value: Any) -> Any:
+    if type(value) is dict:
+        return (*value, *value.values())
+    return tuple(value) if type(value) is list else value
+
+
+def _cannot_change(value: Any) -> bool:
+    return isinstance(value, _IMMUTABLE) or (type(value) is tuple and all(map(_cannot_change, value)))
+
+
+def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
+    """What tells the value from others: equal for equal values of the same types, whatever objects they are.
+
+    A tensor is the same as any other and a module as any of its class, since a graph reads the ones and calls the others
+    anew at every call.
+    """
+    kind = type(value)
+    if isinstance(value, float):
+        # Neither of NaN and -0.0 does `==` tell what it is.
+        return kind, math.copysign(1.0, value), value if value == value else None
+    if isinstance(value, complex):
+        return kind, fingerprint(value.real), fingerprint(value.imag)
+    if isinstance(value, _FUNCTIONS):
+        # Not their kind, which pickle doesn't find by its name.
+        return None, value
+    if isinstance(value, _IMMUTABLE):
+        return kind, value
+    if isinstance(value, nn.Module):
+        return nn.Module, kind
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, None
+    if isinstance(value, functools.partial):
+        return kind, fingerprint((value.func, value.args, value.keywords), depth)
+    if isinstance(value, types.MethodType):
+        return None, value.__func__
+    if depth:
+        if isinstance(value, Mapping):
+            return kind, tuple((fingerprint(k, depth - 1), fingerprint(v, depth - 1)) for k, v in value.items())
+        if isinstance(value, set | frozenset):
+            return kind, frozenset(value)
+        if isinstance(value, _SEQUENCES):
+            return kind, tuple([fingerprint(item, depth - 1) for item in value])
+        if type(attributes := getattr(value, "__dict__", None)) is dict:
+            return kind, fingerprint(attributes, depth - 1)
+    return (value if value is ABSENT else kind), None
+
+
+class Reads:
+    """Collects, while one forward is traced, what it reads.
+
+    Attributes:
+        functions: the Python functions that were looked up on modules, by which globals are found.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self.functions: dict[Any, None] = {} if function is None else {function: None}
+        self._found: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+
+    def look(self, module: nn.Module, name: str, value: Any) -> None:
+        """The attribute of a module was read; `ABSENT` where it has none."""
+        if isinstance(value, types.MethodType):
+            self.functions.setdefault(value.__func__)
+            return
+        if (name.startswith("__") and name.endswith("__")) or name in _BOOKKEEPING:
+            return
+        stands_for = getattr(type(module), name, None)
+        if isinstance(stands_for, property):
+            # It reads what it is made of.
+            self.functions.setdefault(stands_for.fget)
+        elif isinstance(value, types.FunctionType) and name not in module.__dict__:
+            self.functions.setdefault(value)
+        else:
+            self._found.setdefault((id(module), name), (module, value))
+
+    def baked(self) -> tuple[Baked, ...]:
+        """All of it, with the values of now."""
+        outside = tuple(_named_outside(self.functions))
+        tests_classes = any(_tests_classes(function) for function in self.functions)
+        attributes = [
+            Baked.of(module, name, tuple(value) if name == "_modules" else value)
+            for (_, name), (module, value) in self._found.items()
+            if tests_classes or not isinstance(value, nn.Module)
+        ]
+        return (*attributes, *outside)
+
+
+def _tests_classes(function: Any) -> bool:
+    if (function.__module__ or "").startswith("torch."):
+        return False
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and not names_in(code).isdisjoint(("isinstance", "type", "__class__", "issubclass"))
+
+
+def _named_outside(functions: Mapping[Any, None]) -> Iterator[Baked]:
+    """The data that functions, and those of the globals that they name, name outside of themselves."""
+    seen: set[tuple[int, str]] = set()
+    waiting = list(functions)
+    known = {id(function) for function in waiting}
+    while waiting:
+        function = waiting.pop()
+        function = inspect.unwrap(function)
+        if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
+            continue
+        for holder, name, value in _outside(function):
+            if isinstance(value, types.FunctionType):
+                if id(value) not in known:
+                    known.add(id(value))
+                    waiting.append(value)
+            elif _is_data(value) and (id(holder), name) not in seen:
+                seen.add((id(holder), name))
+                yield Baked.of(holder, name, value)
+
+
+def _outside(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    names = names_in(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name, ABSENT)
+        yield function.__globals__, name, value
+        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in ("torch", "math"):
+            yield from ((vars(value), inner, vars(value)[inner]) for inner in names if inner in vars(value))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield cell, "cell_contents", getattr(cell, "cell_contents", ABSENT)
+
+
+def _is_data(value: Any) -> bool:
+    opaque = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
+    return value is not ABSENT and not isinstance(value, opaque) and not callable(value)
+
+
+def portable(baked: Baked) -> Baked | None:
+    """As it can be pickled: globals by the name of their module; None for what can't be."""
+    if isinstance(baked.holder, nn.Module):
+        return baked
+    if isinstance(baked.holder, dict):
+        name = baked.holder.get("__name__")
+        return baked.moved(name) if getattr(sys.modules.get(str(name)), "__dict__", None) is baked.holder else None
+    return None
+
+
+def found_again(baked: Baked) -> Baked | None:
+    """The reverse of `portable`; None where the module of the globals isn't there."""
+    if not isinstance(baked.holder, str):
+        return baked
+    home = sys.modules.get(baked.holder)
+    return None if home is None else baked.moved(vars(home))

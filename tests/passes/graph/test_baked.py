@@ -1,0 +1,216 @@
+"""What a trace read is compared at every call of the graph."""
+
+import copy
+import enum
+import functools
+import pickle
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from passes.errors import UnseenCall
+from passes.graph.baked import ABSENT, Baked, fingerprint
+from passes.graph.capture import capture
+
+X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+FACTOR = 2.0
+TABLE = {"gain": 3.0}
+
+
+class Kind(enum.Enum):
+    PLAIN = 1
+    OTHER = 2
+
+
+def outside(x: Any) -> Any:
+    return x * TABLE["gain"]
+
+
+class Reading(nn.Module):
+    default = 1.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.flag = True
+        self.sizes = [1, 2]
+        self.table: dict[str, Any] = {"a": 1.0, "b": [1.0]}
+        self.config = SimpleNamespace(eps=0.5, inner=SimpleNamespace(shift=1.0))
+        self.kind = Kind.PLAIN
+        self.function = F.relu
+        self.partial = functools.partial(F.leaky_relu, negative_slope=0.1)
+        self.down: nn.Module | None = None
+        self.unread = 0
+        self.layers = nn.ModuleList([nn.Tanh(), nn.ReLU()])
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.drop = nn.Dropout(0.25)
+        self.register_parameter("offset", None)
+
+    @property
+    def doubled(self) -> float:
+        return self.scale * 2
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x) * self.doubled * self.default * self.sizes[0] * self.table["a"] * self.table["b"][0]
+        y = y + self.config.eps + self.config.inner.shift
+        for layer in self.layers:
+            y = layer(y)
+        if self.down is not None:
+            y = self.down(y)
+        if self.offset is not None:
+            y = y + self.offset
+        if self.kind == Kind.PLAIN and self.flag:
+            y = self.partial(self.function(y))
+        if getattr(self, "extra", False):
+            y = y + 1
+        return self.helped(y) * self.drop.p * len(self.linear._parameters)
+
+    def helped(self, y: Any) -> Any:
+        return outside(y) * FACTOR
+
+
+def installed(module: nn.Module | None = None) -> Any:
+    module = (module or Reading()).eval()
+    captured = capture(module)
+    assert id(module) in captured.graphs, captured.islands[id(module)].reason
+    module.__dict__["forward"] = captured.graphs[id(module)].forward()
+    return module
+
+
+CHANGES: dict[str, Any] = {
+    "scale": lambda m: setattr(m, "scale", 3.0),
+    "another type": lambda m: setattr(m, "scale", 2),
+    "flag": lambda m: setattr(m, "flag", 1),
+    "class attribute": lambda m: setattr(m, "default", 2.0),
+    "list": lambda m: m.sizes.append(3),
+    "list item": lambda m: m.sizes.__setitem__(0, True),
+    "list to tuple": lambda m: setattr(m, "sizes", (1, 2)),
+    "dict": lambda m: m.table.update(a=1),
+    "inner list": lambda m: m.table["b"].__setitem__(0, 2.0),
+    "object": lambda m: setattr(m.config, "eps", 0.25),
+    "inner object": lambda m: setattr(m.config.inner, "shift", -1.0),
+    "enum": lambda m: setattr(m, "kind", Kind.OTHER),
+    "function": lambda m: setattr(m, "function", F.gelu),
+    "partial": lambda m: m.partial.keywords.update(negative_slope=0.2),
+    "child for None": lambda m: setattr(m, "down", nn.Tanh()),
+    "parameter for None": lambda m: setattr(m, "offset", nn.Parameter(torch.ones(()))),
+    "another layer": lambda m: m.layers.append(nn.ReLU()),
+    "fewer layers": lambda m: m.layers.__delitem__(1),
+    "attribute of a child": lambda m: setattr(m.drop, "p", 0.5),
+    "new attribute": lambda m: setattr(m, "extra", True),
+    "gone": lambda m: delattr(m, "flag"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_is_refused(name: str) -> None:
+    module = installed()
+    assert torch.equal(module(X), Reading.forward(module, X))
+    CHANGES[name](module)
+    with pytest.raises(
+        UnseenCall, match=r"was changed after optimize\(\), which put its value into the graph of Reading"
+    ):
+        module(X)
+
+
+def test_globals_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = installed()
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "FACTOR", 4.0)
+        with pytest.raises(UnseenCall, match=r"^the global FACTOR was changed"):
+            module(X)
+    with monkeypatch.context() as patch:
+        patch.setitem(TABLE, "gain", 5.0)
+        with pytest.raises(UnseenCall, match=r"^the global TABLE was changed"):
+            module(X)
+    assert torch.equal(module(X), Reading.forward(module, X))
+
+
+def test_variables_around_the_forward_are_compared() -> None:
+    factor = 2.0
+
+    class Closed(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * factor
+
+    module = installed(Closed())
+    assert torch.equal(module(X), X * 2)
+    factor = 3.0
+    with pytest.raises(UnseenCall, match=r"^a variable around the forward was changed"):
+        module(X)
+
+
+FOLLOWED: dict[str, Any] = {
+    "what nothing reads": lambda m: setattr(m, "unread", 5),
+    "a note": lambda m: setattr(m, "note", "text"),
+    "an equal value": lambda m: setattr(m, "scale", float("2.0")),
+    "equal containers": lambda m: (setattr(m, "sizes", [1, 2]), setattr(m, "table", {"a": 1.0, "b": [1.0]})),
+    "a layer": lambda m: m.layers.__setitem__(0, nn.GELU()),
+    "a weight": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4))),
+    "an attribute of a called child": lambda m: setattr(m.drop, "inplace", True),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_rest_is_followed(name: str) -> None:
+    module = installed()
+    FOLLOWED[name](module)
+    assert torch.equal(module(X), Reading.forward(module, X))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: pickle.loads(pickle.dumps(m, 2))]
+)
+def test_copies_compare_their_own(again: Any) -> None:
+    module = installed()
+    twin = again(module)
+    module.scale = 3.0
+    assert torch.equal(twin(X), Reading.forward(twin, X))
+    twin.drop.p = 0.5
+    with pytest.raises(UnseenCall, match=r"^p of drop was changed"):
+        twin(X)
+
+
+def test_a_forward_that_tests_classes_refuses_a_child_of_another() -> None:
+    class Testing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Any) -> Any:
+            return self.act(x) * 2 if isinstance(self.act, nn.ReLU) else self.act(x)
+
+    module = installed(Testing())
+    module.act = nn.ReLU()
+    module(X)
+    module.act = nn.Tanh()
+    with pytest.raises(UnseenCall, match=r"^act of the root was changed"):
+        module(X)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (1, True), (1, 1.0), (0.0, -0.0), (float("nan"), 1.0), ([1], (1,)), ([1], [1.0]), ({"a": 1}, {"b": 1}), (None, ABSENT),
+        ({1}, frozenset({1})), (OrderedDict(a=1), {"a": 1}), (SimpleNamespace(a=1), SimpleNamespace(a=2)), (nn.ReLU(), nn.GELU()),
+        (torch.float32, torch.float16), (int, float), (1j, -1j), (X.sum, X.relu), (F.relu, F.gelu),
+    ],
+)  # fmt: skip
+def test_fingerprints_tell_apart(mine: Any, theirs: Any) -> None:
+    assert fingerprint(mine) != fingerprint(theirs)
+    for value in (mine, theirs):
+        assert fingerprint(value) == fingerprint(copy.copy(value))
+
+
+def test_no_value_is_not_the_word_for_it() -> None:
+    holder = nn.Identity()
+    holder.items = [[]]
+    baked = Baked.of(holder, "items", holder.items)
+    assert baked.holds
+    del holder.items
+    assert not baked.holds
