@@ -199,13 +199,15 @@ def refuse_checkpoint(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """A hook of a BatchNorm that its convolution carries: weights from before the fold would meet folded ones."""
-    names = ("weight", "bias", "running_mean", "running_var")
-    found = next((prefix + name for name in names if prefix + name in state_dict), None)
+    """A hook of a module that has given parameters away: weights from before would meet those that took them in."""
+    registered = {**module._parameters, **module._buffers}
+    found = next(
+        (prefix + name for name, held in registered.items() if held is None and prefix + name in state_dict), None
+    )
     if found is not None:
         error_msgs.append(
-            f"{found} is of a BatchNorm that was folded into a convolution: load the weights into the original model and"
-            " optimize it again."
+            f"{found} was folded into another weight when the model was optimized: load the weights into the original"
+            " model and optimize it again."
         )
 
 

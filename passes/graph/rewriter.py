@@ -209,7 +209,7 @@ class Rewriter:
             readers = [node for node in conv.node.all_input_nodes if node.op == "get_attr"]
             _set_bias_argument(conv.node, None)
             _erase_unused(readers)
-        self.set_tensor(change, conv.bias, None)
+        self._take_away(change, conv.bias)
 
     def keep_output_formats(self, formats: Sequence[torch.memory_format | None]) -> None:
         """Bring the root's output leaves into these memory formats; None leaves a leaf as it comes.
@@ -238,7 +238,7 @@ class Rewriter:
                 self.replace_module(change, norm.module, identity)
                 return
         for ref in norm.tensors:
-            self.set_tensor(change, ref, None)
+            self._take_away(change, ref)
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Both are right only together now: where both are modules, that is checked at every call."""
@@ -262,14 +262,20 @@ class Rewriter:
             self._guarded[id(caller.module)] = caller.module
 
     def _forget_statistics(self, change: Change, norm: BatchNorm) -> None:
-        """Leave nothing of the BatchNorm in a state dict, and make loading its tensors an error in any case."""
+        """Leave nothing of what the BatchNorm counts in a state dict."""
         assert norm.module is not None
         self._do(change, AttributeEdit(norm.module, "track_running_stats", False))
         if norm.module._buffers.get("num_batches_tracked") is not None:
             self.set_tensor(change, TensorRef(norm.module, "num_batches_tracked"), None)
-        hooks = OrderedDict(norm.module._load_state_dict_pre_hooks)
-        self._do(change, AttributeEdit(norm.module, "_load_state_dict_pre_hooks", hooks))
-        norm.module.register_load_state_dict_pre_hook(refuse_checkpoint)
+
+    def _take_away(self, change: Change, ref: TensorRef) -> None:
+        """Leave the name without a tensor, whose values are in others now, and make loading one an error in any case."""
+        self.set_tensor(change, ref, None)
+        hooks = OrderedDict(ref.owner._load_state_dict_pre_hooks)
+        if any(getattr(hook, "hook", None) is refuse_checkpoint for hook in hooks.values()):
+            return
+        self._do(change, AttributeEdit(ref.owner, "_load_state_dict_pre_hooks", hooks))
+        ref.owner.register_load_state_dict_pre_hook(refuse_checkpoint)
 
     def _do(self, change: Change, edit: Edit) -> None:
         if change is not self._open:

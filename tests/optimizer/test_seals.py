@@ -132,10 +132,26 @@ def test_weights_from_before_the_fold_are_refused_and_its_own_are_taken(pair):
     own = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
     assert not any(name.startswith("bn.") for name in own)
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match="is of a BatchNorm that was folded into a convolution"):
+        with pytest.raises(RuntimeError, match=r"bn\.weight was folded into another weight"):
             fast.load_state_dict(model.state_dict(), strict=strict)
     fast.load_state_dict(own)
     assert same(fast(image()), model(image()))
+
+
+def test_weights_from_before_any_rewrite_are_refused():
+    model = enliven(Scaled()).eval()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for passes, name in (
+        (["fold-conv-bias"], "conv.bias"),
+        (["fold-conv-bn"], "bn.weight"),
+        (["fold-conv-bias", "fold-conv-bn"], "bn.weight"),
+    ):
+        fast = optimize(model, passes, example_inputs=(image(),))
+        own = {key: tensor.clone() for key, tensor in fast.state_dict().items()}
+        with pytest.raises(RuntimeError, match=f"{name} was folded into another weight"):
+            copy.deepcopy(fast).load_state_dict(before, strict=False)
+        fast.load_state_dict(own)
+        assert same(fast(image()), model(image()))
 
 
 @pytest.mark.parametrize("name", ["fold-conv-bn", "fold-conv-bias"])
