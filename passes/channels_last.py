@@ -99,4 +99,4 @@ def _convert(graph: Rewriter, path: str, module: nn.Module) -> None:
     region = calls[:1] if len(calls) == 1 else ()
     with graph.change(path, f"weight in {str(memory_format).removeprefix('torch.')}", region) as change:
         change.sources.append(TensorRef(module, "weight"))
-        graph.set_tensor(change, TensorRef(module, "weight"), weight.detach().contiguous(memory_format=memory_format))
+        graph.set_memory_format(change, TensorRef(module, "weight"), memory_format)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,9 +24,8 @@ class Edit(Protocol):
     def undo(self) -> None:
         """Put back what stood there."""
 
-    @property
-    def place(self) -> tuple[dict[str, Any], str]:
-        """The dict that the edit writes to, and its key there."""
+    def keep(self) -> Callable[[], None]:
+        """A function that puts back, after an `undo`, what stands there now."""
 
 
 class _DictEdit(ABC):
@@ -50,6 +50,11 @@ class _DictEdit(ABC):
         home, name = self.place
         _put(home, name, self.old)
 
+    def keep(self) -> Callable[[], None]:
+        """A function that puts back, after an `undo`, what stands there now."""
+        home, name = self.place
+        return functools.partial(_put, home, name, home.get(name, _MISSING))
+
 
 def _put(home: dict[str, Any], name: str, value: Any) -> None:
     if value is _MISSING:
@@ -73,6 +78,38 @@ class TensorEdit(_DictEdit):
         is_buffer = self.name in self.module._buffers
         home: dict[str, Any] = self.module._buffers if is_buffer else self.module._parameters
         return home, self.name
+
+
+@dataclass
+class FormatEdit:
+    """Another memory format of a parameter that a pass has made, which nobody else holds.
+
+    A format can be had back to the bit: the values are held once, where another tensor would hold them twice for as long
+    as it may be taken back.
+    """
+
+    parameter: nn.Parameter
+    memory_format: torch.memory_format
+    strides: tuple[int, ...] = ()
+
+    def apply(self) -> None:
+        """Bring the values into the format, and keep the strides that they have now."""
+        self.strides = self.parameter.stride()
+        self._convert()
+
+    def undo(self) -> None:
+        """Bring the values back into the strides that they had."""
+        values = self.parameter.data
+        self.parameter.data = torch.empty_strided(
+            values.shape, self.strides, dtype=values.dtype, device=values.device
+        ).copy_(values)
+
+    def keep(self) -> Callable[[], None]:
+        """A function that brings the values into the format again."""
+        return self._convert
+
+    def _convert(self) -> None:
+        self.parameter.data = self.parameter.data.contiguous(memory_format=self.memory_format)
 
 
 @dataclass
@@ -128,15 +165,14 @@ def taken_back(edits: Iterable[Edit]) -> Iterator[None]:
     Later edits of the same places are to be taken back first: put such blocks inside theirs.
     """
     done = list(edits)
-    places = [edit.place for edit in done]
-    values = [home.get(name, _MISSING) for home, name in places]
+    kept = [edit.keep() for edit in done]
     for edit in reversed(done):
         edit.undo()
     try:
         yield
     finally:
-        for (home, name), value in zip(places, values, strict=True):
-            _put(home, name, value)
+        for put_back in kept:
+            put_back()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A `fx.Node` is a place in the program: a call of a module, of a function or of a
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class Program:
         graphs: for each module with a graph, by identity; recorded ones only where there is no trace.
         islands: the modules whose forward couldn't be traced.
         recordings: what recorded runs agree on; None where there were no example inputs.
+        made: the parameters that passes have made, by identity: no other module than the working copy's holds them.
     """
 
     root: nn.Module
@@ -59,6 +61,7 @@ class Program:
     graphs: dict[int, ModuleGraph]
     islands: dict[int, Island]
     recordings: Recordings | None
+    made: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
     paths: dict[int, list[str]] = field(default_factory=dict)
     _home: dict[fx.Graph, ModuleGraph] = field(default_factory=dict)
     _modules: dict[fx.Node, nn.Module] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from passes.graph.capture import ModuleGraph
-from passes.graph.edits import AttributeEdit, Edit, MetaEdit, ModuleEdit, TensorEdit
+from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
     FoldedConvForward,
@@ -141,7 +141,17 @@ class Rewriter:
         old = ref.value
         if value is not None and ref.name not in ref.owner._buffers and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=old.requires_grad if old is not None else False)
+            self.program.made[id(value)] = value
         self._do(change, TensorEdit(ref.owner, ref.name, value))
+
+    def set_memory_format(self, change: Change, ref: TensorRef, memory_format: torch.memory_format) -> None:
+        """Bring a parameter or buffer into another memory format."""
+        old = ref.value
+        assert old is not None
+        if isinstance(old, nn.Parameter) and self.program.made.get(id(old)) is old and _fills_its_storage(old):
+            self._do(change, FormatEdit(old, memory_format))
+        else:
+            self.set_tensor(change, ref, old.detach().contiguous(memory_format=memory_format))
 
     def replace_module(self, change: Change, module: nn.Module, new: nn.Module) -> None:
         """Put another module in every place of the tree that holds this one; `new` may hold it in turn."""
@@ -349,6 +359,11 @@ class Rewriter:
         for change in self.changes:
             change.edits = []
         self.program.refresh()
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is all of its storage, so that its strides are enough to make another one like it."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -7,7 +7,7 @@ import torch
 from pass_contract import tree_of
 from torch import nn
 
-from passes.graph.edits import AttributeEdit, Edit, MetaEdit, ModuleEdit, TensorEdit, in_place, taken_back
+from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit, in_place, taken_back
 
 
 def tree() -> nn.Module:
@@ -98,6 +98,25 @@ def test_taking_back_an_earlier_edit_keeps_a_later_one_of_the_same_place() -> No
     assert root[0].weight is second.new
     second.undo()
     assert root[0].weight is first.new
+
+
+def test_a_format_holds_the_values_once_and_comes_back_to_the_bit() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 2, 2))
+    values, strides = parameter.detach().clone(), parameter.stride()
+    edit = FormatEdit(parameter, torch.channels_last)
+    edit.apply()
+    wanted = parameter.stride()
+    assert parameter.is_contiguous(memory_format=torch.channels_last)
+    address = parameter.data_ptr()
+    with taken_back([edit]):
+        assert parameter.stride() == strides
+        assert parameter.data_ptr() != address
+        assert torch.equal(parameter, values)
+    assert parameter.stride() == wanted
+    edit.undo()
+    assert parameter.stride() == strides
+    assert torch.equal(parameter, values)
+    assert not [held for held in vars(edit).values() if isinstance(held, torch.Tensor) and held is not parameter]
 
 
 def test_notes_of_a_node() -> None:

@@ -180,6 +180,46 @@ def test_output_formats_stand_around_other_forwards_once() -> None:
     assert program.root(image()).is_contiguous()
 
 
+def test_a_format_makes_a_second_tensor_only_of_what_the_caller_holds() -> None:
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3))).eval()
+    before = {name: (p.data_ptr(), p.stride(), p.detach().clone()) for name, p in model.named_parameters()}
+    program, context = captured(model, image())
+    folded = FoldConvBn().run(program, context)
+    made, shared = program.root[0].weight, program.root[2].weight
+    values, strides = made.detach().clone(), made.stride()
+    assert shared.data_ptr() == model[2].weight.data_ptr()
+    done = ChannelsLast().run(program, context)
+    assert program.root[0].weight is made, "the values of a pass are brought into the format where they are"
+    assert program.root[2].weight is not shared
+    with taken_back(done.rewriter.edits):
+        assert program.root[0].weight is made
+        assert program.root[2].weight is shared
+        assert (made.stride(), shared.stride()) == (strides, before["2.weight"][1])
+        assert torch.equal(made, values)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    done.rewriter.roll_back()
+    assert (made.stride(), program.root[2].weight.data_ptr()) == (strides, before["2.weight"][0])
+    assert torch.equal(made, values)
+    folded.rewriter.roll_back()
+    assert program.root[0].weight.data_ptr() == before["0.weight"][0]
+    for name, parameter in model.named_parameters():
+        assert (parameter.data_ptr(), parameter.stride()) == before[name][:2]
+        assert torch.equal(parameter, before[name][2])
+
+
+def test_a_parameter_that_a_pass_was_given_is_not_written_to() -> None:
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3))).eval()
+    program, _ = captured(model, image())
+    graph = Rewriter(program)
+    given = nn.Parameter(torch.randn(4, 3, 3, 3))
+    address = given.data_ptr()
+    with graph.change("0", "another weight in another format") as change:
+        graph.set_tensor(change, TensorRef(program.root[0], "weight"), given)
+        graph.set_memory_format(change, TensorRef(program.root[0], "weight"), torch.channels_last)
+    assert program.root[0].weight is not given
+    assert (given.data_ptr(), given.is_contiguous()) == (address, True)
+
+
 class _Counting(dict[Any, Any]):
     """Counts how often its items are walked."""
 
