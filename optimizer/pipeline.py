@@ -27,7 +27,7 @@ from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
 from passes.graph.capture import Capture, Island, ModuleGraph, capture
 from passes.graph.edits import AttributeEdit, in_place, taken_back
-from passes.graph.guards import is_carried
+from passes.graph.guards import DimOrder, dim_order, is_carried
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.recording import Recordings, agree, record
@@ -87,7 +87,7 @@ class Pipeline:
     records: list[PassRecord] = field(default_factory=list)
     _reference: Reference | None = None
     _calls: list[Call] = field(default_factory=list)
-    _formats: tuple[torch.memory_format | None, ...] = ()
+    _orders: tuple[DimOrder | None, ...] = ()
     _passes: Sequence[Pass] = ()
     _done: list[_Done] = field(default_factory=list)
 
@@ -178,7 +178,7 @@ class Pipeline:
         root = self.copy.root
         with self._quiet(), private_buffers(root):
             wanted = self._outputs()
-        self._formats = tuple(_format_of(leaf) for leaf in pytree.tree_leaves(wanted[0]))
+        self._orders = _orders_of(wanted)
         while captured.graphs:
             with self._quiet(), private_buffers(root):
                 with in_place([_installed(graph) for graph in captured.graphs.values()]):
@@ -256,7 +256,7 @@ class Pipeline:
 
     def _run_from(self, program: Program, first: int) -> None:
         calls = tuple((call.args, call.kwargs) for call in self._calls)
-        context = Context(self.mode, self.device, calls, self._formats)
+        context = Context(self.mode, self.device, calls, self._orders)
         for number, item in enumerate(self._passes[first:], first):
             self._tell("optimize", number, len(self._passes) + 1, item.name)
             self._run_one(program, number, item, context)
@@ -511,13 +511,10 @@ def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _format_of(leaf: Any) -> torch.memory_format | None:
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.dim() < 2:
-        return None
-    if leaf.is_contiguous():
-        return torch.contiguous_format
-    wanted = {4: torch.channels_last, 5: torch.channels_last_3d}.get(leaf.dim())
-    return wanted if wanted is not None and leaf.is_contiguous(memory_format=wanted) else None
+def _orders_of(outputs: Sequence[Any]) -> tuple[DimOrder | None, ...]:
+    first, *others = (pytree.tree_leaves(output) for output in outputs)
+    alike = [leaves for leaves in others if len(leaves) == len(first)]
+    return tuple(dim_order(leaves) for leaves in zip(first, *alike, strict=True))
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from passes.errors import PassOptionError, RequirementNotMet
+from passes.graph.guards import DimOrder
 from passes.graph.program import Program
 from passes.graph.rewriter import Change, Rewriter, Skip
 
@@ -26,14 +27,14 @@ class Context:
         mode: "inference" or "training".
         device: where the model's parameters are.
         example_calls: (args, kwargs) at several batch sizes; empty where the user gave no example inputs.
-        output_formats: for the dense 4-D and 5-D tensors that the root returned in a run, in the order of its output
-            leaves, their memory format; None for other leaves; empty where there was no run.
+        output_orders: for the tensors that the root returned in runs, in the order of its output leaves, the order of
+            their dims in memory; None for what has none; empty where there was no run.
     """
 
     mode: str
     device: torch.device
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    output_formats: tuple[torch.memory_format | None, ...] = ()
+    output_orders: tuple[DimOrder | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ class ChannelsLast(GraphPass):
     """Put the weights of 2-D and 3-D convolutions into channels_last, and give outputs back as the caller knows them.
 
     A convolution with such a weight makes such an output, and pointwise operations, BatchNorm and pooling keep it: the
-    whole runs in that format from the first convolution on. The root's outputs are brought back to the format that the
-    original gives them.
+    whole runs in that format from the first convolution on. The root's outputs are brought back to the order of dims in
+    memory that the original gives them.
 
-    Does not handle: shared or parametrized weights; it doesn't run without example inputs, since a `view` somewhere in
+    Does not handle: shared or parametrized weights; outputs with gaps in memory, such as a slice of every second
+    channel, which come in the strides that they get; it doesn't run without example inputs, since a `view` somewhere in
     the forward may count on the old format, which only a run shows.
     """
 
@@ -46,8 +47,8 @@ class ChannelsLast(GraphPass):
                 _convert(graph, path, module)
             elif reason:
                 graph.skip_module(path, reason)
-        if graph.changes and any(context.output_formats):
-            graph.keep_output_formats(context.output_formats)
+        if graph.changes and any(context.output_orders):
+            graph.keep_output_orders(context.output_orders)
 
 
 def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

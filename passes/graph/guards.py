@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
+
+# The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
+# (0, 2, 3, 1) channels_last.
+DimOrder = tuple[int, ...]
 
 
 class InstanceForward:
@@ -83,7 +87,7 @@ class FoldedPair:
 
 
 # What may be asked of the sealed tensor: the answers are the same before and behind the BatchNorm.
-_METADATA = frozenset({
+SHAPE_AND_KIND = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point",
     "is_complex", "size", "dim", "ndimension", "numel", "nelement", "element_size", "itemsize", "nbytes", "get_device",
 })  # fmt: skip
@@ -106,7 +110,7 @@ class SealedOutput:
         # While it is being copied, it has nothing yet.
         if name.startswith("__") or name in ("sealed_value", "sealed_by"):
             raise AttributeError(name)
-        if name not in _METADATA:
+        if name not in SHAPE_AND_KIND:
             raise self.sealed_by.went_astray()
         return getattr(self.sealed_value, name)
 
@@ -114,7 +118,7 @@ class SealedOutput:
     def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs or {}))
         sealed = next(leaf for leaf in leaves if isinstance(leaf, SealedOutput))
-        if getattr(func, "__name__", "") not in _METADATA:
+        if getattr(func, "__name__", "") not in SHAPE_AND_KIND:
             raise sealed.sealed_by.went_astray()
         return func(sealed.sealed_value)
 
@@ -236,49 +240,67 @@ class SealCheckingForward(InstanceForward):
 
 
 class FormattedForward(InstanceForward):
-    """The forward of a root, with the outputs in the memory format that the original gives them.
+    """The forward of a root, with the dims of the outputs in memory in the order that the original gives them.
 
     A call that returns more or fewer values than the recorded ones has them all made contiguous, which is what
     convolutions on contiguous input give.
     """
 
-    def __init__(self, owner: nn.Module, formats: tuple[torch.memory_format | None, ...], inner: Any) -> None:
+    def __init__(self, owner: nn.Module, orders: tuple[DimOrder | None, ...], inner: Any) -> None:
         self.owner = owner
-        self.formats = formats
+        self.orders = orders
         self.inner = inner
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch.save pickles by a protocol that doesn't know memory formats.
-        return {**self.__dict__, "formats": [wanted and str(wanted).removeprefix("torch.") for wanted in self.formats]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.formats = tuple(name and getattr(torch, name) for name in state["formats"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._class_forward if self.inner is None else self.inner
         outputs = forward(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
-            return _formatted(outputs, self.formats[0] if len(self.formats) == 1 else torch.contiguous_format)
+            return _ordered(outputs, self.orders[0] if len(self.orders) == 1 else ())
         leaves, spec = pytree.tree_flatten(outputs)
-        known = len(leaves) == len(self.formats)
-        formats = self.formats if known else (torch.contiguous_format,) * len(leaves)
-        return pytree.tree_unflatten([_formatted(*pair) for pair in zip(leaves, formats, strict=True)], spec)
+        known = len(leaves) == len(self.orders)
+        orders = self.orders if known else ((),) * len(leaves)
+        return pytree.tree_unflatten([_ordered(*pair) for pair in zip(leaves, orders, strict=True)], spec)
 
     @property
     def __signature__(self) -> inspect.Signature:
         return self._class_signature() if self.inner is None else inspect.signature(self.inner)
 
 
-def _formatted(leaf: Any, memory_format: torch.memory_format | None) -> Any:
-    if memory_format is None or not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+def _ordered(leaf: Any, order: DimOrder | None) -> Any:
+    if order is None or not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return leaf
-    if leaf.dim() != _DIMS.get(memory_format, leaf.dim()):
-        memory_format = torch.contiguous_format
-    return leaf.contiguous(memory_format=memory_format)
+    if leaf.dim() != len(order) or order == tuple(range(len(order))):
+        return leaf.contiguous()
+    if leaf.permute(order).is_contiguous():
+        return leaf
+    back = [order.index(dim) for dim in range(len(order))]
+    return leaf.permute(order).contiguous().permute(back)
 
 
-_DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+def dim_order(leaves: Sequence[Any]) -> DimOrder | None:
+    """The order of the dims in memory of one output, which calls of several sizes gave.
+
+    None for what is no strided tensor of two dims or more, or has gaps or overlaps in memory. Dims of size 1 don't tell
+    where they stand: where the leaves seem to differ, the order that is right for all is taken, else that of the first.
+    """
+    orders = [_order_of(leaf) for leaf in leaves]
+    if None in orders:
+        return None
+    common = (order for order in orders if order and all(_lies_in(leaf, order) for leaf in leaves))
+    return next(common, orders[0])
+
+
+def _order_of(leaf: Any) -> DimOrder | None:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.dim() < 2:
+        return None
+    dims = range(leaf.dim())
+    strides = leaf.stride()
+    order = tuple(dims) if leaf.is_contiguous() else tuple(sorted(dims, key=lambda dim: -strides[dim]))
+    return order if _lies_in(leaf, order) else None
+
+
+def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
+    return leaf.dim() == len(order) and leaf.permute(order).is_contiguous()
 
 
 def inner_forward(module: nn.Module) -> Any:

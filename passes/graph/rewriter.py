@@ -15,6 +15,7 @@ from passes.graph.capture import ModuleGraph
 from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
+    DimOrder,
     FoldedConvForward,
     FoldedNormForward,
     FoldedPair,
@@ -221,14 +222,14 @@ class Rewriter:
             _erase_unused(readers)
         self._take_away(change, conv.bias)
 
-    def keep_output_formats(self, formats: Sequence[torch.memory_format | None]) -> None:
-        """Bring the root's output leaves into these memory formats; None leaves a leaf as it comes.
+    def keep_output_orders(self, orders: Sequence[DimOrder | None]) -> None:
+        """Bring the dims of the root's output leaves into these orders in memory; None leaves a leaf as it comes.
 
         This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
         """
         root = self.program.root
         with self.change("", "outputs in the memory format of the original") as change:
-            self.set_forward(change, root, FormattedForward(root, tuple(formats), inner_forward(root)))
+            self.set_forward(change, root, FormattedForward(root, tuple(orders), inner_forward(root)))
 
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
@@ -332,7 +333,7 @@ class Rewriter:
     def _install(self, module: nn.Module, forward: Any) -> None:
         earlier = module.__dict__.get("forward")
         if isinstance(earlier, FormattedForward):
-            forward = FormattedForward(module, earlier.formats, forward)
+            forward = FormattedForward(module, earlier.orders, forward)
         edit = AttributeEdit(module, "forward", forward)
         edit.apply()
         self._installed.append(edit)

@@ -28,15 +28,14 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
 from passes.graph.baked import ABSENT, Reads
+from passes.graph.guards import SHAPE_AND_KIND
 from passes.graph.side_effects import names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
 
 # What may be asked of a tensor that exists while tracing: the answer is the same for every input.
-METADATA = {
-    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
-    "is_mkldnn", "is_nested", "is_complex", "is_floating_point", "requires_grad", "itemsize", "nbytes", "is_leaf",
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "get_device",
-    "__len__", "is_mps", "is_xpu", "names", "has_names", "is_tensor", "is_same_size", "grad_fn",
+METADATA = SHAPE_AND_KIND | {
+    "is_meta", "is_mkldnn", "is_nested", "requires_grad", "is_leaf", "stride", "is_contiguous", "__len__", "is_mps",
+    "is_xpu", "names", "has_names", "is_tensor", "is_same_size", "grad_fn",
 }  # fmt: skip
 
 

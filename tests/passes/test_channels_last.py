@@ -26,6 +26,14 @@ class Many(Pair):
         }
 
 
+class Tokens(Pair):
+    """Outputs with the dims in another order: as image models make tokens of a map."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return y.flatten(2).transpose(1, 2), y.permute(0, 2, 3, 1), y.permute(1, 0, 2, 3)
+
+
 class Viewed(Pair):
     """Counts on the format of a convolution's output."""
 
@@ -70,6 +78,8 @@ def strides_of(outputs: Any) -> list[Any]:
         (lambda: image_net(nn.Conv3d(3, 4, 2), nn.ReLU()), image(2, 3, 5, 6, 7), ["0"]),
         (lambda: Many().eval(), image(), ["conv"]),
         (lambda: Direct().eval(), image(), ["conv"]),
+        (lambda: Tokens().eval(), image(), ["conv"]),
+        (lambda: Tokens().eval(), image(1, 3, 8, 8), ["conv"]),
         (lambda: image_net(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)), image(), ["0"]),
     ],
 )

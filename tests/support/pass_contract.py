@@ -57,7 +57,7 @@ def captured(
     pipeline._calls = [call for call in calls if _runs(clone.root, call)]
     program = pipeline.capture()
     calls = tuple((call.args, call.kwargs) for call in pipeline._calls)
-    return program, Context(mode, device, calls, pipeline._formats)
+    return program, Context(mode, device, calls, pipeline._orders)
 
 
 def _runs(root: nn.Module, call: Call) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from passes.graph.guards import (
     FormattedForward,
     SealCheckingForward,
     SealedOutput,
+    dim_order,
     inner_forward,
 )
 
@@ -144,7 +146,7 @@ class Formats(nn.Module):
 
 def test_outputs_get_the_formats_that_are_asked_for() -> None:
     model = Formats()
-    model.forward = FormattedForward(model, (torch.contiguous_format, torch.channels_last), None)
+    model.forward = FormattedForward(model, ((0, 1, 2, 3), (0, 2, 3, 1)), None)
     x = image()
     first, second = model(x)
     assert first.is_contiguous()
@@ -155,7 +157,39 @@ def test_outputs_get_the_formats_that_are_asked_for() -> None:
     assert inner_forward(model) is None
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_every_order_of_dims_is_found_and_given_back(order: tuple[int, ...]) -> None:
+    sizes = (2, 5, 3)
+    back = [order.index(dim) for dim in range(3)]
+    original = torch.randn([sizes[dim] for dim in order]).permute(back)
+    assert dim_order([original]) == order
+    model = nn.Identity()
+    model.forward = FormattedForward(model, (order,), None)
+    for given in (original, original.contiguous(), original[:1], original.transpose(1, 2).contiguous().transpose(1, 2)):
+        got = model(given)
+        assert torch.equal(got, given)
+        assert got.permute(order).is_contiguous()
+    assert model(original) is original, "what is right already isn't copied"
+    assert model(original).stride() == original.stride() == model(original.contiguous()).stride()
+
+
+def test_dims_of_size_1_are_told_by_a_call_of_another_size() -> None:
+    one, two = torch.randn(1, 7, 3).transpose(0, 1), torch.randn(2, 7, 3).transpose(0, 1)
+    assert one.is_contiguous()
+    assert dim_order([one]) == (0, 1, 2)
+    assert dim_order([one, two]) == dim_order([two, one]) == (1, 0, 2)
+    assert dim_order([one, two.contiguous()]) == (0, 1, 2)
+    assert dim_order([two, two.contiguous()]) == (1, 0, 2), "that of the first, where no order is right for both"
+
+
+@pytest.mark.parametrize(
+    "leaf", [None, 3, torch.ones(3), torch.ones(()), torch.ones(4, 6)[:, ::2], torch.ones(3, 1).expand(3, 3)]
+)
+def test_what_has_no_order_has_none(leaf: Any) -> None:
+    assert dim_order([leaf]) is None
+
+
 def test_a_format_for_other_dims_is_no_error() -> None:
     model = nn.Flatten()
-    model.forward = FormattedForward(model, (torch.channels_last,), None)
+    model.forward = FormattedForward(model, ((0, 2, 3, 1),), None)
     assert model(image()).is_contiguous()
