@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import math
 import operator
 import sys
@@ -44,8 +45,13 @@ _IMMUTABLE = (*CONSTANTS, *_FUNCTIONS, enum.Enum, range, torch.memory_format)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 # What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
-# How deep in containers and plain objects values are compared.
+# How deep in containers and plain objects values are compared, and how many of them at most.
 _DEPTH = 4
+_MOST = 4096
+
+
+class TooMuch(Exception):
+    """A value of more parts than are compared."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,10 @@ class Baked:
             items = _items(now)
             if len(items) == len(self.value) and all(map(operator.is_, items, self.value)):
                 return True
-        return bool(fingerprint(now) == self.print)
+        try:
+            return bool(fingerprint(now) == self.print)
+        except TooMuch:
+            return False
 
     def of_now(self) -> Baked | None:
         """What of it still holds after passes have written to the tree; None for what a graph reads anew at every call.
@@ -127,18 +136,27 @@ def _cannot_change(value: Any) -> bool:
     return isinstance(value, _IMMUTABLE) or (type(value) is tuple and all(map(_cannot_change, value)))
 
 
-def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
+def fingerprint(value: Any) -> Any:
     """What tells the value from others: equal for equal values of the same types, whatever objects they are.
 
     A tensor is the same as any other and a module as any of its class, since a graph reads the ones and calls the others
     anew at every call.
+
+    Raises:
+        TooMuch: it holds so much that comparing it at every call would be work.
     """
+    return _print(value, _DEPTH, itertools.count())
+
+
+def _print(value: Any, depth: int, count: Iterator[int]) -> Any:
+    if next(count) > _MOST:
+        raise TooMuch
     kind = type(value)
     if isinstance(value, float):
         # Neither of NaN and -0.0 does `==` tell what it is.
         return kind, math.copysign(1.0, value), value if value == value else None
     if isinstance(value, complex):
-        return kind, fingerprint(value.real), fingerprint(value.imag)
+        return kind, _print(value.real, 0, count), _print(value.imag, 0, count)
     if isinstance(value, _FUNCTIONS):
         # Not their kind, which pickle doesn't find by its name.
         return None, value
@@ -149,18 +167,18 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.Tensor, None
     if isinstance(value, functools.partial):
-        return kind, fingerprint((value.func, value.args, value.keywords), depth)
+        return kind, _print((value.func, value.args, value.keywords), depth, count)
     if isinstance(value, types.MethodType):
         return None, value.__func__
     if depth:
         if isinstance(value, Mapping):
-            return kind, tuple((fingerprint(k, depth - 1), fingerprint(v, depth - 1)) for k, v in value.items())
+            return kind, tuple((_print(k, depth - 1, count), _print(v, depth - 1, count)) for k, v in value.items())
         if isinstance(value, set | frozenset):
             return kind, frozenset(value)
         if isinstance(value, _SEQUENCES):
-            return kind, tuple([fingerprint(item, depth - 1) for item in value])
+            return kind, tuple([_print(item, depth - 1, count) for item in value])
         if type(attributes := getattr(value, "__dict__", None)) is dict:
-            return kind, fingerprint(attributes, depth - 1)
+            return kind, _print(attributes, depth - 1, count)
     return (value if value is ABSENT else kind), None
 
 
@@ -192,7 +210,11 @@ class Reads:
             self._found.setdefault((id(module), name), (module, value))
 
     def baked(self) -> tuple[Baked, ...]:
-        """All of it, with the values of now."""
+        """All of it, with the values of now.
+
+        Raises:
+            TooMuch: one of them holds too much to be compared.
+        """
         outside = tuple(_named_outside(self.functions))
         tests_classes = any(_tests_classes(function) for function in self.functions)
         attributes = [

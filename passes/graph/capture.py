@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.graph.baked import Baked
+from passes.graph.baked import Baked, TooMuch
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.side_effects import Snapshot, contains, forget, holds_generator, random_state, set_random_state
@@ -245,7 +245,11 @@ class _Work:
             raise Untraceable(reason or "its forward changes attributes or containers that outlive the call")
         if found is None:
             raise Untraceable(reason)
-        return ModuleGraph(path, module, found[0], structure, found[1], baked=tracer.reads.baked())
+        try:
+            baked = tracer.reads.baked()
+        except TooMuch:
+            raise Untraceable("its forward reads an object that holds too much to be compared at every call") from None
+        return ModuleGraph(path, module, found[0], structure, found[1], baked=baked)
 
     def _clean(self) -> None:
         """Take symbols that traces left somewhere out of there, and make islands of the modules whose traces it were."""

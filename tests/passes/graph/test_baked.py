@@ -207,6 +207,33 @@ def test_fingerprints_tell_apart(mine: Any, theirs: Any) -> None:
         assert fingerprint(value) == fingerprint(copy.copy(value))
 
 
+def test_a_forward_that_reads_too_much_to_be_compared_is_left_alone() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = list(range(100_000))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.table[3]
+
+    module = Large().eval()
+    (island,) = capture(module).islands.values()
+    assert island.reason == "its forward reads an object that holds too much to be compared at every call"
+    module.table = module.table[:10]
+    installed(module)
+    module.table *= 1000
+    with pytest.raises(UnseenCall, match=r"^table of the root was changed"):
+        module(X)
+
+
+def test_values_that_hold_themselves_are_compared() -> None:
+    ring: list[Any] = [1.0]
+    ring.append(ring)
+    other: list[Any] = [2.0]
+    other.append(other)
+    assert fingerprint(ring) == fingerprint(ring) != fingerprint(other)
+
+
 def test_no_value_is_not_the_word_for_it() -> None:
     holder = nn.Identity()
     holder.items = [[]]
