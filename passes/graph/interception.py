@@ -19,7 +19,8 @@ def intercepted_calls(root: nn.Module, around: Around) -> Iterator[None]:
     `call(*args, **kwargs)` makes the call itself, hooks included. No module is written to: the interception stands in
     `nn.Module` for the time of the block, and lets the calls of other modules and other threads through.
     """
-    inside = {id(module) for module in root.modules()}
+    # The modules themselves keep their identity from being given to others while the forward replaces them.
+    inside = {id(module): module for module in root.modules()}
     thread = threading.get_ident()
     original_call = nn.Module.__call__
 

@@ -48,7 +48,8 @@ class Recording:
     Attributes:
         calls: the calls of each module, by its identity, in order.
         reads: (id of the owner, name) of each parameter and buffer that something else than its owner's own operation
-            reads, with the class names of the readers.
+            reads, with the class names of the readers. A tensor is known as the object that it is: a view of it that was
+            made before the run isn't seen, and needn't be. It goes on reading the old storage, which no pass writes to.
     """
 
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
@@ -115,16 +116,18 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.recording = Recording()
         self.frames: list[_Frame] = []
-        self.values: list[tuple[weakref.ref[torch.Tensor], fx.Node]] = []
+        # The nodes that stand for each value, by its identity: a tensor that died may have left its own to another one.
+        self.values: dict[int, list[tuple[weakref.ref[torch.Tensor], fx.Node]]] = {}
         self.signatures: dict[Any, tuple[inspect.Signature, Callable[..., dict[str, Any]]]] = {}
-        self.owners: dict[int, tuple[nn.Module, str]] = {}
+        # The tensors themselves keep their identity from being given to others while the forward replaces them.
+        self.owners: dict[int, tuple[nn.Module, str, torch.Tensor]] = {}
         self.names = {id(module): name for name, module in root.named_modules()}
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    self.owners.setdefault(id(tensor), (module, name))
+                    self.owners.setdefault(id(tensor), (module, name, tensor))
 
     def around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = self.frames[-1] if self.frames else None
@@ -206,7 +209,7 @@ class _Recorder(TorchFunctionMode):
         return None
 
     def _read(self, frame: _Frame, tensor: torch.Tensor) -> fx.Node | None:
-        owner, name = self.owners[id(tensor)]
+        owner, name, _ = self.owners[id(tensor)]
         if frame.atom and owner is frame.module:
             return None
         reader = type(frame.module).__name__
@@ -220,7 +223,8 @@ class _Recorder(TorchFunctionMode):
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 frame.keep(leaf, node)
-                self.values.append((weakref.ref(leaf), node))
+                known = [entry for entry in self.values.get(id(leaf), ()) if entry[0]() is leaf]
+                self.values[id(leaf)] = [*known, (weakref.ref(leaf), node)]
 
     def _target(self, caller: nn.Module, module: nn.Module) -> str:
         # A recorded graph is read, never run: the path from the root does as the name of a call.
@@ -228,19 +232,19 @@ class _Recorder(TorchFunctionMode):
 
     def _escape(self, tensor: torch.Tensor) -> None:
         """A tensor that comes from nowhere in this call was kept somewhere by the one that made it."""
-        for reference, node in self.values:
+        for reference, node in self.values.get(id(tensor), ()):
             if reference() is tensor:
                 node.meta["escapes"] = True
 
     def forget_outputs(self, outputs: Any) -> None:
         """The tensors that the root returns don't count as kept somewhere: they are in its output."""
-        returned = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
-        self.values = [(ref, node) for ref, node in self.values if id(ref()) not in returned]
+        for leaf in pytree.tree_leaves(outputs):
+            self.values.pop(id(leaf), None)
 
     def mark_escapes(self) -> None:
         """A value that outlives the run was kept somewhere: it has a user that no graph shows."""
         gc.collect()
-        for reference, node in self.values:
+        for reference, node in (entry for entries in self.values.values() for entry in entries):
             tensor = reference()
             if tensor is not None and id(tensor) not in self.owners:
                 node.meta["escapes"] = True

@@ -1,4 +1,6 @@
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -34,6 +36,16 @@ def test_the_call_may_be_changed_and_runs_the_hooks():
         got = model(X)
     assert torch.equal(got, model(X * 2) + 1)
     assert torch.equal(hooked[0][0], X * 2)
+
+
+def test_a_module_that_is_replaced_keeps_its_identity_to_itself():
+    """Another module in its place in memory would be taken for it."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    replaced = weakref.ref(model[0])
+    with intercepted_calls(model, lambda module, call, args, kwargs: call(*args, **kwargs)):
+        model[0] = nn.Identity()
+        gc.collect()
+        assert replaced() is not None
 
 
 def test_an_error_leaves_nothing_behind():

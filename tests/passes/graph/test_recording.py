@@ -112,6 +112,53 @@ def test_a_recording_holds_no_tensor():
     assert [reference() for reference in seen] == [None]
 
 
+def test_a_tensor_that_a_forward_replaces_keeps_its_identity_to_itself():
+    """Another tensor in its place in memory would be taken for it."""
+
+    def between(self, y):
+        replaced = weakref.ref(self.b.bias)
+        self.b.bias = nn.Parameter(torch.zeros(4))
+        gc.collect()
+        assert replaced() is not None
+        return y
+
+    model = Net(between)
+    assert recorded(model, x()).counts[id(model)] == 1
+
+
+def test_a_value_that_comes_from_elsewhere_is_found_at_once():
+    """Not by a search through all values of the run, of which there may be a hundred thousand."""
+
+    class Bag:
+        def __init__(self, value):
+            self.value = value
+
+    class Adds(nn.Module):
+        def forward(self, bag):
+            return Bag(bag.value + 1)
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Adds() for _ in range(3))
+
+        def forward(self, x):
+            bag = Bag(x * 2)
+            for layer in self.layers:
+                bag = layer(bag)
+            return bag.value * 3
+
+    model = Chain()
+    run = record(model, (x(),), {})
+    escaping = [
+        node.target
+        for call in (*run.calls[id(model)], *(c for layer in model.layers for c in run.calls[id(layer)]))
+        for node in call.graph.nodes
+        if node.meta.get("escapes")
+    ]
+    assert escaping == ["mul", "add", "add", "add"]
+
+
 def test_errors_of_the_forward_come_through_and_leave_nothing_patched():
     model = Net(lambda self, y: 1 / 0)
     call = nn.Module.__call__
