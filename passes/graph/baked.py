@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.graph.side_effects import names_in
+from passes.graph.side_effects import contents_of, names_in, package_of
 from passes.graph.structure import CONSTANTS
 
 
@@ -42,7 +42,8 @@ UNKNOWN = _Word("UNKNOWN")
 
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 _IMMUTABLE = (*CONSTANTS, *_FUNCTIONS, enum.Enum, range, torch.memory_format)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+# The order matters: the methods of `dict` don't know the order of an `OrderedDict`.
+_CONTAINERS = (OrderedDict, dict, types.MappingProxyType, list, tuple, set, frozenset, deque)
 # What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
 # How deep in containers and plain objects values are compared, and how many of them at most.
@@ -83,6 +84,8 @@ class Baked:
     def now(self) -> Any:
         """The value as it is now; `ABSENT` for none."""
         holder, name = self.holder, self.name
+        if type(holder) is types.CellType:
+            return _content(holder)
         if self.registry:
             return holder.__dict__[self.registry].get(name, ABSENT)
         if isinstance(holder, dict):
@@ -132,8 +135,13 @@ def _items(value: Any) -> Any:
     return tuple(value) if type(value) is list else value
 
 
+def _is(value: Any, kinds: Any) -> bool:
+    """`isinstance` by what the object is: its class may answer anything when it is asked, or raise."""
+    return issubclass(type(value), kinds)
+
+
 def _cannot_change(value: Any) -> bool:
-    return isinstance(value, _IMMUTABLE) or (type(value) is tuple and all(map(_cannot_change, value)))
+    return _is(value, _IMMUTABLE) or (type(value) is tuple and all(map(_cannot_change, value)))
 
 
 def fingerprint(value: Any) -> Any:
@@ -152,34 +160,44 @@ def _print(value: Any, depth: int, count: Iterator[int]) -> Any:
     if next(count) > _MOST:
         raise TooMuch
     kind = type(value)
-    if isinstance(value, float):
+    if issubclass(kind, float):
         # Neither of NaN and -0.0 does `==` tell what it is.
         return kind, math.copysign(1.0, value), value if value == value else None
-    if isinstance(value, complex):
+    if issubclass(kind, complex):
         return kind, _print(value.real, 0, count), _print(value.imag, 0, count)
-    if isinstance(value, _FUNCTIONS):
+    if issubclass(kind, _FUNCTIONS):
         # Not their kind, which pickle doesn't find by its name.
         return None, value
-    if isinstance(value, _IMMUTABLE):
+    if issubclass(kind, _IMMUTABLE):
         return kind, value
-    if isinstance(value, nn.Module):
+    if issubclass(kind, nn.Module):
         return nn.Module, kind
-    if isinstance(value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return torch.Tensor, None
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return kind, _print((value.func, value.args, value.keywords), depth, count)
-    if isinstance(value, types.MethodType):
+    if issubclass(kind, types.MethodType):
         return None, value.__func__
-    if depth:
-        if isinstance(value, Mapping):
-            return kind, tuple((_print(k, depth - 1, count), _print(v, depth - 1, count)) for k, v in value.items())
-        if isinstance(value, set | frozenset):
-            return kind, frozenset(value)
-        if isinstance(value, _SEQUENCES):
-            return kind, tuple([_print(item, depth - 1, count) for item in value])
-        if type(attributes := getattr(value, "__dict__", None)) is dict:
-            return kind, _print(attributes, depth - 1, count)
+    if depth and (parts := _parts(value)) is not None:
+        return kind, _joined(parts, depth - 1, count)
     return (value if value is ABSENT else kind), None
+
+
+def _joined(parts: Any, depth: int, count: Iterator[int]) -> Any:
+    if isinstance(parts, dict):
+        return tuple((_print(key, depth, count), _print(item, depth, count)) for key, item in parts.items())
+    return parts if isinstance(parts, frozenset) else tuple([_print(item, depth, count) for item in parts])
+
+
+def _parts(value: Any) -> Any:
+    """What stands in a container or in a plain object, by the containers' own methods; None for anything else."""
+    base: Any = next((base for base in _CONTAINERS if _is(value, base)), None)
+    if base is None:
+        return contents_of(value)
+    if base is types.MappingProxyType or issubclass(base, dict):
+        return dict(base.items(value))
+    items = base.__iter__(value)
+    return frozenset(items) if base in (set, frozenset) else list(items)
 
 
 class Reads:
@@ -195,7 +213,7 @@ class Reads:
 
     def look(self, module: nn.Module, name: str, value: Any) -> None:
         """The attribute of a module was read; `ABSENT` where it has none."""
-        if isinstance(value, types.MethodType):
+        if _is(value, types.MethodType):
             self.functions.setdefault(value.__func__)
             return
         if (name.startswith("__") and name.endswith("__")) or name in _BOOKKEEPING:
@@ -204,7 +222,7 @@ class Reads:
         if isinstance(stands_for, property):
             # It reads what it is made of.
             self.functions.setdefault(stands_for.fget)
-        elif isinstance(value, types.FunctionType) and name not in module.__dict__:
+        elif _is(value, types.FunctionType) and name not in module.__dict__:
             self.functions.setdefault(value)
         else:
             self._found.setdefault((id(module), name), (module, value))
@@ -220,7 +238,7 @@ class Reads:
         attributes = [
             Baked.of(module, name, tuple(value) if name == "_modules" else value)
             for (_, name), (module, value) in self._found.items()
-            if tests_classes or not isinstance(value, nn.Module)
+            if tests_classes or not _is(value, nn.Module)
         ]
         return (*attributes, *outside)
 
@@ -240,11 +258,12 @@ def _named_outside(functions: Mapping[Any, None]) -> Iterator[Baked]:
     while waiting:
         function = waiting.pop()
         function = inspect.unwrap(function)
-        if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
+        if not _is(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
             continue
         for holder, name, value in _outside(function):
-            if isinstance(value, types.FunctionType):
-                if id(value) not in known:
+            if _is(value, types.FunctionType):
+                # What another library's functions go by is its own affair.
+                if id(value) not in known and package_of(inspect.unwrap(value)) == package_of(function):
                     known.add(id(value))
                     waiting.append(value)
             elif _is_data(value) and (id(holder), name) not in seen:
@@ -257,16 +276,23 @@ def _outside(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     for name in names:
         value = function.__globals__.get(name, ABSENT)
         yield function.__globals__, name, value
-        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in ("torch", "math"):
+        if _is(value, types.ModuleType) and value.__name__.partition(".")[0] not in ("torch", "math"):
             yield from ((vars(value), inner, vars(value)[inner]) for inner in names if inner in vars(value))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
-            yield cell, "cell_contents", getattr(cell, "cell_contents", ABSENT)
+            yield cell, "cell_contents", _content(cell)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return ABSENT
 
 
 def _is_data(value: Any) -> bool:
     opaque = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
-    return value is not ABSENT and not isinstance(value, opaque) and not callable(value)
+    return value is not ABSENT and not _is(value, opaque) and not callable(value)
 
 
 def portable(baked: Baked) -> Baked | None:

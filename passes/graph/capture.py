@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import threading
+import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,7 +24,16 @@ from torch.utils import _pytree as pytree
 from passes.graph.baked import Baked, TooMuch
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
-from passes.graph.side_effects import Snapshot, contains, forget, holds_generator, random_state, set_random_state
+from passes.graph.side_effects import (
+    Snapshot,
+    contains,
+    forget,
+    holds_generator,
+    names_generator,
+    random_state,
+    set_random_state,
+    with_helpers,
+)
 from passes.graph.structure import CallStructure, Unstructured, signature_of
 from passes.graph.tracing import (
     IS_TENSOR,
@@ -31,12 +42,15 @@ from passes.graph.tracing import (
     Tree,
     Untraceable,
     always_tensor,
+    assigns_a_global,
     function_of,
     why_not_traced,
 )
 
 # nn.Module is patched for the time of a capture: one at a time.
 _capturing = threading.Lock()
+# Whether this thread captures: a forward that captures a module while it is traced would wait for itself.
+_busy = threading.local()
 
 
 @dataclass
@@ -127,18 +141,94 @@ def capture(
         uncalled: modules, by identity, that a recorded run didn't call: nothing is known of their calls, and they are
             left out.
     """
-    with _capturing:
-        draws = random_state()
-        work = _Work(root, structures or {}, uncalled)
-        work.run()
-        if draws != random_state():
-            # Some forward draws numbers from Python or numpy: each is looked at on its own.
-            set_random_state(draws)
-            work = _Work(root, structures or {}, uncalled, watch_draws=True)
-            work.run()
-        if root.training:
-            work.compare_with_eval()
+    if getattr(_busy, "capturing", False):
+        raise Untraceable("its forward captures a module while it is traced")
+    with _capturing, _marked_busy():
+        codes = _codes_of(root, verified=bool(structures))
+        before = _Before(root.modules(), {f: None for code in codes.values() for f in code.functions})
+        leaked: list[_Symbols] = []
+        for closely in (False, True):
+            work = _Work(root, structures or {}, uncalled, codes, leaked, closely=closely)
+            try:
+                work.run()
+            finally:
+                changed = before.restore()
+            if not changed:
+                break
+            # Some forward changes what outlives the call, or draws numbers that a graph would freeze: each is now
+            # looked at on its own.
+        work.clean()
         return work.result
+
+
+@contextmanager
+def _marked_busy() -> Iterator[None]:
+    _busy.capturing = True
+    try:
+        yield
+    finally:
+        _busy.capturing = False
+
+
+@dataclass(frozen=True)
+class _Code:
+    """What a forward runs.
+
+    Attributes:
+        functions: the forward and the functions of its own package that it names.
+        reason: the reason, seen in their code, why it can't be traced; None where there is none.
+    """
+
+    functions: tuple[types.FunctionType, ...]
+    reason: str | None
+
+
+def _codes_of(root: nn.Module, *, verified: bool) -> dict[int, _Code]:
+    """The code of every module that is no atom, by identity.
+
+    Args:
+        verified: whether the graphs are compared with the forwards in a run afterwards: it shows what a trace froze.
+    """
+    found: dict[int, _Code] = {}
+    known: dict[tuple[types.FunctionType | None, type], _Code] = {}
+    for module in root.modules():
+        if is_atom(module):
+            continue
+        own = function_of(module)
+        key = own, type(module)
+        if key not in known:
+            functions = with_helpers(own, type(module))
+            reasons = (_reason_in(function, whole=function is own or not verified) for function in functions)
+            known[key] = _Code(tuple(functions), next((reason for reason in reasons if reason), None))
+        found[id(module)] = known[key]
+    return found
+
+
+def _reason_in(function: types.FunctionType, *, whole: bool) -> str | None:
+    if names_generator(function):
+        return "it has a random generator of its own"
+    return (why_not_traced if whole else assigns_a_global)(function.__code__)
+
+
+class _Before:
+    """What forwards may change beside their outputs: what modules hold, what their code names, random generators."""
+
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[types.FunctionType]) -> None:
+        plain = (module for module in modules if not isinstance(module, torch.jit.ScriptModule))
+        self.snapshot = Snapshot(*plain, functions=functions)
+        self.draws = random_state()
+
+    def restore(self) -> str | None:
+        """Put everything back; the clause about the forward that changed something, None where nothing was changed."""
+        changed = self.snapshot.restore()
+        if self.draws != random_state():
+            set_random_state(self.draws)
+            return "its forward draws random numbers that a graph would freeze"
+        return "its forward changes attributes or containers that outlive the call" if changed else None
+
+
+# A module and the symbols that its trace made.
+_Symbols = tuple[nn.Module, list[weakref.ref[fx.Proxy]]]
 
 
 class _Work:
@@ -149,18 +239,21 @@ class _Work:
         root: nn.Module,
         structures: Mapping[int, CallStructure | str],
         uncalled: frozenset[int],
+        codes: Mapping[int, _Code],
+        leaked: list[_Symbols],
         *,
-        watch_draws: bool = False,
+        closely: bool,
     ) -> None:
         self.result = Capture(root)
         self.structures = structures
         self.uncalled = uncalled
-        self.watch_draws = watch_draws
+        self.codes = codes
+        self.leaked = leaked
+        self.closely = closely
         self.interception = Interception(Tree(root))
-        self.leaked: list[tuple[nn.Module, list[weakref.ref[fx.Proxy]]]] = []
 
     def run(self) -> None:
-        with self.interception.installed():
+        with self._intercepted():
             modules = list(self.result.root.named_modules())
             # Children first: what they return is then known to those that call them.
             for path, module in reversed(modules):
@@ -173,19 +266,27 @@ class _Work:
         order = {id(module): index for index, (_, module) in enumerate(modules)}
         self.result.graphs = dict(sorted(self.result.graphs.items(), key=lambda item: order[item[0]]))
         self.result.islands = dict(sorted(self.result.islands.items(), key=lambda item: order[item[0]]))
-        self._clean()
+        if self.result.root.training:
+            self._compare_with_eval()
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        with self.interception.installed():
+            for function in {function: None for code in self.codes.values() for function in code.functions}:
+                self.interception.follow_imports(function)
+            yield
 
     def _returns_tensor(self, module: nn.Module) -> bool:
         graph = self.result.graphs.get(id(module))
         if graph is None:
             return always_tensor(module)
-        (output,) = (node for node in reversed(graph.graph.nodes) if node.op == "output")
+        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         leaves = output.args[0]
         return graph.outputs.is_leaf() and isinstance(leaves[0], fx.Node) and IS_TENSOR in leaves[0].meta
 
-    def compare_with_eval(self) -> None:
+    def _compare_with_eval(self) -> None:
         """Find the graphs that hold in eval just so: those of forwards that don't look at `training`."""
-        with _all_in_eval(self.result.root), self.interception.installed():
+        with _all_in_eval(self.result.root), self._intercepted():
             for graph in self.result.graphs.values():
                 if isinstance(inner_forward(graph.module), GraphForward):
                     continue
@@ -195,7 +296,6 @@ class _Work:
                     continue
                 if other.outputs == graph.outputs and same_graphs(graph.graph, other.graph):
                     graph.flags = (True, False)
-        self._clean()
 
     def _graph_of(self, path: str, module: nn.Module) -> ModuleGraph:
         installed = inner_forward(module)
@@ -205,6 +305,8 @@ class _Work:
             raise Untraceable("its class has a __call__ of its own")
         if holds_generator(module):
             raise Untraceable("it has a random generator of its own")
+        if inspect.isdatadescriptor(inspect.getattr_static(type(module), "forward")):
+            raise Untraceable("its class computes its forward, which no other can stand in for")
         structure = self.structures.get(id(module))
         if isinstance(structure, str):
             raise Untraceable(structure)
@@ -215,12 +317,10 @@ class _Work:
         return self._trace(path, module, structure)
 
     def _trace(self, path: str, module: nn.Module, structure: CallStructure) -> ModuleGraph:
-        function = function_of(module)
-        if function is not None and (reason := why_not_traced(function.__code__)):
-            raise Untraceable(reason)
-        before = Snapshot(module, function)
-        draws = random_state() if self.watch_draws else None
-        self.interception.wrap_imported(function)
+        code = self.codes[id(module)]
+        if code.reason:
+            raise Untraceable(code.reason)
+        before = _Before(module.modules(), code.functions) if self.closely else None
         tracer = ForwardTracer(self.interception.tree, module, structure, self._returns_tensor)
         found: tuple[fx.Graph, pytree.TreeSpec] | None = None
         reason = ""
@@ -233,36 +333,30 @@ class _Work:
             reason = f"its forward can't be traced ({_first_line(error)})"
         finally:
             self.interception.tracer = None
-            changed = before.restore()
+            changed = before.restore() if before is not None else None
         symbols = tracer.symbols
         tracer.close()
         if any(symbol() is not None for symbol in symbols):
             self.leaked.append((module, symbols))
-        if draws is not None and draws != random_state():
-            set_random_state(draws)
-            raise Untraceable("its forward draws random numbers that a graph would freeze")
-        if changed:
-            raise Untraceable(reason or "its forward changes attributes or containers that outlive the call")
-        if found is None:
-            raise Untraceable(reason)
+        if found is None or changed:
+            raise Untraceable(reason or changed or "")
         try:
             baked = tracer.reads.baked()
         except TooMuch:
             raise Untraceable("its forward reads an object that holds too much to be compared at every call") from None
         return ModuleGraph(path, module, found[0], structure, found[1], baked=baked)
 
-    def _clean(self) -> None:
+    def clean(self) -> None:
         """Take symbols that traces left somewhere out of there, and make islands of the modules whose traces it were."""
         if not self.leaked:
             return
         gc.collect()
-        left = []
+        left: list[fx.Proxy] = []
         for module, symbols in self.leaked:
-            alive = [symbol for reference in symbols if (symbol := reference()) is not None]
-            if alive:
-                left += alive
+            known = len(left)
+            left += (symbol for reference in symbols if (symbol := reference()) is not None)
+            if len(left) > known:
                 self._make_island(module)
-        self.leaked.clear()
         if left:
             self.result.leaks += _places_in(self.result.root)
             forget(left)

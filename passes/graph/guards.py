@@ -267,7 +267,7 @@ class FormattedForward(InstanceForward):
 
 
 def _ordered(leaf: Any, order: DimOrder | None) -> Any:
-    if order is None or not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+    if order is None or not _is_dense(leaf):
         return leaf
     if leaf.dim() != len(order) or order == tuple(range(len(order))):
         return leaf.contiguous()
@@ -291,12 +291,16 @@ def dim_order(leaves: Sequence[Any]) -> DimOrder | None:
 
 
 def _order_of(leaf: Any) -> DimOrder | None:
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.dim() < 2:
+    if not _is_dense(leaf) or leaf.dim() < 2:
         return None
     dims = range(leaf.dim())
     strides = leaf.stride()
     order = tuple(dims) if leaf.is_contiguous() else tuple(sorted(dims, key=lambda dim: -strides[dim]))
     return order if _lies_in(leaf, order) else None
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import operator
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-_CONTAINERS = (list, dict, set, deque)
+# The order matters: the methods of `dict` break an `OrderedDict`.
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
 # Objects of these types have no attributes that a forward would keep its state in.
 _OPAQUE = (
     nn.Module,
@@ -29,57 +32,56 @@ _OPAQUE = (
     types.BuiltinFunctionType,
     functools.partial,
 )
+# What objects of these packages hold belongs to other threads as well: putting it back would have one wait forever.
+_SHARED = frozenset({"threading", "queue", "logging", "concurrent", "multiprocessing", "asyncio"})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
 class Snapshot:
-    """The containers that a forward can reach by a name, each with a shallow copy.
+    """The containers that forwards can reach by a name, each with what stands in it.
 
-    These are the attributes of the module, the containers and plain objects among them (two levels deep), and the
-    containers and objects that the code of the forward names as globals or closes over.
+    These are the attributes of the modules, the containers and plain objects among them (two levels deep), and the
+    containers and objects that the code of the functions names as globals or closes over.
     """
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any] | None = None) -> None:
-        self._kept: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        self._keep(module.__dict__)
-        for name, value in module.__dict__.items():
-            self._descend(value, 1 if name in _REGISTRIES else 2)
-        for value in named_values(function):
-            self._descend(value, 1)
+    def __init__(self, *modules: nn.Module, functions: Iterable[types.FunctionType] = ()) -> None:
+        self._kept: list[tuple[Any, list[Any]]] = []
+        self._depths: dict[int, int] = {}
+        for module in modules:
+            self._descend(module.__dict__, 1)
+            for name, value in module.__dict__.items():
+                self._descend(value, 1 if name in _REGISTRIES else 2)
+        for function in functions:
+            for value in named_values(function):
+                self._descend(value, 1)
 
     def _descend(self, value: Any, depth: int) -> None:
-        if not depth:
+        contents = contents_of(value)
+        seen = self._depths.get(id(contents), 0)
+        if contents is None or depth <= seen:
             return
-        contents = _contents(value)
-        if contents is None or id(contents) in self._seen:
-            return
-        self._seen.add(id(contents))
-        self._keep(contents)
+        self._depths[id(contents)] = depth
+        if not seen:
+            self._kept.append((contents, _items(contents)))
         if depth > 1:
-            for item in contents.values() if isinstance(contents, dict) else contents:
+            for item in _values(contents):
                 self._descend(item, depth - 1)
-
-    def _keep(self, container: Any) -> None:
-        # An empty container of plain type, of which a tree has many, is known by its length alone.
-        self._kept.append((container, container.copy() if container else ()))
 
     def restore(self) -> bool:
         """Put back what changed; true where anything did."""
         changed = False
         for container, before in self._kept:
-            if not _same_items(container, before):
+            now = _items(container)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 changed = True
                 _refill(container, before)
         return changed
 
 
-def named_values(function: Any) -> Iterator[Any]:
+def named_values(function: types.FunctionType) -> Iterator[Any]:
     """The values of the globals that the code of a function names, and of the variables that it closes over."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name in names_in(code):
+    for name in names_in(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name]
     for cell in function.__closure__ or ():
@@ -90,6 +92,41 @@ def named_values(function: Any) -> Iterator[Any]:
             continue
 
 
+def with_helpers(function: types.FunctionType | None, owner: type, depth: int = 2) -> list[types.FunctionType]:
+    """A function of a class, and those functions and methods of its own package that its code names, so many calls deep.
+
+    Torch's own are left out.
+    """
+    found: dict[types.FunctionType, None] = {}
+    waiting = [] if function is None else [function]
+    for _ in range(depth + 1):
+        new = [one for one in waiting if one not in found]
+        found.update(dict.fromkeys(new))
+        waiting = [helper for one in new for helper in _helpers_of(one, owner)]
+    return list(found)
+
+
+def _helpers_of(function: types.FunctionType, owner: type) -> Iterator[types.FunctionType]:
+    names = names_in(function.__code__)
+    values = list(named_values(function))
+    scopes = [*(vars(cls) for cls in owner.__mro__), *(vars(v) for v in values if type(v) is types.ModuleType)]
+    for value in (*values, *(scope[name] for scope in scopes for name in names if name in scope)):
+        plain = _plain(value)
+        if type(plain) is types.FunctionType and package_of(plain) == package_of(function) != "torch":
+            yield plain
+
+
+def package_of(function: types.FunctionType) -> str:
+    """The top level package that a function is written in."""
+    return (function.__module__ or "").partition(".")[0]
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (staticmethod, classmethod, types.MethodType):
+        return value.__func__
+    return value.fget if type(value) is property else value
+
+
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes in a code and in the functions defined in it."""
@@ -97,35 +134,80 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _contents(value: Any) -> Any:
+@dataclass(frozen=True)
+class _Kind:
+    """What values of one type are; an object itself may raise when it is asked for its class.
+
+    Attributes:
+        base: the container; None for other values.
+        is_opaque: whether there is nothing to look into.
+        attributes: reads the `__dict__` past whatever the class makes of it; None where there is none.
+    """
+
+    base: Any
+    is_opaque: bool
+    attributes: Callable[[Any], Any] | None
+
+
+def _kind_of(value: Any) -> _Kind:
+    kind: Any = type(value)
+    return _kind_of_class(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of_class(kind: Any) -> _Kind:
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    is_opaque = issubclass(kind, _OPAQUE) or str(kind.__module__).partition(".")[0] in _SHARED
+    descriptor = next((vars(cls)["__dict__"] for cls in kind.__mro__ if "__dict__" in vars(cls)), None)
+    plain = descriptor if isinstance(descriptor, types.GetSetDescriptorType | types.MemberDescriptorType) else None
+    return _Kind(base, is_opaque, None if plain is None else plain.__get__)
+
+
+def _base(value: Any) -> Any:
+    return _kind_of(value).base
+
+
+def contents_of(value: Any) -> Any:
     """The container itself, or the attributes of a plain object; None where there is nothing to look into."""
-    if isinstance(value, _CONTAINERS):
+    kind = _kind_of(value)
+    if kind.base is not None:
         return value
-    if isinstance(value, _OPAQUE):
-        return None
-    attributes = getattr(value, "__dict__", None)
+    return None if kind.is_opaque else attributes_of(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object; None where it has none."""
+    read = _kind_of(value).attributes
+    attributes = None if read is None else read(value)
     return attributes if type(attributes) is dict else None
 
 
-def _same_items(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    if isinstance(container, dict):
-        return all(key in before and before[key] is value for key, value in container.items())
-    if isinstance(container, set):
-        return all(item in before for item in container)
-    return all(mine is theirs for mine, theirs in zip(container, before, strict=True))
+# The methods below are those of the containers themselves: a class of the user's may do anything in its own.
 
 
-def _refill(container: Any, before: Any) -> None:
-    if isinstance(container, dict):
-        known = dict(before)
-        for key in [key for key in container if key not in known]:
-            del container[key]
-        container.update(known)
-        return
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(before)
+def _items(container: Any) -> list[Any]:
+    """What stands in a container, in its order; of a mapping the keys, then the values."""
+    base = _base(container)
+    items = list(base.__iter__(container))
+    if base is dict:
+        return [*items, *dict.values(container)]
+    return [*items, *(dict.__getitem__(container, key) for key in items)] if base is OrderedDict else items
+
+
+def _values(container: Any) -> list[Any]:
+    items = _items(container)
+    return items[len(items) // 2 :] if issubclass(type(container), dict) else items
+
+
+def _refill(container: Any, before: list[Any]) -> None:
+    base = _base(container)
+    base.clear(container)
+    if issubclass(base, dict):
+        half = len(before) // 2
+        for key, value in zip(before[:half], before[half:], strict=True):
+            base.__setitem__(container, key, value)
+    else:
+        (base.update if base is set else base.extend)(container, before)
 
 
 def random_state() -> tuple[Any, ...]:
@@ -144,54 +226,61 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 def holds_generator(module: nn.Module) -> bool:
     """Whether the module has a generator of its own, whose draws nobody sees."""
-    return any(
-        isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState)
-        for value in module.__dict__.values()
-    )
+    return any(issubclass(type(value), _GENERATORS) for value in module.__dict__.values())
+
+
+def names_generator(function: types.FunctionType) -> bool:
+    """Whether the code of a function names such a generator, as a global or as what it closes over."""
+    return any(issubclass(type(value), _GENERATORS) for value in named_values(function))
 
 
 def contains(value: Any, kind: type, depth: int = 4) -> bool:
     """Whether a value of that type stands in a value, its containers or the attributes of plain objects."""
-    if isinstance(value, kind):
+    if issubclass(type(value), kind):
         return True
-    contents = value if isinstance(value, tuple) else _contents(value)
+    contents = value if isinstance(value, tuple) else contents_of(value)
     if not depth or contents is None:
         return False
-    items: Iterable[Any] = [*contents, *contents.values()] if isinstance(contents, dict) else contents
+    items = contents if isinstance(contents, tuple) else _items(contents)
     return any(contains(item, kind, depth - 1) for item in items)
 
 
 def forget(values: list[Any]) -> None:
-    """Take values out of every container, attribute and `lru_cache` of the process that holds them."""
+    """Take values out of every container, attribute and `lru_cache` of the process that holds them.
+
+    The heap is looked through once for all of them, which takes its time.
+    """
     wanted = {id(value) for value in values}
     cached = type(functools.lru_cache(len))
     for wrapper in [item for item in gc.get_objects() if type(item) is cached]:
         if wrapper.cache_info().currsize and _reaches(wrapper, wanted, depth=4):
             wrapper.cache_clear()
-    for value in values:
-        for holder in gc.get_referrers(value):
-            if holder is not values:
-                _drop(holder, wanted)
+    holders = [holder for holder in gc.get_referrers(*values) if holder is not values]
+    tuples = [holder for holder in holders if isinstance(holder, tuple)]
+    _drop_from(holders, wanted)
+    if tuples:
+        around = gc.get_referrers(*tuples)
+        _drop_from([outer for outer in around if outer is not holders and outer is not tuples], set(map(id, tuples)))
 
 
 def _reaches(holder: Any, wanted: set[int], depth: int) -> bool:
     return any(
-        id(item) in wanted or (depth > 1 and not isinstance(item, _OPAQUE) and _reaches(item, wanted, depth - 1))
+        id(item) in wanted or (depth > 1 and not _kind_of(item).is_opaque and _reaches(item, wanted, depth - 1))
         for item in gc.get_referents(holder)
     )
 
 
-def _drop(holder: Any, wanted: set[int]) -> None:
-    if isinstance(holder, tuple):
-        for outer in gc.get_referrers(holder):
-            if isinstance(outer, _CONTAINERS):
-                _drop(outer, {id(holder)})
-    elif isinstance(holder, dict):
-        for key in [key for key, item in holder.items() if id(item) in wanted or id(key) in wanted]:
-            del holder[key]
-    elif isinstance(holder, set):
-        holder.difference_update([item for item in holder if id(item) in wanted])
-    elif isinstance(holder, list | deque):
-        remaining = [item for item in holder if id(item) not in wanted]
-        holder.clear()
-        holder.extend(remaining)
+def _drop_from(holders: list[Any], wanted: set[int]) -> None:
+    for holder in holders:
+        # A plain object may hold its attributes without a dictionary, until that is asked for.
+        contents = holder if _base(holder) is not None else attributes_of(holder)
+        if contents is None:
+            continue
+        items = _items(contents)
+        if not issubclass(type(contents), dict):
+            _refill(contents, [item for item in items if id(item) not in wanted])
+            continue
+        half = len(items) // 2
+        pairs = zip(items[:half], items[half:], strict=True)
+        left = [(key, item) for key, item in pairs if id(key) not in wanted and id(item) not in wanted]
+        _refill(contents, [*(key for key, _ in left), *(item for _, item in left)])

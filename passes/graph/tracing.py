@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
 from passes.graph.baked import ABSENT, Reads
-from passes.graph.guards import SHAPE_AND_KIND
-from passes.graph.side_effects import names_in
+from passes.graph.guards import SHAPE_AND_KIND, InstanceForward, inner_forward
+from passes.graph.side_effects import attributes_of, names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
 
 # What may be asked of a tensor that exists while tracing: the answer is the same for every input.
@@ -59,16 +59,42 @@ class Untraceable(Exception):
     """The forward does what a graph can't hold; the message, a clause about the forward, says what."""
 
 
+class _GivenUp(BaseException):
+    """Ends a trace that catches every `Untraceable`."""
+
+
+_MOST_REFUSALS = 1000
+
+
 def function_name(func: Any) -> str:
     """The name of a function, "" where it has none."""
     return str(getattr(func, "__name__", ""))
 
 
-def function_of(module: nn.Module) -> Any:
+def function_of(module: nn.Module) -> types.FunctionType | None:
     """The Python function that the module's forward runs, under its decorators; None where there is none."""
-    forward = inspect.unwrap(module.__dict__.get("forward", type(module).forward))
-    forward = getattr(forward, "__func__", forward)
-    return forward if isinstance(forward, types.FunctionType) else None
+    forward = inner_forward(module)
+    if forward is None or isinstance(forward, InstanceForward):
+        forward = inspect.getattr_static(type(module), "forward")
+    inner = forward
+    for _ in range(_DECORATORS):
+        if inner is None:
+            break
+        forward, inner = inner, _decorated(inner)
+    return forward if type(forward) is types.FunctionType else None
+
+
+# More decorators than that have none at their end.
+_DECORATORS = 100
+
+
+def _decorated(function: Any) -> Any:
+    """What a decorator, a bound method or a partial function stands around; None where it is none of them."""
+    if type(function) in (types.MethodType, staticmethod, classmethod):
+        return function.__func__
+    if isinstance(function, functools.partial | functools.partialmethod):
+        return function.func
+    return (attributes_of(function) or {}).get("__wrapped__")
 
 
 class Tree:
@@ -148,7 +174,7 @@ _INTERNAL = ("torch.fx", "torch.utils._pytree", "torch.overrides", "passes.graph
 @functools.lru_cache(maxsize=4096)
 def _tests_classes(code: types.CodeType) -> bool:
     """Whether a code asks for the class of a value; otherwise it is a function written in C, called by it, that asks."""
-    if "isinstance" in code.co_names:
+    if "isinstance" in code.co_names or "__class__" in code.co_names:
         return True
     return any(instruction.opname == "MATCH_CLASS" for instruction in dis.get_instructions(code))
 
@@ -168,7 +194,7 @@ class _Sealed(fx.Proxy):
             name in ("tracer", "node", "root", "attr", "param", "name") and name not in vars(self)
         )
         if not own:
-            raise Untraceable(f"its forward assigns the attribute {name!r} of a value")
+            raise self._refused(f"its forward assigns the attribute {name!r} of a value")
         object.__setattr__(self, name, value)
 
     def __getattr__(self, k: str) -> Attribute:
@@ -186,9 +212,11 @@ class _Sealed(fx.Proxy):
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__", "").startswith(_INTERNAL) or not _tests_classes(caller.f_code):
             return type(self)
+        if "param" in vars(self):
+            return type(vars(self)["param"])
         if self._is_tensor():
             return torch.Tensor
-        raise Untraceable("its forward tests the class of a value, which only a run shows")
+        raise self._refused("its forward tests the class of a value, which only a run shows")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -220,7 +248,7 @@ class _Sealed(fx.Proxy):
     def _refused(self, reason: str) -> Untraceable:
         tracer = self.tracer
         assert isinstance(tracer, ForwardTracer)
-        return tracer._refused(reason)
+        return tracer.refused(reason)
 
 
 def _record_in_place(name: str) -> None:
@@ -243,7 +271,7 @@ class _SealedAttribute(_Sealed, Attribute):
 
 
 class _SealedParameter(_Sealed, ParameterProxy):
-    pass
+    _is_param = True
 
 
 class ForwardTracer(fx.Tracer):
@@ -285,7 +313,10 @@ class ForwardTracer(fx.Tracer):
         names = self.structure.tensor_names
         args, kwargs = self.structure.arguments([self._input(name) for name in names])
         with _RecordEverything(self):
-            outputs = self.root.forward(*args, **kwargs)
+            try:
+                outputs = self.root.forward(*args, **kwargs)
+            except _GivenUp:
+                outputs = None
         if self.refusals:
             raise Untraceable(self.refusals[0])
         try:
@@ -297,21 +328,28 @@ class ForwardTracer(fx.Tracer):
 
     def to_bool(self, obj: Any) -> bool:
         """A branch on a value."""
-        raise self._refused("its forward branches on a value (control flow), which only a run shows")
+        raise self.refused("its forward branches on a value (control flow), which only a run shows")
 
     def iter(self, obj: Any) -> Any:
         """An iteration over a value, but for the unpacking that FX knows."""
         try:
             return super().iter(obj)
         except fx.proxy.TraceError:
-            raise self._refused("its forward iterates over a value, whose length only a run shows") from None
+            raise self.refused("its forward iterates over a value, whose length only a run shows") from None
 
     def keys(self, obj: Any) -> Any:
         """A value as a mapping."""
-        raise self._refused("its forward takes a value for a mapping, which only a run shows")
+        raise self.refused("its forward takes a value for a mapping, which only a run shows")
 
-    def _refused(self, reason: str) -> Untraceable:
+    def refused(self, reason: str) -> Untraceable:
+        """What to raise where the forward does what a graph can't hold; that it was raised isn't forgotten.
+
+        Raises:
+            _GivenUp: the forward catches all that is raised and goes on trying.
+        """
         self.refusals.append(reason)
+        if len(self.refusals) > _MOST_REFUSALS:
+            raise _GivenUp
         return Untraceable(reason)
 
     def close(self) -> None:
@@ -363,7 +401,7 @@ class ForwardTracer(fx.Tracer):
         """A call of another module."""
         path = self._path_of(module)
         if not path:
-            raise Untraceable("its forward calls a module that isn't its own by any attribute")
+            raise self.refused("its forward calls a module that isn't its own by any attribute")
         symbol = self.create_proxy("call_module", path, args, kwargs)
         if self.returns_tensor(module):
             symbol.node.meta[IS_TENSOR] = True
@@ -392,14 +430,14 @@ class ForwardTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
             if a.tracer is not self:
-                raise Untraceable("its forward uses a value that another forward kept")
+                raise self.refused("its forward uses a value that another forward kept")
             return a.node
         if a is None or type(a) in (int, float, bool, str):
             return a
         if isinstance(a, torch.Tensor):
             return self._tensor_argument(a)
         if isinstance(a, nn.Module):
-            raise Untraceable("its forward gives a module to a function")
+            raise self.refused("its forward gives a module to a function")
         return super().create_arg(a)
 
     def _tensor_argument(self, tensor: torch.Tensor) -> fx.Node:
@@ -407,7 +445,7 @@ class ForwardTracer(fx.Tracer):
             path = self._path_of(owner)
             if path is not None and not keyword.iskeyword(name):
                 return self.create_node("get_attr", f"{path}.{name}" if path else name, (), {})
-        raise Untraceable("its forward uses a tensor that it finds outside of the module")
+        raise self.refused("its forward uses a tensor that it finds outside of the module")
 
 
 def _gives_tensor(node: fx.Node) -> bool:
@@ -439,13 +477,13 @@ class _RecordEverything(TorchFunctionMode):
         kwargs = kwargs or {}
         name = function_name(func)
         if name in ("_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode"):
-            raise Untraceable("its forward switches gradients on or off")
+            raise self.tracer.refused("its forward switches gradients on or off")
         leaves = pytree.tree_leaves((args, kwargs))
         symbolic = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
         if not symbolic and name in METADATA:
             return func(*args, **kwargs)
         if func in (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__):
-            raise Untraceable("its forward reads the value of a constant tensor")
+            raise self.tracer.refused("its forward reads the value of a constant tensor")
         if name == "__get__":
             return self._property(func, args)
         if is_tensor_method_or_property(func):
@@ -472,7 +510,8 @@ class Interception:
         self.tree = tree
         self.tracer: ForwardTracer | None = None
         self._thread = threading.get_ident()
-        self._wrapped: set[int] = set()
+        # What stands in for a function, by the identity of the function.
+        self._replacements: dict[int, Any] = {}
         self._stack = ExitStack()
 
     def _active(self) -> ForwardTracer | None:
@@ -497,26 +536,26 @@ class Interception:
             )
             for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"):
                 self._refuse(torch, name, "its forward asks for a global setting of torch")
+            for name in ("set_default_dtype", "set_default_device"):
+                self._refuse(torch, name, "its forward changes a global setting of torch")
             self._refuse(torch, "manual_seed", "its forward seeds the random generator")
             for (_, name), scope in list(getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {}).items()):
                 if name in scope:
                     self._wrap(scope, name)
             for name, function in list(vars(math).items()):
                 if callable(function) and not name.startswith("_"):
-                    self._wrapped.add(id(function))
                     self._wrap(vars(math), name)
             if "torch._dynamo" in sys.modules:
                 # A compiled function would compile for symbols.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield self
 
-    def wrap_imported(self, function: Any) -> None:
-        """Record the functions of `math` that the code of a forward has imported under names of its own."""
-        if function is None:
-            return
+    def follow_imports(self, function: types.FunctionType) -> None:
+        """Intercept the functions of `math` and torch that a code has imported under names of its own, too."""
         for name in names_in(function.__code__):
-            if id(function.__globals__.get(name)) in self._wrapped:
-                self._wrap(function.__globals__, name)
+            replacement = self._replacements.get(id(function.__globals__.get(name)))
+            if replacement is not None:
+                self._patch(function.__globals__, name, replacement)
 
     def _patch(self, owner: Any, name: str, new: Any) -> None:
         scope = owner if isinstance(owner, dict) else vars(owner)
@@ -534,16 +573,19 @@ class Interception:
         kept = vars(owner).get(name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if self._active() is not None:
-                raise Untraceable(reason)
+            if (tracer := self._active()) is not None:
+                raise tracer.refused(reason)
             return original(*args, **kwargs)
 
         def refuse_for(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._active() is not None:
-                raise Untraceable(reason)
+            if (tracer := self._active()) is not None:
+                raise tracer.refused(reason)
             return original.__func__(cls, *args, **kwargs)
 
+        refuse.__wrapped__ = original  # type: ignore[attr-defined]
         is_classmethod = isinstance(kept, classmethod)
+        if not isinstance(owner, type):
+            self._replacements[id(original)] = refuse
         self._patch(owner, name, classmethod(refuse_for) if is_classmethod else refuse)
 
     def _wrap(self, scope: dict[str, Any], name: str) -> None:
@@ -555,6 +597,9 @@ class Interception:
                 return original(*args, **kwargs)
             return tracer.create_proxy("call_function", original, args, kwargs)
 
+        # Whoever looks through decorators finds the function that a graph calls.
+        call.__wrapped__ = original  # type: ignore[attr-defined]
+        self._replacements[id(original)] = call
         self._patch(scope, name, call)
 
     def _watch_modules(self) -> None:
@@ -585,8 +630,9 @@ class Interception:
             return value if tracer is None else tracer.read(module, name, value)
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            if self._active() is not None and id(module) in self.tree.modules:
-                raise Untraceable(f"its forward assigns the attribute {name!r} of a module")
+            tracer = self._active()
+            if tracer is not None and id(module) in self.tree.modules:
+                raise tracer.refused(f"its forward assigns the attribute {name!r} of a module")
             module_setattr(module, name, value)
 
         self._patch(nn.Module, "__call__", call)
@@ -617,27 +663,29 @@ def _writes(node: fx.Node) -> bool:
     return not home.startswith(("torch", "math")) and home != "builtins" and bool(home)
 
 
-_codes: dict[types.CodeType, str | None] = {}
-
-
+@functools.lru_cache(maxsize=4096)
 def why_not_traced(code: types.CodeType) -> str | None:
     """The reason, seen in the code of a forward, why it can't be traced; None where there is none."""
-    if code not in _codes:
-        _codes[code] = _look_at(code)
-    return _codes[code]
-
-
-def _look_at(code: types.CodeType) -> str | None:
-    before = ""
+    before, name = "", None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "BEFORE_ASYNC_WITH"):
             return "its forward enters a context ('with'), which a graph doesn't hold"
-        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            return f"its forward assigns the global {instruction.argval!r}"
         if instruction.opname == "PUSH_EXC_INFO":
             return "its forward handles exceptions, which a symbol raises where a value doesn't"
         if instruction.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
             return "its forward asks whether two values are the same object"
-        before = instruction.opname
+        if before == "LOAD_GLOBAL" and name == "type" and instruction.argval != "self":
+            return "its forward asks for the type of a value, which only a run shows"
+        before, name = instruction.opname, instruction.argval
     inner = (why_not_traced(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return next((reason for reason in inner if reason), None) or assigns_a_global(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def assigns_a_global(code: types.CodeType) -> str | None:
+    """The reason why a code that assigns a global, itself or in a function defined in it, can't be traced."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return f"its forward assigns the global {instruction.argval!r}"
+    inner = (assigns_a_global(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return next((reason for reason in inner if reason), None)

@@ -241,3 +241,14 @@ def test_no_value_is_not_the_word_for_it() -> None:
     assert baked.holds
     del holder.items
     assert not baked.holds
+
+
+def test_a_variable_that_has_no_value_yet_is_no_hindrance():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x + 1 if self.training else x + late
+
+    module = Plain()
+    captured = capture(module)
+    late = 2.0
+    assert id(module) in captured.graphs

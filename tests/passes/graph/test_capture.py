@@ -4,14 +4,15 @@ import math
 import random
 import sys
 import threading
-from collections import deque
+import types
+from collections import OrderedDict, deque
 from math import sqrt
 
 import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import fx, nn
+from torch import Tensor, fx, is_grad_enabled, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -67,6 +68,7 @@ class Inner(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.scale = 3.0
+        self.log = []
         self.register_buffer("shift", torch.ones(4))
 
     def twice(self, x):
@@ -393,11 +395,17 @@ ISLANDS = {
     "formatted size": (lambda self, x: x if f"{x.shape[0]}" == "16" else -x, "text of a value"),
     "number of a value": (lambda self, x: x * int(x.shape[0]), "number of a value"),
     "swallowed refusal": (_swallows, "handles exceptions"),
-    "refusal swallowed further down": (lambda self, x: x * _number_or_one(x), "number of a value"),
+    "refusal swallowed further down": (lambda self, x: x * _number_or_one(x), "handles exceptions"),
     "identity of two values": (lambda self, x: x if x.contiguous() is x else -x, "same object"),
     "branch on a value": (lambda self, x: x if x.sum() > 0 else -x, "control flow"),
     "branch on a size": (lambda self, x: x if x.shape[0] > 2 else -x, "control flow"),
     "branch on a constant": (lambda self, x: x if torch.ones(1).item() > 0 else -x, "control flow"),
+    "type of a value": (lambda self, x: x if {torch.Tensor: True}.get(type(x)) else -x, "type of a value"),
+    "type is": (lambda self, x: x if type(x) is Tensor else -x, "type of a value"),
+    "imported setting": (lambda self, x: x if is_grad_enabled() else -x, "global setting"),
+    "sets the default dtype": (lambda self, x: torch.set_default_dtype(torch.float64) or x, "global setting"),
+    "generator of the module's file": (lambda self, x: x * _GENERATOR.random(), "generator of its own"),
+    "retries without end": (lambda self, x: x * _retried(x), "handles exceptions"),
     "value of a constant": (lambda self, x: x if torch.ones(1) > 0 else -x, "control flow"),
     "value of a parameter": (lambda self, x: x if self.weight.sum() > 0 else -x, "control flow"),
     "len": (lambda self, x: x * len(x), "len"),
@@ -410,8 +418,14 @@ ISLANDS = {
     "global counter": (_counts_globally, "outlive"),
     "global list": (_appends_globally, "outlive"),
     "global": (_assigns_a_global, "_LAST"),
+    "global counter further down": (lambda self, x: (_count_further_down(), x)[1], "outlive"),
+    "global further down": (lambda self, x: (_assigns_a_global(self, x), x)[1], "_LAST"),
+    "attribute of a global further down": (lambda self, x: (_remember(x), x)[1], "outlive"),
+    "list of a child": (lambda self, x: self.inner.log.append(1) or x, "outlive"),
+    "order of a dict": (lambda self, x: _ORDERED.move_to_end("a") or x, "outlive"),
     "own list": (lambda self, x: self.seen.append(1) or x, "outlive"),
     "own dict of lists": (lambda self, x: self.table["a"].append(1) or x, "outlive"),
+    "own namespace": (lambda self, x: setattr(self.names, "last", x) or x, "outlive"),
     "own object": (lambda self, x: setattr(self.state, "last", x) or x, "outlive"),
     "stranger": (_calls_a_stranger, "its forward"),
     "tensor from outside": (lambda self, x: x + X, "outside"),
@@ -430,12 +444,35 @@ class State:
     last = None
 
 
+_GENERATOR = random.Random(0)
+_REMEMBERED = State()
+_REMEMBERED.last = None
+_ORDERED = OrderedDict(a=1, b=2)
+
+
+def _count_further_down():
+    _COUNTER["calls"] += 1
+
+
+def _remember(x):
+    _REMEMBERED.last = x
+
+
+def _retried(x):
+    while True:
+        try:
+            return float(x.shape[0])
+        except Exception:  # noqa: BLE001 - what this is about
+            continue
+
+
 @pytest.mark.parametrize("name", ISLANDS)
 def test_islands(name):
     forward, reason = ISLANDS[name]
     module = make(forward, inner=Inner(), pair=Pair(), weight=nn.Parameter(torch.ones(2)))
     module.seen, module.table, module.state, module.generator = [], {"a": []}, State(), None
     module.register_buffer("buffer", torch.zeros(()))
+    module.names = types.SimpleNamespace()
     if name == "own generator":
         module.generator = random.Random(0)
     before = {key: value for key, value in vars(module).items() if not key.startswith("_")}
@@ -447,6 +484,9 @@ def test_islands(name):
     assert after == before
     assert (module.seen, module.table, module.state.last) == ([], {"a": []}, None)
     assert (_COUNTER, _SEEN, "_LAST" in globals()) == ({"calls": 0}, [], False)
+    assert (vars(_REMEMBERED), list(_ORDERED), module.inner.log) == ({"last": None}, ["a", "b"], [])
+    assert vars(module.names) == {}
+    assert torch.get_default_dtype() is torch.float32
     assert random.getstate() == states[0]
     assert numpy.random.get_state()[2] == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
@@ -526,6 +566,91 @@ def test_leaks_name_the_attribute_of_the_module():
     assert capture(make(lambda self, x: x + 1, holder=Registry())).leaks == []
 
 
+def test_symbols_that_a_plain_object_out_of_reach_keeps_are_taken_out_again():
+    far = types.SimpleNamespace(away=types.SimpleNamespace(object=State()))
+    module = make(lambda self, x: setattr(self.far.away.object, "last", x) or x, far=far)
+    assert "keeps values" in reason_of(module)
+    assert symbols_alive() == 0
+
+
+def test_many_symbols_that_are_kept_cost_one_search(monkeypatch):
+    kept, searches, referrers = State(), [], gc.get_referrers
+    kept.deep = {"far": {"away": {"list": []}}}
+    monkeypatch.setattr(gc, "get_referrers", lambda *values: searches.append(1) or referrers(*values))
+    root = nn.Sequential(*(make(lambda self, x: kept.deep["far"]["away"]["list"].append(x) or x) for _ in range(20)))
+    assert len(capture(root).islands) == 20
+    assert kept.deep["far"]["away"]["list"] == []
+    assert len(searches) <= 2
+
+
+def test_retrying_what_is_refused_ends():
+    """Where example inputs show later what a trace froze, functions further down may handle exceptions."""
+    module = make(lambda self, x: x * _retried(x))
+    structure = CallStructure.of_call(signature_of(module), (X,), {})
+    assert "number of a value" in capture(module, {id(module): structure}).islands[id(module)].reason
+
+
+def test_what_other_threads_share_is_left_alone():
+    event = threading.Event()
+    capture(make(lambda self, x: event.set() or self.seen.append(1) or x, seen=[]))
+    assert event.is_set()
+
+
+class Sensitive(dict):
+    """Raises whatever it is asked for."""
+
+    def _raise(self, *args):
+        raise RuntimeError("don't look")
+
+    copy = items = keys = values = __iter__ = __len__ = __getitem__ = _raise
+
+
+class SensitiveObject:
+    @property
+    def __dict__(self):
+        raise RuntimeError("don't look")
+
+    @property
+    def __class__(self):
+        raise RuntimeError("don't look")
+
+
+_SENSITIVE = SensitiveObject()
+
+
+def test_objects_that_raise_when_they_are_looked_at():
+    module = make(lambda self, x: x + 1 if _SENSITIVE else x, table=Sensitive(a=1))
+    module.__dict__["other"] = SensitiveObject()
+    assert_answers(module, X)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, list, deque])
+def test_containers_are_put_back_as_they_were(kind):
+    before = [("a", 1), ("b", 2)] if kind in (dict, OrderedDict) else ["a", "b"]
+    table = kind(before)
+
+    def forward(self, x):
+        self.table.clear()
+        return x
+
+    assert "outlive" in reason_of(make(forward, table=table))
+    assert table == kind(before)
+
+
+def test_a_forward_that_captures_a_module_is_refused():
+    assert "captures" in reason_of(make(lambda self, x: capture(self.inner) and x, inner=Inner()))
+
+
+def test_the_class_of_a_parameter_is_known():
+    module = make(lambda self, x: x + 1 if isinstance(self.weight, nn.Parameter) else x - 1)
+    module.weight = nn.Parameter(torch.ones(2))
+    assert_answers(module, X)
+
+
+def test_the_class_attribute_is_answered_as_for_a_tensor():
+    assert_answers(make(lambda self, x: x + 1 if x.__class__ is Tensor else x - 1), X)
+
+
 # --- forwards that are no plain methods, modules that are no plain modules --------------------------------------------
 
 
@@ -550,6 +675,29 @@ def test_a_partial_as_forward():
     module = Inner()
     module.forward = functools.partial(Inner.forward, module)
     assert_answers(module, X)
+
+
+def test_the_code_under_a_partial_is_looked_at():
+    module = make(functools.partialmethod(_with))
+    assert "context" in reason_of(module)
+
+
+def test_a_forward_that_its_class_computes_makes_an_island():
+    module = make(property(lambda self: lambda x: x + 1))
+    assert "computes its forward" in reason_of(module)
+
+
+def test_decorators_without_end():
+    class Endless:
+        def __getattr__(self, name):
+            return Endless()
+
+        def __call__(self, x):
+            return x
+
+    module = nn.Identity()
+    module.forward = Endless()
+    assert "signature" in reason_of(module)
 
 
 def test_a_static_forward():
