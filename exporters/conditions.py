@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 # Every batch up to the first is looked at, then powers of two up to the second with what lies around them.
@@ -50,29 +50,19 @@ def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
     return line if fits else None
 
 
-def first_breaks(conditions: Iterable[Condition]) -> dict[int, str]:
-    """The smallest batch that breaks each condition, with the condition; those that hold everywhere looked at have none.
+def breaks(condition: Condition) -> Iterator[int]:
+    """The batches that break a condition, the smallest first; of those above 64 the ones worth looking at.
 
     A comparison with a number, a multiple or a range is found wherever it turns.
     """
-    breaks: dict[int, str] = {}
-    for condition in conditions:
-        found = _first_break(condition)
-        if found is not None:
-            breaks.setdefault(found, condition.what)
-    return breaks
-
-
-def _first_break(condition: Condition) -> int | None:
-    for batch in range(1, _EVERY_BATCH_TO + 1):
-        if not condition.holds(batch):
-            return batch
-    held = _EVERY_BATCH_TO
+    yield from (batch for batch in range(1, _EVERY_BATCH_TO + 1) if not condition.holds(batch))
+    held = _EVERY_BATCH_TO if condition.holds(_EVERY_BATCH_TO) else 0
     for batch in _far_batches(condition.hints):
-        if not condition.holds(batch):
-            return _turning_point(condition, held, batch)
-        held = batch
-    return None
+        if condition.holds(batch):
+            held = batch
+        else:
+            yield batch if held == 0 else _turning_point(condition, held, batch)
+            held = 0
 
 
 def _far_batches(hints: Iterable[int]) -> list[int]:

@@ -272,7 +272,16 @@ def _condition(
 
     def holds(batch: int) -> bool:
         remaining = iter(known)
-        return bool(_value(expression, lambda _: next(remaining).at(batch))) == first.outcome
+        try:
+            value = _value(expression, lambda _: next(remaining).at(batch))
+        except (RuntimeError, ArithmeticError):  # no value: the model can't go the same way there either
+            return False
+        return bool(value) == first.outcome
+
+    if any(holds(batch) != (each.outcome == first.outcome) for batch, each in zip(batches, decisions, strict=False)):
+        raise RouteRefused(
+            f"the model decides at {first.place} by sizes that can't be computed from those of its inputs"
+        )
 
     constants = [value for value in _constants_in(expression) if isinstance(value, int)]
     hints = {hint for value in constants for line in known if (hint := line.batch_of(value)) is not None}

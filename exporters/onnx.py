@@ -118,8 +118,8 @@ def _guards(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[
     lines: dict[Any, Line] = {}
     for index, dim in evidence.open_dims:
         size, line = values[index].shape[dim], evidence.line(index, dim)
-        if isinstance(size, torch.SymInt) and line is not None:
-            lines.update(dict.fromkeys(size.node.expr.free_symbols, line))
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and line is not None:
+            lines[size.node.expr] = line
     environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
     # What holds sizes that come from data was checked in the run, and is no branch.
     relations = [relation for relation in environment.get_axioms() if relation.free_symbols <= lines.keys()]
@@ -134,7 +134,11 @@ def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
     symbols = sorted(relation.free_symbols, key=str)
 
     def holds(batch: int) -> bool:
-        return bool(relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols}))
+        try:
+            value = relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols})
+        except ArithmeticError:  # no value: the model can't go the same way there either
+            return False
+        return bool(value == True)  # noqa: E712 - it may be an expression still
 
     numbers = [int(number) for number in relation.atoms() if number.is_Integer]
     hints = {hint for symbol in symbols for number in numbers if (hint := lines[symbol].batch_of(number)) is not None}

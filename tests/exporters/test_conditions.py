@@ -1,6 +1,6 @@
 import pytest
 
-from exporters.conditions import Condition, Line, first_breaks, line_through
+from exporters.conditions import Condition, Line, breaks, line_through
 
 
 @pytest.mark.parametrize(
@@ -17,16 +17,17 @@ from exporters.conditions import Condition, Line, first_breaks, line_through
     ],
 )
 def test_the_first_batch_that_breaks_a_condition_is_found(holds, hints, expected):
-    assert first_breaks([Condition("it", holds, frozenset(hints))]) == {expected: "it"}
+    assert next(breaks(Condition("it", holds, frozenset(hints)))) == expected
 
 
 def test_a_condition_that_always_holds_has_no_break():
-    assert first_breaks([Condition("it", lambda batch: batch > 0)]) == {}
+    assert not list(breaks(Condition("it", lambda batch: batch > 0)))
 
 
-def test_each_batch_is_named_once():
-    conditions = [Condition(name, lambda batch: batch < 9) for name in ("first", "second")]
-    assert first_breaks(conditions) == {9: "first"}
+def test_further_breaks_follow():
+    assert list(breaks(Condition("it", lambda batch: batch < 63)))[:4] == [63, 64, 127, 128]
+    assert list(breaks(Condition("it", lambda batch: batch % 20 != 0)))[:3] == [20, 40, 60]
+    assert list(breaks(Condition("it", lambda batch: batch < 100)))[:3] == [100, 128, 129]
 
 
 def test_a_line_goes_through_all_points_or_there_is_none():

@@ -244,6 +244,29 @@ def test_a_batch_that_goes_into_python_as_a_number_is_refused(exporter, tmp_path
     assert "`count = int(x.shape[0])`" in refusal(exporter, above_sixteen_in_python, tmp_path)
 
 
+def where_a_division_has_no_value(self, x):
+    rows = x.shape[0]
+    return self.layer(x * 3 if 12 // (rows - 20) > 5 else x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_condition_without_a_value_is_tried_on_the_model(exporter, tmp_path):
+    # The model raises at 20 rows, and goes another way at 21 and 22.
+    sentence = refusal(exporter, where_a_division_has_no_value, tmp_path)
+    assert "at a batch of 2" in sentence
+
+
+def by_the_diagonal_of_a_square(self, x):
+    pairs = (x @ x.t()).reshape(-1)
+    return self.layer(x * 2 if pairs.shape[0] > 100 else x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_size_that_grows_faster_than_the_batch_is_not_taken_for_a_line(exporter, tmp_path):
+    with pytest.raises(ExportError):
+        export(exporter, by_the_diagonal_of_a_square, tmp_path)
+
+
 def in_chunks(self, x):
     if x.shape[0] > 16:
         return torch.cat([self.layer(x[:16]), self.layer(x[16:])])
