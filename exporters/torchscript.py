@@ -90,10 +90,12 @@ class _LoadedTorchScript:
 def _script(adapter: Adapter) -> torch.jit.ScriptModule:
     """The model scripted, behind a generated forward that takes and gives flat tensors, as the adapter does."""
     model = adapter.model
-    if changed := next((name for name, module in model.named_modules() if "forward" in vars(module)), None):
-        raise RouteRefused(f"module `{changed}` has a forward of its own, and scripting would take that of its class")
-    if "forward" in vars(model):
-        raise RouteRefused("the model has a forward of its own, and scripting would take that of its class")
+    changed = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
+    if changed is not None:
+        raise RouteRefused(
+            f"{f'module `{changed}`' if changed else 'the model'} has a forward of its own, and scripting would take that of"
+            " its class: leave out the pass that put it there"
+        )
     names = [f"input_{index}" for index in range(len(adapter.input_names))]
     args, kwargs = adapter.call_arguments([_Source(name) for name in names])
     arguments = [_spell(value) for value in args] + [f"{name}={_spell(value)}" for name, value in kwargs.items()]
