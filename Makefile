@@ -1,7 +1,8 @@
 # make demo    install the project and run it on a ResNet-50
 # make test    install what the tests need and run them
 # make check   format, lint, type-check, test
-# make bench   the benchmarks (minutes; leave the machine alone meanwhile)
+# make zoo     thirty architectures the whole way (minutes)
+# make bench   the benchmarks (a quarter of an hour; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,13 +11,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Two processes of one thread each are faster than one of two: most of the time is Python's.
 WORKERS ?= 2
 
-.PHONY: demo test check format lint bench docs clean
+.PHONY: demo test zoo check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
 
 test: $(VENV)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+zoo: $(VENV)/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal
 
 check: format lint test
 
@@ -30,8 +34,8 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 
 bench: $(VENV)/examples
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
+	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
 
 docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py

@@ -15,7 +15,7 @@ Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 _VOCABULARY = 37
 
 
-def _lively(model: nn.Module) -> nn.Module:
+def lively(model: nn.Module) -> nn.Module:
     """Transformers starts with weights of a standard deviation of 0.02, for widths that these models don't have."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def bert() -> Made:
     config = BertConfig(
         vocab_size=_VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
-    return _lively(BertModel(config)), (_ids(),), {"attention_mask": _mask()}
+    return lively(BertModel(config)), (_ids(),), {"attention_mask": _mask()}
 
 
 def gpt2() -> Made:
@@ -62,7 +62,7 @@ def gpt2() -> Made:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return _lively(GPT2LMHeadModel(config)), (), {"input_ids": _ids(), "attention_mask": _mask()}
+    return lively(GPT2LMHeadModel(config)), (), {"input_ids": _ids(), "attention_mask": _mask()}
 
 
 def llama() -> Made:
@@ -78,14 +78,14 @@ def llama() -> Made:
         max_position_embeddings=16,
         use_cache=False,
     )
-    return _lively(LlamaForCausalLM(config)), (_ids(),), {}
+    return lively(LlamaForCausalLM(config)), (_ids(),), {}
 
 
 def t5_encoder() -> Made:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(vocab_size=_VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    return _lively(T5EncoderModel(config)), (_ids(),), {"attention_mask": _mask()}
+    return lively(T5EncoderModel(config)), (_ids(),), {"attention_mask": _mask()}
 
 
 def vit() -> Made:
@@ -100,28 +100,28 @@ def vit() -> Made:
         intermediate_size=32,
         num_labels=5,
     )
-    return _lively(ViTForImageClassification(config)), (_image(16),), {}
+    return lively(ViTForImageClassification(config)), (_image(16),), {}
 
 
 def resnet() -> Made:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
-    return _lively(ResNetForImageClassification(config)), (_image(),), {}
+    return lively(ResNetForImageClassification(config)), (_image(),), {}
 
 
 def convnext() -> Made:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_scale_init_value=0.5)
-    return _lively(ConvNextForImageClassification(config)), (_image(),), {}
+    return lively(ConvNextForImageClassification(config)), (_image(),), {}
 
 
 def mobilenet_v2() -> Made:
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
     config = MobileNetV2Config(depth_multiplier=0.25, depth_divisible_by=4, min_depth=4, num_labels=5)
-    return _lively(MobileNetV2ForImageClassification(config)), (_image(),), {}
+    return lively(MobileNetV2ForImageClassification(config)), (_image(),), {}
 
 
 def regnet() -> Made:
@@ -130,7 +130,7 @@ def regnet() -> Made:
     config = RegNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4, layer_type="y", num_labels=5
     )
-    return _lively(RegNetForImageClassification(config)), (_image(),), {}
+    return lively(RegNetForImageClassification(config)), (_image(),), {}
 
 
 REAL_MODELS: dict[str, Callable[[], Made]] = {

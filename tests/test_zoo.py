@@ -1,0 +1,39 @@
+"""Thirty architectures through optimize, both exporters and verify; minutes long, so `make zoo` runs it."""
+
+import pytest
+from zoo import ZOO, member
+
+from exporters import ExportError
+from optimizer import export, optimize, verify_bundle
+
+REFUSED = {
+    # Its trace holds the call of an autograd.Function, which TorchScript has no form for.
+    ("bloom", "torchscript"),
+    # It pads with zeros and takes the maximum. onnxruntime's Pad_Fusion makes that a padding of the MaxPool itself, which
+    # is of minus infinity: whoever runs the file gets wrong numbers, so there is none.
+    ("bit", "onnx"),
+}
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ZOO)
+def test_a_member_goes_the_whole_way(name, tmp_path):
+    model, kwargs = member(name)
+    fast = optimize(model, example_kwargs=kwargs)
+    report = fast.report
+    assert report.verified
+    assert not [record for record in report.passes if record.status in ("rolled-back", "failed")]
+    assert report.coverage.reached >= 0.9 * report.coverage.parameterised
+
+    refused = set()
+    for form in ("torchscript", "onnx"):
+        target = tmp_path / form
+        try:
+            bundle = export(fast, example_kwargs=kwargs, output=target, formats=(form,))
+        except ExportError:
+            refused.add((name, form))
+            assert not target.exists()
+            continue
+        assert bundle.parity.ok
+        assert verify_bundle(bundle.path).ok
+    assert refused == {pair for pair in REFUSED if pair[0] == name}
