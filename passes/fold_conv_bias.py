@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from passes.base import GraphPass
-from passes.folding import float64, why_not
+from passes.folding import are_finite, float64, why_not
 from passes.graph.match import BatchNorm, Convolution, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -25,7 +27,7 @@ class FoldConvBias(GraphPass):
 
     Does not handle: a BatchNorm on batch statistics (its own mean cancels the bias, but what becomes of the bias'
     entry in a checkpoint is another matter), an output with other users, shared or parametrized modules, modules with
-    hooks, tensors that something else reads.
+    hooks, tensors that something else reads, a mean that isn't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bias"
@@ -38,8 +40,12 @@ class FoldConvBias(GraphPass):
                 continue
             if reason := _why_not(graph.program, conv, norm):
                 graph.skip(conv.node, reason)
+                continue
+            moved = _moved_mean(conv, norm)
+            if are_finite(moved):
+                _fold(graph, conv, norm, moved)
             else:
-                _fold(graph, conv, norm)
+                graph.skip(conv.node, f"moved by its bias, the mean of {graph.program.where(norm.node)} isn't finite")
 
 
 def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
@@ -50,13 +56,16 @@ def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None
     return why_not(program, conv, norm)
 
 
-def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm) -> None:
-    assert conv.bias is not None
-    assert norm.mean is not None
-    bias, mean = conv.bias.value, norm.mean.value
+def _moved_mean(conv: Convolution, norm: BatchNorm) -> torch.Tensor:
+    bias, mean = conv.bias_value, norm.mean.value if norm.mean is not None else None
     assert bias is not None
     assert mean is not None
-    moved = (float64(mean) - float64(bias)).to(mean)
+    return (float64(mean) - float64(bias)).to(mean)
+
+
+def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, moved: torch.Tensor) -> None:
+    assert conv.bias is not None
+    assert norm.mean is not None
     into = graph.program.where(norm.node)
     what = f"bias moved into the running mean of {into}"
     with graph.change(graph.program.where(conv.node), what, (conv.node, norm.node)) as change:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from passes.base import GraphPass
-from passes.folding import float64, out_channels, why_not
+from passes.folding import are_finite, float64, out_channels, why_not
 from passes.graph.match import BatchNorm, Convolution, TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -26,7 +26,7 @@ class FoldConvBn(GraphPass):
 
     Does not handle: a BatchNorm on batch statistics, a BatchNorm before the convolution, a linear layer on input of
     more than two dims, an output with other users, shared or parametrized modules, modules with hooks, tensors that
-    something else reads.
+    something else reads, folded weights that aren't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bn"
@@ -37,8 +37,14 @@ class FoldConvBn(GraphPass):
         for conv, norm in conv_bn_chains(graph.program):
             if reason := _why_not(graph.program, conv, norm):
                 graph.skip(norm.node, reason)
+                continue
+            tensors = folded_tensors(conv, norm)
+            if are_finite(*tensors):
+                _fold(graph, conv, norm, tensors)
             else:
-                _fold(graph, conv, norm)
+                graph.skip(
+                    norm.node, f"folded into {graph.program.where(conv.node)}, it gives weights that aren't finite"
+                )
 
 
 def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
@@ -51,8 +57,8 @@ def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None
     return None
 
 
-def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm) -> None:
-    weight, bias = folded_tensors(conv, norm)
+def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+    weight, bias = tensors
     what = f"folded into {graph.program.where(conv.node)}"
     with graph.change(graph.program.where(norm.node), what, (conv.node, norm.node)) as change:
         change.sources += [conv.weight, *([conv.bias] if conv.bias and conv.bias_value is not None else [])]

@@ -12,6 +12,7 @@ from passes.graph.match import (
     Convolution,
     Node,
     TensorRef,
+    has_global_hooks,
     has_hooks,
     is_parametrized,
     is_stock,
@@ -26,6 +27,8 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     What is asked here holds for every rewrite of the pair: that nothing else sees the value between them, and that
     their tensors are theirs alone.
     """
+    if has_global_hooks():
+        return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
     return (
         _why_not_value(program, conv, norm)
         or _why_not_modules(program, conv, norm)
@@ -189,6 +192,11 @@ def out_channels(conv: Convolution) -> int:
     weight = conv.weight.value
     assert weight is not None
     return int(weight.shape[1]) * conv.groups if conv.transposed else int(weight.shape[0])
+
+
+def are_finite(*tensors: torch.Tensor) -> bool:
+    """Whether no tensor holds a NaN or an infinity: with one, the order of the operations changes what comes out."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,13 @@ class FoldedPair:
             f" {self.norm_path}: load weights into the original model, or give them to it, and optimize it again."
         )
 
+    def other_eps(self) -> UnseenCall:
+        """The error where the BatchNorm's `eps`, which is in the convolution's weights, was set anew."""
+        return UnseenCall(
+            f"{self.norm_path} has another eps than when it was folded into {self.conv_path}: set it in the original"
+            " model and optimize that again."
+        )
+
 
 # What may be asked of the sealed tensor: the answers are the same before and behind the BatchNorm.
 SHAPE_AND_KIND = frozenset({
@@ -169,6 +176,7 @@ class FoldedNormForward(InstanceForward):
 
     Attributes:
         carried: whether the convolution does the BatchNorm's work, and nothing is left of it but the check.
+        eps: the BatchNorm's, when it was folded.
     """
 
     is_atom = True
@@ -177,6 +185,7 @@ class FoldedNormForward(InstanceForward):
         self.owner = owner
         self.pair = pair
         self.carried = carried
+        self.eps = owner.eps
 
     def __call__(self, input: Any) -> torch.Tensor:
         if not isinstance(input, SealedOutput) or input.sealed_by is not self.pair:
@@ -187,6 +196,8 @@ class FoldedNormForward(InstanceForward):
         owner = self.owner
         if owner._parameters.get("weight") is not None or owner._buffers.get("running_mean") is not None:
             raise self.pair.other_tensors(self.pair.norm_path)
+        if owner.eps != self.eps:
+            raise self.pair.other_eps()
         return input.sealed_value
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:

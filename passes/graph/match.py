@@ -263,6 +263,17 @@ def has_hooks(module: nn.Module) -> bool:
     return any(module.__dict__.get(name) for name in names)
 
 
+def has_global_hooks() -> bool:
+    """Whether every call of every module runs hooks: those of `torch.nn.modules.module.register_module_*_hook`."""
+    names = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    return any(getattr(nn.modules.module, name, None) for name in names)
+
+
 def is_parametrized(module: nn.Module) -> bool:
     """Whether some parameter of the module is computed from others at every access."""
     return parametrize.is_parametrized(module)

@@ -81,6 +81,16 @@ def test_the_two_called_by_hand_are_right(pair):
     assert same(fast.bn(fast.conv(image())), model.bn(model.conv(image())))
 
 
+def test_an_eps_that_is_set_later_raises_where_it_went_into_weights(pair):
+    model, fast = pair
+    tied = optimize(model, ["fold-conv-bias"], example_inputs=(image(),))
+    for each in (model, fast, tied):
+        each.bn.eps = 1.0
+    with pytest.raises(UnseenCall, match=r"^bn has another eps than when it was folded into conv: set it in the orig"):
+        fast(image())
+    assert same(tied(image()), model(image()))
+
+
 def test_layers_can_be_added_to_a_result():
     model = norm_net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))

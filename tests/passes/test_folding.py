@@ -494,3 +494,42 @@ def test_a_norm_with_an_activation_and_a_residual_before_it() -> None:
     done = FoldConvBn().run(program, context)
     assert done.changes == ()
     assert "is also used by the root (mean)" in next(text for _, text in sentences_of(done))
+
+
+@pytest.mark.parametrize("kind", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_refuses_under_hooks_of_all_modules(kind: str) -> None:
+    model = Pair().eval()
+    program, context = captured(model, image())
+    handle = getattr(nn.modules.module, kind)(lambda *call: None)
+    try:
+        for each in (FoldConvBias(), FoldConvBn()):
+            done = each.run(program, context)
+            assert done.changes == ()
+            ((_, text),) = sentences_of(done)
+            assert "hooks for all modules are registered" in text
+    finally:
+        handle.remove()
+    assert len(FoldConvBn().run(program, context).changes) == 1
+
+
+@pytest.mark.parametrize("tensor", ["running_var", "weight"])
+def test_refuses_what_would_not_be_finite(tensor: str) -> None:
+    model = Pair().eval()
+    model.bn.eps = 0.0
+    with torch.no_grad():
+        getattr(model.bn, tensor)[0] = 0.0 if tensor == "running_var" else float("inf")
+    program, context = captured(model)
+    done = FoldConvBn().run(program, context)
+    assert done.changes == ()
+    assert list(sentences_of(done)) == [("bn", "folded into conv, it gives weights that aren't finite")]
+    torch.testing.assert_close(program.root(image()), model(image()), equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
+    model = Pair().eval()
+    with torch.no_grad():
+        model.conv.bias[0], model.bn.running_mean[0] = -3e38, 3e38
+    program, context = captured(model)
+    done = FoldConvBias().run(program, context)
+    assert done.changes == ()
+    assert list(sentences_of(done)) == [("conv", "moved by its bias, the mean of bn isn't finite")]
