@@ -8,7 +8,9 @@ raises instead of answering wrong.
 
 from __future__ import annotations
 
+import dis
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -104,7 +106,8 @@ class SealedOutput:
     """The output of a folded convolution on the way to its BatchNorm: its shape and kind can be asked for, its values
     can't.
 
-    It is no tensor, so that no operation of torch computes on it by any way.
+    It is no tensor, so that no operation of torch computes on it by any way. `isinstance` in Python code takes it for
+    one, as it does the tensor; functions written in C that test its class before they read its memory must not.
     """
 
     __slots__ = ("sealed_by", "sealed_value")
@@ -129,6 +132,15 @@ class SealedOutput:
             raise sealed.sealed_by.went_astray()
         return func(sealed.sealed_value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").startswith(_INTERNAL):
+            return SealedOutput
+        if _asks_isinstance(caller):
+            return torch.Tensor
+        raise self.sealed_by.went_astray()
+
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise self.sealed_by.went_astray()
 
@@ -144,6 +156,31 @@ class SealedOutput:
     __eq__: Callable[..., Any] = _refuse
     __ne__: Callable[..., Any] = _refuse
     __hash__ = object.__hash__
+
+
+# Modules that ask a seal for its class and mean the seal, or get the same answer for both: it is no parameter.
+_INTERNAL = ("passes.", "optimizer.", "exporters.", "torch._dynamo", "torch.nn.parameter", "copyreg")
+# The tensor types from before `torch.Tensor`: their `isinstance` reads the memory of what says to be a tensor.
+_TYPED = frozenset(cls.__name__ for cls in torch._tensor_classes)
+
+
+def _asks_isinstance(frame: types.FrameType) -> bool:
+    """Whether the call that the frame is at is one of the builtin `isinstance`, by a class that is no typed tensor."""
+    code = frame.f_code
+    if "isinstance" in frame.f_globals or not _TYPED.isdisjoint(code.co_names):
+        return False
+    start = _starts(code)[frame.f_lasti // 2]
+    return any(
+        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        and instruction.argval == "isinstance"
+        and _starts(code)[instruction.offset // 2] == start != (None, None)
+        for instruction in dis.get_instructions(code)
+    )
+
+
+def _starts(code: types.CodeType) -> list[tuple[int | None, int | None]]:
+    """Line and column where the expression of each instruction starts; a call's and its function's are the same."""
+    return [(line, column) for line, _, column, _ in code.co_positions()]
 
 
 class FoldedConvForward(InstanceForward):

@@ -91,6 +91,22 @@ def test_an_eps_that_is_set_later_raises_where_it_went_into_weights(pair):
     assert same(tied(image()), model(image()))
 
 
+class AsksForAClass(Flagged):
+    def forward(self, x, strict=False):
+        features = self.conv(x)
+        if strict and not isinstance(features, torch.Tensor):
+            return x
+        return self.bn(features)
+
+
+def test_a_forward_that_asks_whether_the_value_between_is_a_tensor_is_told_so():
+    torch.manual_seed(0)
+    model = enliven(AsksForAClass()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert fast.report.passes[0].changes
+    assert same(fast(image(), True), model(image(), True))
+
+
 def test_layers_can_be_added_to_a_result():
     model = norm_net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))

@@ -29,6 +29,16 @@ PAIR = FoldedPair("conv", "bn", 4)
 VALUE = torch.randn(2, 4, 3, 3)
 
 
+def _plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
 def sealed() -> Any:
     return SealedOutput(VALUE, PAIR)
 
@@ -61,6 +71,15 @@ USES: dict[str, Callable[[Any], Any]] = {
     "memory": lambda y: y.data_ptr(),
     "strides": lambda y: y.stride(),
     "matmul": lambda y: y @ VALUE,
+    # Functions in C that would read it as the tensor that it isn't.
+    "scripted": lambda y: torch.jit.script(_plus_one)(y),
+    "copied": lambda y: torch.tensor(y),
+    "as tensor": lambda y: torch.as_tensor(y),
+    "filled with": lambda y: isinstance(torch.full((2,), y), Tensor),
+    "an autograd function": lambda y: _Twice.apply(y),
+    "promoted": lambda y: isinstance(torch.result_type(y, 1), torch.dtype),
+    "an old tensor type": lambda y: isinstance(y, torch.FloatTensor),
+    "class": lambda y: y.__class__ is Tensor,
 }
 ASKED: dict[str, Callable[[Any], Any]] = {
     "shape": lambda y: y.shape,
@@ -69,10 +88,15 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     "kind": lambda y: (y.dtype, y.device, y.layout, y.is_cuda),
     "length": len,
     "count": lambda y: (y.numel(), torch.numel(y)),
+    "class": lambda y: (isinstance(y, Tensor), torch.is_tensor(y), isinstance(y, list | tuple | dict)),
+    "class in a helper": lambda y: [isinstance(each, (str, Tensor)) for each in (y, 1)],
+    "parameter": lambda y: (isinstance(y, nn.Parameter), isinstance(y, nn.Buffer)),
     "floating": lambda y: (y.is_floating_point(), torch.is_floating_point(y), torch.is_complex(y)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("use", USES)
 def test_its_values_are_not_to_be_had(use: str) -> None:
     with pytest.raises(UnseenCall, match=r"conv was folded together with bn, and its output was used without it: .*\."):
