@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from passes.base import GraphPass
-from passes.folding import are_finite, float64, why_not
+from passes.folding import are_finite, float64, scale_of, why_not
 from passes.graph.match import BatchNorm, Convolution, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -27,7 +27,7 @@ class FoldConvBias(GraphPass):
 
     Does not handle: a BatchNorm on batch statistics (its own mean cancels the bias, but what becomes of the bias'
     entry in a checkpoint is another matter), an output with other users, shared or parametrized modules, modules with
-    hooks, tensors that something else reads, a mean that isn't finite.
+    hooks, tensors that something else reads or may read in a branch of its code, a mean or scale that isn't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bias"
@@ -42,17 +42,17 @@ class FoldConvBias(GraphPass):
                 graph.skip(conv.node, reason)
                 continue
             moved = _moved_mean(conv, norm)
-            if are_finite(moved):
+            if are_finite(moved, scale_of(norm)):
                 _fold(graph, conv, norm, moved)
             else:
-                graph.skip(conv.node, f"moved by its bias, the mean of {graph.program.where(norm.node)} isn't finite")
+                graph.skip(conv.node, f"the mean or scale of {graph.program.where(norm.node)} wouldn't be finite")
 
 
 def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     if norm.uses_batch_statistics:
         return f"the BatchNorm {program.where(norm.node)} uses the statistics of the batch"
-    if norm.mean is None:
-        return f"the BatchNorm {program.where(norm.node)} keeps no running mean"
+    if norm.mean is None or norm.var is None:
+        return f"the BatchNorm {program.where(norm.node)} keeps no running statistics"
     return why_not(program, conv, norm)
 
 

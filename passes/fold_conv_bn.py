@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from passes.base import GraphPass
-from passes.folding import are_finite, float64, out_channels, why_not
+from passes.folding import are_finite, float64, out_channels, scale_of, why_not
 from passes.graph.match import BatchNorm, Convolution, TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -26,7 +26,7 @@ class FoldConvBn(GraphPass):
 
     Does not handle: a BatchNorm on batch statistics, a BatchNorm before the convolution, a linear layer on input of
     more than two dims, an output with other users, shared or parametrized modules, modules with hooks, tensors that
-    something else reads, folded weights that aren't finite.
+    something else reads or may read in a branch of its code, folded weights that aren't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bn"
@@ -73,10 +73,9 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
     weight = conv.weight.value
     assert weight is not None
     channels = out_channels(conv)
-    mean, var = _float64(norm.mean), _float64(norm.var)
+    mean = _float64(norm.mean)
     assert mean is not None
-    assert var is not None
-    scale = torch.rsqrt(var + norm.eps)
+    scale = scale_of(norm)
     shift = -mean * scale
     if (gain := _float64(norm.weight)) is not None:
         scale, shift = scale * gain, shift * gain

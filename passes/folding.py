@@ -12,6 +12,7 @@ from passes.graph.match import (
     Convolution,
     Node,
     TensorRef,
+    can_be_sealed,
     has_global_hooks,
     has_hooks,
     is_parametrized,
@@ -35,6 +36,7 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
         or _why_not_tensors(program, conv, norm)
         or _why_not_channels(program, conv, norm)
         or _why_not_forward(program, conv, norm)
+        or _why_not_code(program, conv, norm)
     )
 
 
@@ -78,10 +80,24 @@ def _why_not_modules(program: Program, conv: Convolution, norm: BatchNorm) -> st
             return f"{role} stands in the tree under two names, {path} and {aliases[0]}"
         if len(program.calls_of(module)) > 1:
             return f"{role} {path} is called {len(program.calls_of(module))} times"
+        if reason := _why_not_called_elsewhere(program, conv if module is conv.module else norm, module):
+            return f"{role} {path} {reason}"
         if has_hooks(module):
             return f"{role} {path} has hooks"
         if is_parametrized(module):
             return f"{role} {path} has parametrizations"
+    return None
+
+
+def _why_not_called_elsewhere(program: Program, place: Convolution | BatchNorm, module: nn.Module) -> str | None:
+    """Whether something calls the module that no graph shows."""
+    home = program.home(place.node)
+    count, around = program.calls_in_a_run(module), program.calls_in_a_run(home.module)
+    if count is None or around is None:
+        holder = program.named_reads.holder_of(module)
+        return None if holder is None else f"is also held by {holder or 'the root'}, which may call it"
+    if count > around:
+        return f"is called {count}x in a run, and {home.path or 'the root'}, which calls it once, {around}x"
     return None
 
 
@@ -187,11 +203,38 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
     return None
 
 
+def _why_not_code(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    """Whether a branch that nothing showed may read what the rewrite changes, or ask what the sealed value is."""
+    homes = [program.home(conv.node), program.home(norm.node)]
+    replaced = frozenset[int]()
+    if can_be_sealed(program, conv, norm):
+        asking = [home for home in homes if program.named_reads.asks_for_types(home.module)]
+        if asking:
+            return (
+                f"the forward of {asking[0].path or 'the root'} asks for the type of a value, which may be its output"
+            )
+    else:
+        # Their graphs stand in for their forwards then.
+        replaced = frozenset(id(home.module) for home in homes)
+    for ref in (conv.weight, *([conv.bias] if conv.bias else []), *norm.tensors):
+        reader = program.named_reads.reader_of(program.paths[id(ref.owner)][0], ref.name, but=replaced)
+        if reader is not None:
+            return f"{_path_of(program, ref)} may be read by the code of {reader or 'the root'}, in a branch of its own"
+    return None
+
+
 def out_channels(conv: Convolution) -> int:
     """How many channels the convolution makes."""
     weight = conv.weight.value
     assert weight is not None
     return int(weight.shape[1]) * conv.groups if conv.transposed else int(weight.shape[0])
+
+
+def scale_of(norm: BatchNorm) -> torch.Tensor:
+    """What the BatchNorm multiplies each channel by before its own weight, (channels,), in float64."""
+    assert norm.var is not None
+    assert norm.var.value is not None
+    return torch.rsqrt(float64(norm.var.value) + norm.eps)
 
 
 def are_finite(*tensors: torch.Tensor) -> bool:

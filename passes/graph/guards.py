@@ -135,10 +135,14 @@ class SealedOutput:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         caller = sys._getframe(1)
-        if caller.f_globals.get("__name__", "").startswith(_INTERNAL):
+        name = caller.f_globals.get("__name__", "")
+        if name.startswith(_INTERNAL):
             return SealedOutput
-        if _asks_isinstance(caller):
+        if name == "abc" or _asks_isinstance(caller):
             return torch.Tensor
+        if not name:
+            # An expression that torch.compile evaluates to guard its code.
+            return SealedOutput
         raise self.sealed_by.went_astray()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -159,7 +163,10 @@ class SealedOutput:
 
 
 # Modules that ask a seal for its class and mean the seal, or get the same answer for both: it is no parameter.
-_INTERNAL = ("passes.", "optimizer.", "exporters.", "torch._dynamo", "torch.nn.parameter", "copyreg")
+_INTERNAL = (
+    "passes.", "optimizer.", "exporters.", "torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx",
+    "torch.nn.parameter", "copyreg",
+)  # fmt: skip
 # The tensor types from before `torch.Tensor`: their `isinstance` reads the memory of what says to be a tensor.
 _TYPED = frozenset(cls.__name__ for cls in torch._tensor_classes)
 

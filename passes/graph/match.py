@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from passes.graph.guards import FoldedConvForward, FoldedNormForward, is_carried
+from passes.graph.guards import FoldedConvForward, FoldedNormForward, carries_another, is_carried
 from passes.graph.program import Program
 
 # What code outside of this package knows of FX: a place in the program.
@@ -208,6 +208,16 @@ def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
         conv = convolution_at(program, program.producer(norm.input))
         if conv is not None:
             yield conv, norm
+
+
+def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
+    """Whether the two can check at every call that the value of the one goes to the other, and nowhere else.
+
+    Otherwise the graphs that they stand in have to be the forwards of their modules.
+    """
+    if conv.module is None or norm.module is None:
+        return False
+    return not carries_another(conv.module, program.where(norm.node))
 
 
 def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[nn.Module]:

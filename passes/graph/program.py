@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
 from passes.graph.guards import is_carried
+from passes.graph.named_reads import NamedReads
 from passes.graph.recording import Recordings
 
 
@@ -69,6 +70,7 @@ class Program:
     _reads: dict[tuple[int, str], list[fx.Node]] = field(default_factory=dict)
     _tensor_owners: dict[int, int] = field(default_factory=dict)
     _opaque: frozenset[str] = frozenset()
+    _named_reads: NamedReads | None = None
 
     @classmethod
     def of(cls, captured: Capture, recordings: Recordings | None, mode: str) -> Program:
@@ -93,6 +95,7 @@ class Program:
         self._calls, self._reads = defaultdict(list), defaultdict(list)
         for graph in self.graphs.values():
             self._read_graph(graph)
+        self._named_reads = None
         self._opaque = frozenset(island.path for key, island in self.islands.items() if key not in self.graphs)
 
     def _read_graph(self, graph: ModuleGraph) -> None:
@@ -145,6 +148,18 @@ class Program:
     def holders_of(self, tensor: torch.Tensor) -> int:
         """Under how many modules and names the tree holds the tensor."""
         return self._tensor_owners.get(id(tensor), 0)
+
+    @property
+    def named_reads(self) -> NamedReads:
+        """What the code of the forwards can reach; it is read once for the tree as it is."""
+        if self._named_reads is None:
+            self._named_reads = NamedReads(self.root)
+        return self._named_reads
+
+    def calls_in_a_run(self, module: nn.Module) -> int | None:
+        """How often the module is called in each recorded run; None without runs, or where they don't agree."""
+        count = self.recordings.counts.get(id(module), 0) if self.recordings else -1
+        return count if count >= 0 else None
 
     def opaque_around(self, node: fx.Node) -> str | None:
         """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""

@@ -21,11 +21,10 @@ from passes.graph.guards import (
     FoldedPair,
     FormattedForward,
     SealCheckingForward,
-    carries_another,
     inner_forward,
     refuse_checkpoint,
 )
-from passes.graph.match import BatchNorm, Convolution, TensorRef
+from passes.graph.match import BatchNorm, Convolution, TensorRef, can_be_sealed
 from passes.graph.program import Program
 from passes.graph.region import Region
 
@@ -238,10 +237,11 @@ class Rewriter:
         there and nowhere else: the forwards around them are as they were, and may be called in any way. A BatchNorm
         that is a function, or a further one behind the same convolution, goes out of the graph.
         """
-        if self._can_guard(conv, norm):
+        if can_be_sealed(self.program, conv, norm):
             self._guard(change, conv, norm, carried=True)
             self._forget_statistics(change, norm)
         else:
+            self._own(conv.node)
             self.bypass(norm.node, norm.input)
             if norm.module is not None:
                 identity = nn.Identity()
@@ -252,14 +252,15 @@ class Rewriter:
             self._take_away(change, ref)
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
-        """Both are right only together now: where both are modules, that is checked at every call."""
-        if self._can_guard(conv, norm):
-            self._guard(change, conv, norm, carried=False)
+        """Both are right only together now: where both are modules, that is checked at every call.
 
-    def _can_guard(self, conv: Convolution, norm: BatchNorm) -> bool:
-        if conv.module is None or norm.module is None:
-            return False
-        return not carries_another(conv.module, self.program.where(norm.node))
+        Otherwise the graphs become the forwards, and go no other way.
+        """
+        if can_be_sealed(self.program, conv, norm):
+            self._guard(change, conv, norm, carried=False)
+        else:
+            self._own(conv.node)
+            self._own(norm.node)
 
     def _guard(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
         assert conv.module is not None

@@ -14,6 +14,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from passes import FoldConvBias, FoldConvBn
+from passes.errors import UnseenCall
 
 LOG: list[Any] = []
 
@@ -306,6 +307,79 @@ class OtherChannels(nn.Module):
         return F.batch_norm(y, self.bn.running_mean.expand(4), self.bn.running_var.expand(4))
 
 
+class Flagged(Pair):
+    """In a branch that no example takes, its forward does what it must not."""
+
+    def forward(self, x: Tensor, besides: bool = False) -> Any:
+        y = self.bn(self.conv(x))
+        return self.otherwise(y) if besides else y
+
+    def otherwise(self, y: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class BranchReadsWeight(Flagged):
+    def otherwise(self, y: Tensor) -> Any:
+        return y + self.conv.weight.sum()
+
+
+class BranchReadsStatistic(Flagged):
+    def otherwise(self, y: Tensor) -> Any:
+        norm = self.bn
+        return y + norm.running_mean.sum()
+
+
+class BranchReadsByText(Flagged):
+    def otherwise(self, y: Tensor) -> Any:
+        return y + sum(getattr(self.conv, name).sum() for name in ("weight", "bias"))
+
+
+class BranchReadsAll(Flagged):
+    def otherwise(self, y: Tensor) -> Any:
+        return y + sum(parameter.sum() for parameter in self.parameters())
+
+
+class BranchAsksKind(Flagged):
+    """What it asks of the parameters stays as it is."""
+
+    def more(self) -> None:
+        self.dense = nn.Linear(8, 8)
+
+    @property
+    def kind(self) -> torch.dtype:
+        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+
+    def otherwise(self, y: Tensor) -> Any:
+        y = y.to(next(self.parameters()).dtype).to(self.conv.weight.device)
+        return y.to(self.kind) + self.dense.weight
+
+
+class AsksForType(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.bn(y) if isinstance(x, Tensor) and type(y) is Tensor else x
+
+
+class Borrower(nn.Module):
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.borrowed = {"conv": [conv]}
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.borrowed["conv"][0](x)
+        for _ in range(x.shape[0]):
+            y = y * 0.5
+        return y
+
+
+class Borrowed(Pair):
+    def more(self) -> None:
+        self.borrower = Borrower(self.conv)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.borrower(x)
+
+
 def _hooked(name: str, kind: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = Pair()
@@ -341,6 +415,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "statistic read": (StatisticRead, "bn.running_var is also read by the root"),
     "weight read by an island": (WeightReadByOther, "conv.weight is also read by"),
     "weight read by a twin": (WeightReadByTwin, "shown.weight is also read by"),
+    "weight read in a branch": (BranchReadsWeight, "conv.weight may be read by the code of the root, in a branch"),
+    "statistic read in a branch": (BranchReadsStatistic, "bn.running_mean may be read by the code of the root"),
+    "weight read by a text": (BranchReadsByText, "conv.weight may be read by the code of the root"),
+    "all parameters read": (BranchReadsAll, "conv.weight may be read by the code of the root"),
+    "asks for a type": (AsksForType, "the forward of the root asks for the type of a value, which may be its output"),
+    "borrowed": (Borrowed, "the convolution conv is called 2x in a run, and the root, which calls it once, 1x"),
     "in place": (InPlace, "its output is also used by the root (mul_)"),
     "view mutated": (ViewMutated, "its output is also used by the root (getitem)"),
     "kept in an attribute": (OutputKept, "its output is kept somewhere outside of the graph"),
@@ -522,6 +602,8 @@ def test_refuses_what_would_not_be_finite(tensor: str) -> None:
     done = FoldConvBn().run(program, context)
     assert done.changes == ()
     assert list(sentences_of(done)) == [("bn", "folded into conv, it gives weights that aren't finite")]
+    if tensor == "running_var":
+        assert FoldConvBias().run(program, context).changes == ()
     torch.testing.assert_close(program.root(image()), model(image()), equal_nan=True, rtol=0, atol=0)
 
 
@@ -532,4 +614,38 @@ def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
     program, context = captured(model)
     done = FoldConvBias().run(program, context)
     assert done.changes == ()
-    assert list(sentences_of(done)) == [("conv", "moved by its bias, the mean of bn isn't finite")]
+    assert list(sentences_of(done)) == [("conv", "the mean or scale of bn wouldn't be finite")]
+
+
+def test_a_module_that_others_hold_stays_without_a_run() -> None:
+    program, context = captured(Borrowed().eval())
+    done = FoldConvBn().run(program, context)
+    assert done.changes == ()
+    assert any("the convolution conv is also held by borrower, which may call it" in t for _, t in sentences_of(done))
+
+
+def test_asking_for_the_kind_of_parameters_is_no_reading() -> None:
+    model = BranchAsksKind().eval()
+    program, context = captured(model, image())
+    assert len(FoldConvBn().run(program, context).changes) == 1
+    torch.testing.assert_close(program.root(image(), True), model(image(), True), rtol=1e-4, atol=1e-4)
+
+
+class HalfFunctional(Functional):
+    """A convolution that is a module, and a BatchNorm that is a function: nothing seals the value between them."""
+
+    def more(self) -> None:
+        self.conv_ = nn.Conv2d(3, 4, 3)
+        super().more()
+
+    def forward(self, x: Tensor, raw: bool = False) -> Any:
+        y = self.conv_(x)
+        return y if raw else F.batch_norm(y, self.mean, self.var, self.gain)
+
+
+def test_without_seals_other_branches_are_refused() -> None:
+    for each in (FoldConvBias(), FoldConvBn()):
+        program, context = captured(HalfFunctional().eval(), image())
+        assert len(each.run(program, context).changes) == 1
+        with pytest.raises(UnseenCall):
+            program.root(image(), True)

@@ -4,7 +4,7 @@ import copy
 import inspect
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -90,6 +90,7 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     "count": lambda y: (y.numel(), torch.numel(y)),
     "class": lambda y: (isinstance(y, Tensor), torch.is_tensor(y), isinstance(y, list | tuple | dict)),
     "class in a helper": lambda y: [isinstance(each, (str, Tensor)) for each in (y, 1)],
+    "abstract class": lambda y: (isinstance(y, Mapping), isinstance(y, Iterable), isinstance(y, Sequence)),
     "parameter": lambda y: (isinstance(y, nn.Parameter), isinstance(y, nn.Buffer)),
     "floating": lambda y: (y.is_floating_point(), torch.is_floating_point(y), torch.is_complex(y)),
 }

@@ -1,0 +1,244 @@
+"""What the code of a tree's forwards can reach of a module other than by calling it where its parent holds it.
+
+A trace or a recorded run shows what a forward did. A branch that neither took may read the weight of a convolution, and
+no seal stands before a weight. So the code itself is read: it finds more than is ever run. What it doesn't find are names
+that are put together while the code runs, and code that a forward reaches by more than two calls or in other packages.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.graph.guards import SHAPE_AND_KIND
+from passes.graph.side_effects import contents_of, names_in, package_of, values_of, with_helpers
+from passes.graph.tracing import function_of
+
+# What gives many tensors at once, or one by a name that is a value.
+_MANY = frozenset({
+    "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "_parameters", "_buffers",
+    "get_parameter", "get_buffer",
+})  # fmt: skip
+# What code names that asks for the kind of parameters only, as in `next(p.dtype for p in self.parameters())`.
+_KIND = SHAPE_AND_KIND | {"parameters", "buffers", "next"}
+# With these a text is the name of an attribute.
+_BY_TEXT = frozenset({"getattr", "attrgetter", "__getattr__", "__getattribute__", "__dict__", "vars"})
+_SKIPPED = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "NOP", "RESUME", "EXTENDED_ARG"})
+
+
+@dataclass(frozen=True)
+class Access:
+    """One attribute that a code takes of something.
+
+    Attributes:
+        of_self: whether `path` starts at the function's first argument; otherwise it isn't known where.
+        path: the attributes that are taken before, one of another.
+        name: the attribute.
+    """
+
+    of_self: bool
+    path: tuple[str, ...]
+    name: str
+
+
+@functools.lru_cache(maxsize=4096)
+def accesses_in(code: types.CodeType) -> tuple[Access, ...]:
+    """Every attribute that a code and the functions defined in it take, unless only its shape or kind is asked for."""
+    if names_in(code) <= _KIND and not _computes(code):
+        return ()
+    found = [*_chained(code), *(_texts(code) if not _BY_TEXT.isdisjoint(names_in(code)) else ())]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += accesses_in(constant)
+    return tuple(dict.fromkeys(found))
+
+
+def _chained(code: types.CodeType) -> Iterator[Access]:
+    steps = [one for one in dis.get_instructions(code) if one.opname not in _SKIPPED]
+    first = code.co_varnames[0] if code.co_argcount else None
+    of_self, path = False, list[str]()
+    for index, step in enumerate(steps):
+        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            of_self, path = step.opname.startswith("LOAD_FAST") and step.argval == first, []
+            continue
+        if not _asks_for_kind(steps, index, len(path)):
+            yield Access(of_self, tuple(path), str(step.argval))
+        path.append(str(step.argval))
+
+
+def _asks_for_kind(steps: list[dis.Instruction], index: int, depth: int) -> bool:
+    """Whether it is `….weight.dtype`, or `next(….parameters()).dtype`."""
+    following = index + 1
+    if steps[index].argval in ("parameters", "buffers") and index > depth + 1:
+        calls = [(step.opname, step.argval) for step in steps[index + 1 : index + 3]]
+        if calls == [("CALL", 0), ("CALL", 1)] and steps[index - depth - 2].argval == "next":
+            following = index + 3
+    after = steps[following : following + 1]
+    return any(step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in SHAPE_AND_KIND for step in after)
+
+
+def _texts(code: types.CodeType) -> Iterator[Access]:
+    for constant in code.co_consts:
+        for text in constant if isinstance(constant, tuple | frozenset) else (constant,):
+            if isinstance(text, str):
+                *path, name = text.split(".")
+                yield Access(False, tuple(path), name)
+
+
+def _computes(code: types.CodeType) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return any(step.opname.startswith("BINARY") for step in dis.get_instructions(code)) or any(map(_computes, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_for_types(code: types.CodeType) -> bool:
+    """Whether a code, or a function defined in it, asks by `type` what class a value other than `self` has."""
+    steps = [one for one in dis.get_instructions(code) if one.opname not in _SKIPPED]
+    for step, after in itertools.pairwise(steps):
+        if step.opname == "LOAD_GLOBAL" and step.argval == "type" and after.argval != "self":
+            return True
+    return any(asks_for_types(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+
+
+@dataclass(frozen=True)
+class _Code:
+    """What the code of one forward and of what it calls takes and asks."""
+
+    accesses: tuple[Access, ...]
+    asks_for_types: bool
+
+
+def _code_of(own: types.FunctionType, cls: type) -> _Code:
+    methods = {own, *(value for base in cls.__mro__ for value in vars(base).values() if _is_function(value))}
+    methods |= {value.fget for base in cls.__mro__ for value in vars(base).values() if type(value) is property}
+    functions = with_helpers(own, cls)
+    found = dict.fromkeys(
+        access if function in methods else replace(access, of_self=False)
+        for function in functions
+        for access in accesses_in(function.__code__)
+    )
+    return _Code(tuple(found), any(asks_for_types(function.__code__) for function in functions))
+
+
+def _is_function(value: Any) -> bool:
+    return type(value) is types.FunctionType
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An attribute that the forward at the path `reader` takes of the module at `start`.
+
+    Attributes:
+        reader, module: the module whose forward it is, by path and by identity.
+        start: the path of the module, or None where it isn't known.
+        ending: the end of its path then.
+    """
+
+    reader: str
+    module: int
+    start: str | None
+    ending: tuple[str, ...]
+
+    def takes_of(self, path: str) -> bool:
+        """Whether the module may be the one at the path."""
+        if self.start is not None:
+            return self.start == path
+        parts = path.split(".")
+        return is_under(path, self.reader) and parts[len(parts) - len(self.ending) :] == list(self.ending)
+
+    def takes_below(self, path: str) -> bool:
+        """Whether the one at the path may be the module or stand below it."""
+        return is_under(path, self.reader if self.start is None else self.start)
+
+
+def is_under(path: str, above: str) -> bool:
+    """Whether a module's path is another's, or stands below it."""
+    return not above or path == above or path.startswith(f"{above}.")
+
+
+class NamedReads:
+    """What the forwards of one tree can read by name, and which modules they hold beside their children.
+
+    It is of the state that the tree has when it is made.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._reads: dict[str, list[_Read]] = {}
+        self._holders: dict[int, list[str]] = {}
+        self._askers: set[int] = set()
+        codes: dict[tuple[types.FunctionType, type], _Code] = {}
+        for path, module in root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            values = [value for name, value in module.__dict__.items() if name not in _OWN]
+            for held in _modules_in(values, 4):
+                self._holders.setdefault(id(held), []).append(path)
+            own = function_of(module)
+            if own is None or package_of(own) == "torch":
+                continue
+            if (own, type(module)) not in codes:
+                codes[own, type(module)] = _code_of(own, type(module))
+            self._note(path, module, codes[own, type(module)])
+
+    def _note(self, path: str, module: nn.Module, code: _Code) -> None:
+        if code.asks_for_types:
+            self._askers.add(id(module))
+        for access in code.accesses:
+            start, ending = _start_of(path, module, access)
+            self._reads.setdefault(access.name, []).append(_Read(path, id(module), start, ending))
+
+    def asks_for_types(self, module: nn.Module) -> bool:
+        """Whether the module's forward asks by `type` what class a value has."""
+        return id(module) in self._askers
+
+    def holder_of(self, module: nn.Module) -> str | None:
+        """The path of a module that holds this one in an attribute, list, dict or object, and not as its child."""
+        return next(iter(self._holders.get(id(module), ())), None)
+
+    def reader_of(self, path: str, name: str, but: frozenset[int]) -> str | None:
+        """The path of a module whose forward may read the attribute `name` of the module at the path.
+
+        Args:
+            but: modules, by identity, whose forwards are no matter.
+        """
+        for read in self._reads.get(name, ()):
+            if read.module not in but and read.takes_of(path):
+                return read.reader
+        for read in (read for many in _MANY for read in self._reads.get(many, ())):
+            if read.module not in but and read.takes_below(path):
+                return read.reader
+        return None
+
+
+# What every module has: its children, its own tensors, and a forward that a rewrite put there.
+_OWN = frozenset({"_modules", "_parameters", "_buffers", "forward"})
+
+
+def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
+    for value in values:
+        if issubclass(type(value), nn.Module):
+            yield value
+        elif type(value) is tuple:
+            yield from _modules_in(value, depth - 1)
+        elif depth and (contents := contents_of(value)) is not None:
+            yield from _modules_in(values_of(contents), depth - 1)
+
+
+def _start_of(path: str, module: nn.Module, access: Access) -> tuple[str | None, tuple[str, ...]]:
+    """The path of the module that an attribute is taken of; otherwise None, and what its path ends in."""
+    if not access.of_self:
+        return None, access.path
+    for index, name in enumerate(access.path):
+        child = module._modules.get(name)
+        if child is None:
+            return None, access.path[index + 1 :]
+        module, path = child, f"{path}.{name}" if path else name
+    return path, ()

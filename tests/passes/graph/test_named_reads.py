@@ -1,0 +1,105 @@
+"""What the code of forwards can reach: found where it may be, and not where only a kind is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from passes.graph.named_reads import Access, NamedReads, accesses_in, asks_for_types
+
+
+def _names(function: Callable[..., Any]) -> set[tuple[bool, tuple[str, ...], str]]:
+    return {(access.of_self, access.path, access.name) for access in accesses_in(function.__code__)}
+
+
+def test_a_chain_of_attributes_is_known_by_where_it_starts() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.stem.conv.weight + x.weight
+
+    found = _names(forward)
+    assert (True, ("stem", "conv"), "weight") in found
+    assert (False, (), "weight") in found
+    assert Access(True, (), "stem") in accesses_in(forward.__code__)
+
+
+def test_functions_inside_and_texts_count() -> None:
+    def forward(self: Any) -> Any:
+        def inner() -> Any:
+            return self.conv.bias
+
+        return inner() + getattr(self.conv, "weight") + sum(getattr(self, n) for n in ("a.b",))  # noqa: B009
+
+    found = _names(forward)
+    assert {(False, ("conv",), "bias"), (False, (), "weight"), (False, ("a",), "b")} <= found
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda self: next(self.parameters()).dtype,
+        lambda self: next(self.encoder.parameters()).device,
+        lambda self: next(p.dtype for p in self.parameters() if p.is_floating_point()),
+    ],
+)
+def test_asking_for_a_kind_is_no_access(asks: Callable[..., Any]) -> None:
+    assert not [access for access in accesses_in(asks.__code__) if access.name in ("parameters", "weight")]
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda self: next(self.parameters()).sum(),
+        lambda self: list(self.parameters()),
+        lambda self: next(iter(self.parameters())).dtype,
+        lambda self: next(p + 1 for p in self.parameters()),
+    ],
+)
+def test_what_may_be_the_value_is_an_access(reads: Callable[..., Any]) -> None:
+    assert "parameters" in {access.name for access in accesses_in(reads.__code__)}
+
+
+def test_asking_for_a_type_is_seen_unless_it_is_that_of_self() -> None:
+    assert asks_for_types((lambda self, y: type(y) is Tensor).__code__)
+    assert asks_for_types((lambda self, y: [type(v) for v in y]).__code__)
+    assert not asks_for_types((lambda self, y: f"{type(self).__name__} {y}").__code__)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        self.head, self.tail = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.kept = (self.tail,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.head.weight + self.tail(x)
+
+    def unused(self) -> Any:
+        return self.tail.weight
+
+
+class IndirectReader(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x @ block[0].weight
+        return x
+
+
+def test_reads_are_looked_up_by_place() -> None:
+    tree = nn.Sequential(Reader(), nn.Linear(2, 2))
+    reads = NamedReads(tree)
+    none = frozenset[int]()
+    assert reads.reader_of("0.head", "weight", none) == "0"
+    assert reads.reader_of("0.head", "weight", frozenset({id(tree[0])})) is None
+    assert reads.reader_of("0.head", "bias", none) is None
+    assert reads.reader_of("0.tail", "weight", none) is None
+    assert reads.reader_of("1", "weight", none) is None
+    assert reads.holder_of(tree[0].tail) == "0"
+    assert reads.holder_of(tree[0].head) is None
+
+    reads = NamedReads(nn.Sequential(IndirectReader(), nn.Linear(2, 2)))
+    assert reads.reader_of("0.blocks.1.0", "weight", none) == "0"
+    assert reads.reader_of("1", "weight", none) is None
