@@ -221,7 +221,8 @@ class Pipeline:
             return call(*args, **kwargs)
 
         with intercepted_calls(self.copy.root, around):
-            self._outputs()
+            # A forward may not bear being watched: what was found until then counts.
+            self._outputs(tolerate=True)
         return found
 
     def _why_wrong(self, graph: ModuleGraph, args: Any, kwargs: Any) -> str | None:
@@ -313,7 +314,13 @@ class Pipeline:
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
         worst: float | None = None
         while regions:
-            inputs = self._witness(program, result, regions)
+            try:
+                inputs = self._witness(program, result, regions)
+            except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
+                if not self._runs_without(result):
+                    # An earlier pass is to blame: the comparison of the whole finds which.
+                    break
+                return f"the run that shows what it is given raises ({type(error).__name__}: {_first_line(error)})"
             if not inputs:
                 # Never reached in the run: there is nothing to compare.
                 break
@@ -345,6 +352,11 @@ class Pipeline:
                 lambda: root(*call.args, **call.kwargs),
                 limit=_WITNESS_BYTES,
             )
+
+    def _runs_without(self, result: PassResult) -> bool:
+        """Whether the tree as it was before the pass runs."""
+        with self._quiet(), private_buffers(self.copy.root), taken_back(result.rewriter.edits):
+            return not any(isinstance(outputs, Exception) for outputs in self._outputs(tolerate=True))
 
     def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
         result.rewriter.roll_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,10 +29,8 @@ def intercepted_calls(root: nn.Module, around: Around) -> Iterator[None]:
         if id(module) not in inside or threading.get_ident() != thread:
             return original_call(module, *args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return original_call(module, *args, **kwargs)
-
-        return around(module, call, args, kwargs)
+        # A bound method is no further frame: a deep tree may have few to spare.
+        return around(module, types.MethodType(original_call, module), args, kwargs)
 
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
     try:

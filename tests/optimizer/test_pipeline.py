@@ -226,6 +226,49 @@ def test_chains_of_norms_are_checked_one_by_one() -> None:
     assert torch.allclose(fast(X), model(X), atol=1e-5)
 
 
+class LooksBetween(Pair):
+    """Asks for the class of what the convolution gives, which a seal answers otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.bn(y if isinstance(y, Tensor) else y[0])
+
+
+def test_passes_after_which_the_forward_raises_are_rolled_back() -> None:
+    model = enliven(LooksBetween()).eval()
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn", "channels-last"], example_inputs=(image(),))
+    torch.testing.assert_close(fast(image()), model(image()))
+    first, second, last = report_of(fast).passes
+    assert (first.status, second.status, last.status) == ("rolled-back", "rolled-back", "applied")
+    assert "its output was used without it" in first.reason
+    assert "its output was used without it" in second.reason
+
+
+def test_a_change_that_no_run_can_be_watched_for_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_deep(*args: Any, **kwargs: Any) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr("optimizer.pipeline.witness_inputs", too_deep)
+    model = Residual().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    (record,) = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert record.reason == (
+        "the run that shows what it is given raises (RecursionError: maximum recursion depth exceeded)"
+    )
+    with pytest.raises(OptimizeFailed, match="maximum recursion depth"):
+        optimize(model, ["fold-conv-bn"], example_inputs=(image(),), strict=True)
+
+
+def test_modules_many_levels_deep() -> None:
+    model: nn.Module = enliven(Pair())
+    for _ in range(130):
+        model = nn.Sequential(model)
+    fast = optimize(model.eval(), example_inputs=(image(),))
+    assert [record.status for record in report_of(fast).passes[:2]] == ["applied", "applied"]
+    torch.testing.assert_close(fast(image()), model(image()))
+
+
 def test_the_records_of_a_pass_that_does_nothing() -> None:
     fast = optimize(Pair(), [Bare()], example_inputs=(X,))
     (record,) = report_of(fast).passes
