@@ -79,7 +79,7 @@ class GraphForward:
                     f" {self._name()}: put it back, or change it in the original model and optimize that again."
                 )
         tensors: Sequence[Any]
-        if self._plain and not kwargs and len(args) == self._arity and all(isinstance(a, torch.Tensor) for a in args):
+        if self._plain and not kwargs and len(args) == self._arity and all(type(a) is torch.Tensor for a in args):
             tensors = args
         else:
             tensors = self._tensors(args, kwargs)

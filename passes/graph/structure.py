@@ -17,6 +17,17 @@ from passes.errors import UnseenCall
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether the value is a tensor of one of torch's own classes.
+
+    To one of another class, which may do anything when it is used, a forward may answer otherwise than its graph.
+    """
+    # Fake tensors, parameters and what else torch itself runs a forward on are tensors to a forward.
+    return isinstance(value, torch.Tensor) and (
+        type(value) is torch.Tensor or type(value).__module__.partition(".")[0] == "torch"
+    )
+
+
 class Unstructured(Exception):
     """An argument or an output that has no tensors that could be named; the message says which."""
 
@@ -115,8 +126,10 @@ class CallStructure:
         """
         bound = (binder or binder_of(signature))(*args, **kwargs)
         flat, spec = pytree.tree_flatten(bound)
-        leaves = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+        leaves = tuple(TENSOR if is_plain(leaf) else leaf for leaf in flat)
         for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                raise Unstructured(f"a {type(leaf).__name__} may answer otherwise than the tensors of a graph")
             if leaf is not TENSOR and not isinstance(leaf, CONSTANTS):
                 raise Unstructured(f"an argument of type {type(leaf).__name__} holds no tensors that could be named")
         given = set(signature.bind(*args, **kwargs).arguments)
@@ -167,7 +180,7 @@ class CallStructure:
             raise UnseenCall("with other arguments, or containers of another size,")
         tensors = []
         for value, leaf in zip(flat, self.leaves, strict=True):
-            if leaf is TENSOR and isinstance(value, torch.Tensor):
+            if leaf is TENSOR and is_plain(value):
                 tensors.append(value)
             elif leaf is TENSOR or isinstance(value, torch.Tensor) or not _same_leaf(value, leaf):
                 raise UnseenCall(f"with {_short(value)} where its graph was made for {_short(leaf)}")
@@ -252,6 +265,6 @@ def _key_text(key: Any) -> str:
 
 def _short(value: Any) -> str:
     if value is TENSOR or isinstance(value, torch.Tensor):
-        return "a tensor"
+        return "a tensor" if value is TENSOR or is_plain(value) else f"a {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

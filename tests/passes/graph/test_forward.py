@@ -7,12 +7,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from passes.errors import UnseenCall
 from passes.graph.capture import capture
 from passes.graph.forward import GraphForward
-from passes.graph.structure import CallStructure, signature_of
+from passes.graph.structure import CallStructure, Unstructured, signature_of
 
 X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
 
@@ -63,6 +64,23 @@ def test_it_answers_as_the_forward(args, kwargs):
 def test_other_calls_raise(args, kwargs):
     with pytest.raises(UnseenCall, match=r"Net at the root is called .* example inputs"):
         installed(X)(*args, **kwargs)
+
+
+class Special(torch.Tensor):
+    pass
+
+
+def test_a_tensor_of_another_class_raises_and_those_of_torch_do_not():
+    module = installed(X)
+    with pytest.raises(UnseenCall, match=r"Net at the root is called with a Special where .* for a tensor"):
+        module(X.as_subclass(Special))
+    wanted = module(X)["y"]
+    assert torch.equal(module(nn.Parameter(X))["y"], wanted)
+    assert torch.equal(torch.func.vmap(lambda x: module(x)["y"])(X[None])[0], wanted)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(mode.from_tensor(X))["y"].shape == wanted.shape
+    with pytest.raises(Unstructured, match="a Special may answer otherwise"):
+        installed(X.as_subclass(Special))
 
 
 def test_wrong_calls_raise_as_python_does():
