@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,14 +63,51 @@ def _put(home: dict[str, Any], name: str, value: Any) -> None:
         home[name] = value
 
 
+def _in_order(home: dict[str, Any], names: Sequence[str]) -> None:
+    # Some may be missing still, or again, where several edits of one place are put back one by one.
+    for name in names:
+        if name in home:
+            home[name] = home.pop(name)
+
+
 @dataclass
 class TensorEdit(_DictEdit):
-    """Another tensor, or none, under the name of a parameter or buffer."""
+    """Another tensor, or none, under the name of a parameter or buffer.
+
+    A name without a tensor goes behind the others: torch.export finds the buffers that a forward writes to by counting,
+    and doesn't leave out those that are none.
+    """
 
     module: nn.Module
     name: str
     new: torch.Tensor | None
     old: Any = _MISSING
+    order: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        """Put the new tensor in place, and keep what stands there now."""
+        home, name = self.place
+        self.order = tuple(home)
+        super().apply()
+        if self.new is None:
+            _in_order(home, (name,))
+
+    def undo(self) -> None:
+        """Put back what stood there, where it stood."""
+        home, _ = self.place
+        super().undo()
+        _in_order(home, self.order)
+
+    def keep(self) -> Callable[[], None]:
+        """A function that puts back, after an `undo`, what stands there now."""
+        home, _ = self.place
+        order, put_back = tuple(home), super().keep()
+
+        def put_back_in_order() -> None:
+            put_back()
+            _in_order(home, order)
+
+        return put_back_in_order
 
     @property
     def place(self) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
 
-from optimizer import optimize
+from optimizer import optimize, report_of
 from passes.errors import UnseenCall
 
 
@@ -248,4 +248,28 @@ def test_torch_export_takes_a_result():
     model = norm_net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     fast = optimize(model, example_inputs=(image(),))
     exported = torch.export.export(fast, (image(),)).module()
+    assert same(exported(image()), model(image()))
+
+
+class Counts(nn.Module):
+    """Normalises by a function, and counts its calls in a buffer behind the statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("mean", torch.linspace(-1, 1, 4))
+        self.register_buffer("var", torch.linspace(1, 2, 4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return F.batch_norm(self.conv(x), self.mean, self.var) * self.count
+
+
+def test_torch_export_takes_a_result_that_writes_to_a_buffer():
+    model = enliven(Counts()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    exported = torch.export.export(fast, (image(),)).module()
+    assert same(exported(image()), model(image()))
     assert same(exported(image()), model(image()))

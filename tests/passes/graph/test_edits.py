@@ -41,6 +41,23 @@ def test_undone_in_reverse_nothing_is_left() -> None:
     assert tree_of(root) == before
 
 
+def test_names_without_a_tensor_stand_last_and_go_back() -> None:
+    root = tree()[1]
+    names = list(root._buffers)
+    edits = [TensorEdit(root, "running_mean", None), TensorEdit(root, "new", nn.Parameter(torch.ones(1)))]
+    for edit in edits:
+        edit.apply()
+    after = ["running_var", "num_batches_tracked", "running_mean"]
+    assert list(root._buffers) == after
+    with taken_back(edits):
+        assert list(root._buffers) == names
+    assert list(root._buffers) == after
+    assert list(root._parameters) == ["weight", "bias", "new"]
+    for edit in reversed(edits):
+        edit.undo()
+    assert list(root._buffers) == names
+
+
 def test_a_buffer_stays_a_buffer() -> None:
     root = tree()
     edit = TensorEdit(root[1], "running_mean", None)
