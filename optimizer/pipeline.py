@@ -27,7 +27,7 @@ from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
 from passes.graph.capture import Capture, Island, ModuleGraph, capture
 from passes.graph.edits import AttributeEdit, in_place, taken_back
-from passes.graph.guards import DimOrder, dim_order, is_carried
+from passes.graph.guards import DimOrder, dim_order, is_carried, ordered_leaves
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.recording import Recordings, agree, record
@@ -524,7 +524,7 @@ def _cloned(leaf: Any) -> Any:
 
 
 def _orders_of(outputs: Sequence[Any]) -> tuple[DimOrder | None, ...]:
-    first, *others = (pytree.tree_leaves(output) for output in outputs)
+    first, *others = (ordered_leaves(output) for output in outputs)
     alike = [leaves for leaves in others if len(leaves) == len(first)]
     return tuple(dim_order(leaves) for leaves in zip(first, *alike, strict=True))
 

@@ -311,7 +311,7 @@ class FormattedForward(InstanceForward):
         outputs = forward(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
             return _ordered(outputs, self.orders[0] if len(self.orders) == 1 else ())
-        leaves, spec = pytree.tree_flatten(outputs)
+        leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_size)
         known = len(leaves) == len(self.orders)
         orders = self.orders if known else ((),) * len(leaves)
         return pytree.tree_unflatten([_ordered(*pair) for pair in zip(leaves, orders, strict=True)], spec)
@@ -319,6 +319,17 @@ class FormattedForward(InstanceForward):
     @property
     def __signature__(self) -> inspect.Signature:
         return self._class_signature() if self.inner is None else inspect.signature(self.inner)
+
+
+def ordered_leaves(outputs: Any) -> list[Any]:
+    """The values among the outputs of a root that its `FormattedForward` has orders for."""
+    leaves: list[Any] = pytree.tree_leaves(outputs, is_leaf=_is_size)
+    return leaves
+
+
+def _is_size(value: Any) -> bool:
+    # Put together again from its numbers, it would be a tuple.
+    return isinstance(value, torch.Size)
 
 
 def _ordered(leaf: Any, order: DimOrder | None) -> Any:

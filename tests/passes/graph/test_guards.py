@@ -23,6 +23,7 @@ from passes.graph.guards import (
     SealedOutput,
     dim_order,
     inner_forward,
+    ordered_leaves,
 )
 
 PAIR = FoldedPair("conv", "bn", 4)
@@ -180,6 +181,20 @@ def test_outputs_get_the_formats_that_are_asked_for() -> None:
     assert all(leaf.is_contiguous() for leaf in model(x, 3)), "more values than were recorded are contiguous"
     assert list(inspect.signature(model.forward).parameters) == ["x", "count"]
     assert inner_forward(model) is None
+
+
+def test_sizes_among_the_outputs_stay_what_they_are() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"size": x.shape, "x": x.to(memory_format=torch.channels_last)}
+
+    model, x = Sizes(), image()
+    orders = tuple(dim_order([leaf]) for leaf in ordered_leaves({"size": x.shape, "x": x}))
+    model.forward = FormattedForward(model, orders, None)
+    got = model(x)
+    assert isinstance(got["size"], torch.Size)
+    assert got["size"] == x.shape
+    assert got["x"].is_contiguous()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
