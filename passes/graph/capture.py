@@ -47,6 +47,9 @@ from passes.graph.tracing import (
     why_not_traced,
 )
 
+# In the `meta` of an input of a graph: the number of dims that a rewrite of the graph holds for.
+RANK = "optimize_export_rank"
+
 # nn.Module is patched for the time of a capture: one at a time.
 _capturing = threading.Lock()
 # Whether this thread captures: a forward that captures a module while it is traced would wait for itself.
@@ -82,7 +85,12 @@ class ModuleGraph:
         """The graph as a forward for its module."""
         flags = self.flags or (self.module.training,)
         graphs = dict.fromkeys(flags, (self.graph, self.outputs))
-        return GraphForward(self.module, self.path, self.structure, graphs, self.baked)
+        ranks = ((i, node.meta[RANK]) for i, node in enumerate(_inputs_of(self.graph)) if RANK in node.meta)
+        return GraphForward(self.module, self.path, self.structure, graphs, self.baked, tuple(ranks))
+
+
+def _inputs_of(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 @dataclass
@@ -380,7 +388,11 @@ def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> Mod
         raise Untraceable(f"its forward was rewritten when {changed} was another")
     graph, outputs = forward.graphs[module.training]
     flags = tuple(forward.graphs)
-    return ModuleGraph(path, module, copy.deepcopy(graph), forward.structure, outputs, flags=flags, baked=forward.baked)
+    own = copy.deepcopy(graph)
+    inputs = _inputs_of(own)
+    for index, rank in forward.ranks:
+        inputs[index].meta[RANK] = rank
+    return ModuleGraph(path, module, own, forward.structure, outputs, flags=flags, baked=forward.baked)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class GraphForward:
 
     Attributes:
         baked: what the forward read.
+        ranks: by the place of an input among the tensors of a call, the number of dims that a rewrite holds for.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class GraphForward:
         structure: CallStructure,
         graphs: dict[bool, tuple[fx.Graph, pytree.TreeSpec]],
         baked: tuple[Baked, ...] = (),
+        ranks: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.owner = owner
         self.path = path
         self.structure = structure
         self.graphs = graphs
         self.baked = baked
+        self.ranks = ranks
         self._checked = _to_check(baked, owner, tuple(graphs))
         self._plain = structure.only_positional_tensors
         self._arity = len(structure.leaves)
@@ -83,6 +86,12 @@ class GraphForward:
             tensors = args
         else:
             tensors = self._tensors(args, kwargs)
+        for index, rank in self.ranks:
+            if tensors[index].dim() != rank:
+                raise UnseenCall(
+                    f"{self._name()} was rewritten for {rank}-D input and is given {tensors[index].dim()}-D input for"
+                    f" {self.structure.tensor_names[index]}: give optimize() example inputs that call it so."
+                )
         leaves = self._functions[training](self.owner, *tensors)
         return pytree.tree_unflatten(leaves, self.graphs[training][1])
 
@@ -122,15 +131,16 @@ class GraphForward:
         baked, checked = (
             [moved for item in items if (moved := portable(item)) is not None] for items in (self.baked, self._checked)
         )
-        return _empty_forward, (), (self.owner, self.path, self.structure, graphs, baked, checked)
+        return _empty_forward, (), (self.owner, self.path, self.structure, graphs, self.ranks, baked, checked)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        owner, path, structure, graphs, baked, checked = state
+        owner, path, structure, graphs, ranks, baked, checked = state
         self.__init__(  # type: ignore[misc]
             owner,
             path,
             structure,
             {flag: (_graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
+            ranks=ranks,
         )
         # The owner has nothing yet that could be looked at.
         self.baked, self._checked = (

@@ -71,6 +71,7 @@ class Program:
     _tensor_owners: dict[int, int] = field(default_factory=dict)
     _opaque: frozenset[str] = frozenset()
     _named_reads: NamedReads | None = None
+    _sources: dict[fx.Graph, dict[fx.Node, frozenset[fx.Node]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, captured: Capture, recordings: Recordings | None, mode: str) -> Program:
@@ -91,7 +92,7 @@ class Program:
         for module in self.root.modules():
             for tensor in own_tensors(module).values():
                 self._tensor_owners[id(tensor)] += 1
-        self._home, self._modules = {}, {}
+        self._home, self._modules, self._sources = {}, {}, {}
         self._calls, self._reads = defaultdict(list), defaultdict(list)
         for graph in self.graphs.values():
             self._read_graph(graph)
@@ -174,6 +175,18 @@ class Program:
             return None
         ranks = self.recordings.ranks.get(id(module), ())
         return ranks[0] if len(ranks) == 1 else None
+
+    def inputs_behind(self, node: fx.Node) -> dict[fx.Node, int]:
+        """The inputs of its graph that a value is made of, each with the number of dims that every recorded run gave it."""
+        home = self.home(node)
+        inputs = [other for other in home.graph.nodes if other.op == "placeholder"]
+        ranks = self.recordings.ranks.get(id(home.module), ()) if self.recordings else ()
+        if len(ranks) != len(inputs):
+            return {}
+        if home.graph not in self._sources:
+            self._sources[home.graph] = _sources_in(home.graph)
+        behind = self._sources[home.graph].get(node, frozenset())
+        return {other: rank for other, rank in zip(inputs, ranks, strict=True) if other in behind}
 
     def producer(self, node: fx.Node) -> fx.Node:
         """The operation that makes the value, looked up across the borders of modules that are called once."""
@@ -283,6 +296,18 @@ def operation_name(node: fx.Node) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target)
+
+
+def _sources_in(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node, the inputs of the graph that its value is made of."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        behind = [found[other] for other in node.all_input_nodes]
+        # Most are made of what one of their arguments is made of: they share its set.
+        widest = max(behind, key=len, default=frozenset())
+        joined = widest if all(other <= widest for other in behind) else widest.union(*behind)
+        found[node] = frozenset({node}) if node.op == "placeholder" else joined
+    return found
 
 
 def _only_output(graph: fx.Graph) -> fx.Node | None:

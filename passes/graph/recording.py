@@ -30,7 +30,7 @@ class RecordedCall:
 
     Attributes:
         structure: the structure of its arguments, or the clause that says why they have none.
-        ranks: the number of dims of each tensor among its arguments, in order.
+        ranks: the number of dims of each tensor among its arguments, in the order of the structure.
         graph: what its forward did, its children as calls; None for an atom.
         outputs: the tree of what it returned; None where that can't be named.
     """
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
         frame = _Frame(module, is_atom(module))
         structure = self._structure(module, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        ranks = tuple(tensor.dim() for tensor in tensors)
+        ranks = self._ranks(module, structure, args, kwargs)
         arguments = None if caller is None else self._arguments(caller, (args, kwargs))
         for index, tensor in enumerate(tensors):
             frame.keep(tensor, frame.graph.placeholder(f"input_{index}"))
@@ -160,6 +160,14 @@ class _Recorder(TorchFunctionMode):
             return f"its forward is called with what a graph can't hold: {error}"
         except TypeError as error:
             return f"its forward is called with arguments that don't fit its signature ({error})"
+
+    def _ranks(
+        self, module: nn.Module, structure: CallStructure | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, ...]:
+        if isinstance(structure, str):
+            return tuple(leaf.dim() for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        _, binder = self._signature(module)
+        return tuple(tensor.dim() for tensor in structure.tensors_of(binder(*args, **kwargs)))
 
     def _signature(self, module: nn.Module) -> tuple[inspect.Signature, Callable[..., dict[str, Any]]]:
         key: Any = id(module) if "forward" in module.__dict__ else type(module)

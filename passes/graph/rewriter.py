@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.graph.capture import ModuleGraph
+from passes.graph.capture import RANK, ModuleGraph
 from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
@@ -242,6 +242,7 @@ class Rewriter:
             self._forget_statistics(change, norm)
         else:
             self._own(conv.node)
+            self._hold_ranks(change, conv, norm)
             self.bypass(norm.node, norm.input)
             if norm.module is not None:
                 identity = nn.Identity()
@@ -250,6 +251,12 @@ class Rewriter:
                 return
         for ref in norm.tensors:
             self._take_away(change, ref)
+
+    def _hold_ranks(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
+        """Nothing else would say that the BatchNorm's channels aren't the convolution's on input of other dims."""
+        ranks = {conv.input: conv.dims + 2} if conv.input.op == "placeholder" else {}
+        for node, rank in (self.program.inputs_behind(norm.input) | ranks).items():
+            self._do(change, MetaEdit(node.meta, RANK, rank))
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Both are right only together now: where both are modules, that is checked at every call.

@@ -1,6 +1,7 @@
 """A folded convolution is only right in front of its BatchNorm: what uses it otherwise raises, and never answers wrong."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -249,6 +250,33 @@ def test_torch_export_takes_a_result():
     fast = optimize(model, example_inputs=(image(),))
     exported = torch.export.export(fast, (image(),)).module()
     assert same(exported(image()), model(image()))
+
+
+class ByFunction(nn.Module):
+    """Takes as many rows as channels for a batch: the statistics then fit an input without one, and go wrong silently."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.register_buffer("mean", torch.linspace(-1, 1, 4))
+        self.register_buffer("var", torch.linspace(1, 2, 4))
+
+    def forward(self, x, scale):
+        return F.batch_norm(self.conv(x), self.mean, self.var) * scale
+
+
+@pytest.mark.parametrize("inputs", [(image(), torch.tensor(2.0)), None])
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), optimize])
+def test_a_graph_refuses_input_of_other_dims_than_it_was_folded_for(inputs, again):
+    model = enliven(ByFunction()).eval()
+    fast = again(optimize(model, ["fold-conv-bn"], example_inputs=inputs))
+    assert same(fast(image(3, 3, 4, 4), torch.tensor(3.0)), model(image(3, 3, 4, 4), torch.tensor(3.0)))
+    with pytest.raises(
+        UnseenCall, match=r"ByFunction at the root was rewritten for 4-D input and is given 3-D input for x"
+    ):
+        fast(image(3, 4, 4), torch.tensor(3.0))
+    # What the convolution doesn't see may come as it likes.
+    assert same(fast(image(), torch.ones(4, 1, 1)), model(image(), torch.ones(4, 1, 1)))
 
 
 class Counts(nn.Module):
