@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
@@ -101,7 +102,20 @@ def _given_to(first: Any, region: Region) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Inside of `torch.func.vmap` and the like a tensor stands for many, and lives no longer than the call.
+    with temporarily_clear_interpreter_stack():
+        return _one_of(value).detach().clone()
+
+
+def _one_of(value: torch.Tensor) -> torch.Tensor:
+    """The first of the tensors that a batched one stands for; any other without what `torch.func` puts around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        inner = torch._C._functorch.get_unwrapped(value)
+        batched = torch._C._functorch.is_batchedtensor(value)
+        value = inner.select(torch._C._functorch.maybe_get_bdim(value), 0) if batched else inner
+    return value
 
 
 class _Interpreter(fx.Interpreter):

@@ -39,6 +39,21 @@ def test_sees_what_a_convolution_is_given() -> None:
         assert value is not x
 
 
+class Mapped(Pair):
+    """Runs its layers on one row at a time, by `torch.func`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: self.bn(self.conv(row[None]))[0])(x)
+
+
+def test_a_value_under_vmap_is_the_first_of_those_that_it_stands_for() -> None:
+    x = image(seed=5)
+    program, regions = pair_regions(Mapped().eval())
+    ((value,),) = seen_by(program, regions, x).values()
+    assert torch.equal(value, x[:1])
+    assert regions[0](value).shape == (1, 4, 8, 8), "it lives on behind the call"
+
+
 def test_each_call_of_a_shared_module_once() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
