@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.preserve import held_iterators
 from passes.graph.capture import ModuleGraph, is_atom
-from passes.graph.side_effects import Snapshot
+from passes.graph.side_effects import Snapshot, attributes_of, contents_of, values_in
 from passes.graph.tracing import writes_in_place
 
 Mode = Literal["inference", "training"]
@@ -180,10 +180,15 @@ class _Cloner:
             return type(value)()
         if isinstance(value, tuple) and all(isinstance(item, _IMMUTABLE) for item in value):
             return value
+        where = f"attribute {name!r} of {type(module).__name__}"
         try:
+            for hidden in _answer_for_copy(value, {}, depth=4):
+                self.memo[id(hidden)] = hidden
+                self.result.notes.append(
+                    f"{where} holds a {type(hidden).__name__}, which can't be copied and is shared with the original"
+                )
             return copy.deepcopy(value, self.memo)
         except Exception as error:  # noqa: BLE001 - whatever an attribute's own __deepcopy__ raises: it is then shared
-            where = f"attribute {name!r} of {type(module).__name__}"
             self.result.notes.append(
                 f"{where} can't be copied ({type(error).__name__}) and is shared with the original"
             )
@@ -195,6 +200,26 @@ class _Cloner:
         for key, hook in hooks.items():
             copied[key] = hook if isinstance(hook, types.FunctionType) else copy.deepcopy(hook, self.memo)
         return copied
+
+
+def _answer_for_copy(value: Any, seen: dict[int, int], depth: int) -> Iterator[Any]:
+    """The objects in a value that give an answer when `copy` asks for a way of copying them, and have none.
+
+    A `__getattr__` that answers everything does: what it gives would be called, and its result taken for the copy.
+    """
+    cls = type(value)
+    if issubclass(cls, (*_IMMUTABLE, torch.Tensor, nn.Module)) or seen.get(id(value), -1) >= depth:
+        return
+    seen[id(value)] = depth
+    if hasattr(cls, "__getattr__") and not hasattr(cls, "__deepcopy__"):
+        own = attributes_of(value) or {}
+        if "__deepcopy__" not in own and getattr(value, "__deepcopy__", None) is not None:
+            yield value
+            return
+    contents = value if cls is tuple else contents_of(value)
+    if depth and contents is not None:
+        for item in contents if cls is tuple else values_in(contents):
+            yield from _answer_for_copy(item, seen, depth - 1)
 
 
 def _is_script(module: nn.Module) -> bool:

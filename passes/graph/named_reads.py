@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from passes.graph.guards import SHAPE_AND_KIND
-from passes.graph.side_effects import contents_of, names_in, package_of, values_of, with_helpers
+from passes.graph.side_effects import contents_of, names_in, package_of, values_in, with_helpers
 from passes.graph.tracing import function_of
 
 # What gives many tensors at once, or one by a name that is a value.
@@ -229,7 +229,7 @@ def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
         elif type(value) is tuple:
             yield from _modules_in(value, depth - 1)
         elif depth and (contents := contents_of(value)) is not None:
-            yield from _modules_in(values_of(contents), depth - 1)
+            yield from _modules_in(values_in(contents), depth - 1)
 
 
 def _start_of(path: str, module: nn.Module, access: Access) -> tuple[str | None, tuple[str, ...]]:

@@ -65,7 +65,7 @@ class Snapshot:
         if not seen:
             self._kept.append((contents, _items(contents)))
         if depth > 1:
-            for item in values_of(contents):
+            for item in values_in(contents):
                 self._descend(item, depth - 1)
 
     def restore(self) -> bool:
@@ -194,8 +194,8 @@ def _items(container: Any) -> list[Any]:
     return [*items, *(dict.__getitem__(container, key) for key in items)] if base is OrderedDict else items
 
 
-def values_of(container: Any) -> list[Any]:
-    """What stands in a container, in its order; of a mapping the values."""
+def values_in(container: Any) -> list[Any]:
+    """What stands in a container; of a mapping the values."""
     items = _items(container)
     return items[len(items) // 2 :] if issubclass(type(container), dict) else items
 

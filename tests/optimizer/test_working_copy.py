@@ -211,6 +211,25 @@ def hooked(calls):
     return layer
 
 
+def test_an_object_that_answers_everything_is_shared_wherever_it_stands():
+    class Answers:
+        def __getattr__(self, name):
+            return Answers()
+
+        def __call__(self, value):
+            return value
+
+    value, deeper = Answers(), Answers()
+    result = working_copy(make(direct=value, inside={"a": [1, (deeper,)]}, plain=SimpleNamespace(b=[2])))
+    assert result.root.direct is value
+    assert result.root.inside["a"][1][0] is deeper
+    assert result.root.plain.b == [2]
+    assert result.notes == [
+        f"attribute {name!r} of Made holds a Answers, which can't be copied and is shared with the original"
+        for name in ("direct", "inside")
+    ]
+
+
 def test_hooks_are_taken_along():
     calls = []
     model = nn.Sequential(hooked(calls))
