@@ -129,6 +129,35 @@ class Baked:
         return dataclasses.replace(self, holder=holder)
 
 
+@dataclass(frozen=True)
+class BakedShape(Baked):
+    """The shape of a tensor that a module has: numbers made of it went into a graph, which reads the values anew."""
+
+    @classmethod
+    def of_tensor(cls, holder: nn.Module, name: str) -> BakedShape:
+        """The shape as it is now."""
+        shape = _shape_of(holder, name)
+        return cls(holder, name, shape, shape)
+
+    def now(self) -> Any:
+        """The shape as it is now; `ABSENT` where there is no tensor."""
+        return _shape_of(self.holder, self.name)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is what it was."""
+        return bool(self.now() == self.value)
+
+    def of_now(self) -> Baked | None:
+        """Itself, unless a pass put a tensor of another shape there, or none, and saw to what follows."""
+        return self if self.holds else None
+
+
+def _shape_of(holder: nn.Module, name: str) -> Any:
+    tensor = getattr(holder, name, None)
+    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ABSENT
+
+
 def _items(value: Any) -> Any:
     if type(value) is dict:
         return (*value, *value.values())
@@ -210,6 +239,7 @@ class Reads:
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self.functions: dict[Any, None] = {} if function is None else {function: None}
         self._found: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._shapes: dict[tuple[int, str], tuple[nn.Module, str]] = {}
 
     def look(self, module: nn.Module, name: str, value: Any) -> None:
         """The attribute of a module was read; `ABSENT` where it has none."""
@@ -227,6 +257,10 @@ class Reads:
         else:
             self._found.setdefault((id(module), name), (module, value))
 
+    def look_at_shape(self, module: nn.Module, name: str) -> None:
+        """The shape of a tensor of the module was asked for."""
+        self._shapes.setdefault((id(module), name), (module, name))
+
     def baked(self) -> tuple[Baked, ...]:
         """All of it, with the values of now.
 
@@ -240,7 +274,8 @@ class Reads:
             for (_, name), (module, value) in self._found.items()
             if tests_classes or not _is(value, nn.Module)
         ]
-        return (*attributes, *outside)
+        shapes = [BakedShape.of_tensor(module, name) for module, name in self._shapes.values()]
+        return (*attributes, *shapes, *outside)
 
 
 def _tests_classes(function: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
-from passes.graph.baked import Baked, found_again, portable
+from passes.graph.baked import Baked, BakedShape, found_again, portable
 from passes.graph.guards import class_code, inner_forward
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
@@ -120,6 +120,7 @@ class GraphForward:
             return f"the global {item.name}" if isinstance(item.holder, dict) else "a variable around the forward"
         path = next((path for path, module in self.owner.named_modules() if module is item.holder), "")
         name = "the list of children" if item.name == "_modules" else item.name
+        name = f"the shape of {name}" if isinstance(item, BakedShape) else name
         return f"{name} of {'.'.join(filter(None, (self.path, path))) or 'the root'}"
 
     def _name(self) -> str:

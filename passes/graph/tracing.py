@@ -271,7 +271,35 @@ class _SealedAttribute(_Sealed, Attribute):
 
 
 class _SealedParameter(_Sealed, ParameterProxy):
+    """Answers for its shape as the parameter does; that it was asked is kept, since a graph holds for that shape."""
+
     _is_param = True
+
+    def _looked_at(self) -> nn.Parameter:
+        tracer = self.tracer
+        assert isinstance(tracer, ForwardTracer)
+        tracer.look_at_shape(self.param)
+        return self.param
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._looked_at().shape
+
+    @property
+    def ndim(self) -> int:
+        return self._looked_at().ndim
+
+    def size(self, *dim: Any, **named: Any) -> Any:
+        return self._looked_at().size(*dim, **named)
+
+    def dim(self) -> int:
+        return self._looked_at().dim()
+
+    def numel(self) -> int:
+        return self._looked_at().numel()
+
+    def nelement(self) -> int:
+        return self._looked_at().nelement()
 
 
 class ForwardTracer(fx.Tracer):
@@ -390,6 +418,12 @@ class ForwardTracer(fx.Tracer):
         if not self._own_work:
             self.reads.look(module, name, value)
 
+    def look_at_shape(self, tensor: torch.Tensor) -> None:
+        """The forward asks for the shape of a tensor that a module has, or for what follows from it."""
+        for owner, name in self.tree.owners_of(tensor):
+            if self._path_of(owner) is not None:
+                self.reads.look_at_shape(owner, name)
+
     def _path_of(self, module: nn.Module) -> str | None:
         self._own_work = True
         try:
@@ -481,6 +515,7 @@ class _RecordEverything(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         symbolic = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
         if not symbolic and name in METADATA:
+            self._look_at(leaves)
             return func(*args, **kwargs)
         if func in (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__):
             raise self.tracer.refused("its forward reads the value of a constant tensor")
@@ -490,11 +525,17 @@ class _RecordEverything(TorchFunctionMode):
             return self.tracer.create_proxy("call_method", name, args, kwargs)
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
+    def _look_at(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.tracer.look_at_shape(value)
+
     def _property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
         if isinstance(args[0], fx.Proxy):
             return getattr(args[0], name)
         if name in METADATA:
+            self._look_at(args)
             return func(*args)
         return self.tracer.create_proxy("call_function", getattr, (args[0], name), {})
 

@@ -118,6 +118,37 @@ def test_what_changed_is_refused(name: str) -> None:
         module(X)
 
 
+class Shapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = torch.ones(5)
+        self.unasked = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        weight = self.linear.weight
+        return self.linear(x) * weight.size(0) * weight.shape[-1] * self.table.shape[0] * weight.numel() * self.unasked
+
+
+SHAPES: dict[str, tuple[Any, str]] = {
+    "parameter": (lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(1, 4))), "weight of linear"),
+    "plain tensor": (lambda m: setattr(m, "table", torch.ones(3)), "table of the root"),
+}
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_the_forward_asked_for_are_compared(name: str, again: Any) -> None:
+    module = again(installed(Shapes()))
+    module.linear.weight = nn.Parameter(torch.zeros(4, 4))
+    module.unasked = nn.Parameter(torch.ones(1))
+    assert torch.equal(module(X), Shapes.forward(module, X))
+    change, place = SHAPES[name]
+    change(module)
+    with pytest.raises(UnseenCall, match=rf"^the shape of {place} was changed after optimize"):
+        module(X)
+
+
 def test_globals_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     module = installed()
     with monkeypatch.context() as patch:
