@@ -393,5 +393,7 @@ def carries_another(conv: nn.Module, norm_path: str) -> bool:
 
 def class_code(module: nn.Module) -> types.CodeType:
     """The code of the forward that the module's class defines."""
-    code: types.CodeType = inspect.unwrap(type(module).forward).__code__
+    # What stands there may be a descriptor that has no code, and gives a function for the instance.
+    forward = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
+    code: types.CodeType = inspect.unwrap(forward).__code__
     return code

@@ -279,6 +279,24 @@ def test_a_graph_refuses_input_of_other_dims_than_it_was_folded_for(inputs, agai
     assert same(fast(image(), torch.ones(4, 1, 1)), model(image(), torch.ones(4, 1, 1)))
 
 
+class GivenForward:
+    """Gives each instance a function for its forward."""
+
+    def __get__(self, module, cls=None):
+        return self if module is None else lambda x: F.batch_norm(module.conv(x), module.mean, module.var)
+
+
+class WithDescriptor(ByFunction):
+    forward = GivenForward()
+
+
+def test_torch_export_takes_a_result_whose_class_gives_its_forward():
+    model = enliven(WithDescriptor()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert same(torch.export.export(fast, (image(),)).module()(image()), model(image()))
+
+
 class Counts(nn.Module):
     """Normalises by a function, and counts its calls in a buffer behind the statistics."""
 
