@@ -35,6 +35,10 @@ _OPAQUE = (
 # What objects of these packages hold belongs to other threads as well: putting it back would have one wait forever.
 _SHARED = frozenset({"threading", "queue", "logging", "concurrent", "multiprocessing", "asyncio"})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Most attributes of modules are of these types, which hold nothing that could be put back.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, torch.Tensor, torch.Size, nn.Parameter})
+# Most containers of a module are empty and of these types, whose own methods are those of the containers.
+_STOCK = frozenset({OrderedDict, dict, list, set})
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
@@ -47,16 +51,23 @@ class Snapshot:
 
     def __init__(self, *modules: nn.Module, functions: Iterable[types.FunctionType] = ()) -> None:
         self._kept: list[tuple[Any, list[Any]]] = []
+        self._empty: list[Any] = []
         self._depths: dict[int, int] = {}
         for module in modules:
             self._descend(module.__dict__, 1)
             for name, value in module.__dict__.items():
-                self._descend(value, 1 if name in _REGISTRIES else 2)
+                if type(value) not in _PLAIN:
+                    self._descend(value, 1 if name in _REGISTRIES else 2)
         for function in functions:
             for value in named_values(function):
                 self._descend(value, 1)
 
     def _descend(self, value: Any, depth: int) -> None:
+        if type(value) in _STOCK and not value:
+            if id(value) not in self._depths:
+                self._depths[id(value)] = depth
+                self._empty.append(value)
+            return
         contents = contents_of(value)
         seen = self._depths.get(id(contents), 0)
         if contents is None or depth <= seen:
@@ -70,7 +81,10 @@ class Snapshot:
 
     def restore(self) -> bool:
         """Put back what changed; true where anything did."""
-        changed = False
+        grown = [container for container in self._empty if container]
+        for container in grown:
+            container.clear()
+        changed = bool(grown)
         for container, before in self._kept:
             now = _items(container)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -187,6 +201,8 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 def _items(container: Any) -> list[Any]:
     """What stands in a container, in its order; of a mapping the keys, then the values."""
+    if type(container) in (dict, OrderedDict):
+        return [*container, *container.values()]
     base = _base(container)
     items = list(base.__iter__(container))
     if base is dict:

@@ -655,8 +655,8 @@ class Interception:
 
         def look(module: nn.Module, name: str) -> Any:
             value = object.__getattribute__(module, name)
-            tracer = self._active()
-            if tracer is not None:
+            # Every attribute of every module comes by here, also between two traces.
+            if self.tracer is not None and (tracer := self._active()) is not None:
                 tracer.look(module, name, value)
             return value
 
