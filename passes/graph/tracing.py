@@ -497,7 +497,12 @@ def _gives_tensor(node: fx.Node) -> bool:
 
 def always_tensor(module: nn.Module) -> bool:
     """Whether the module is a layer of torch.nn that returns one tensor."""
-    return isinstance(module, _TENSOR_LAYERS) and type(module).__module__.startswith("torch.nn.modules.")
+    return _is_tensor_layer(type(module))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_tensor_layer(kind: Any) -> bool:
+    return issubclass(kind, _TENSOR_LAYERS) and str(kind.__module__).startswith("torch.nn.modules.")
 
 
 class _RecordEverything(TorchFunctionMode):
@@ -655,8 +660,12 @@ class Interception:
 
         def look(module: nn.Module, name: str) -> Any:
             value = object.__getattribute__(module, name)
-            # Every attribute of every module comes by here, also between two traces.
-            if self.tracer is not None and (tracer := self._active()) is not None:
+            # Every attribute of every module comes by here, also between two traces, and most are these two.
+            if (
+                self.tracer is not None
+                and name not in ("__dict__", "__class__")
+                and (tracer := self._active()) is not None
+            ):
                 tracer.look(module, name, value)
             return value
 
