@@ -497,7 +497,8 @@ def _gives_tensor(node: fx.Node) -> bool:
 
 def always_tensor(module: nn.Module) -> bool:
     """Whether the module is a layer of torch.nn that returns one tensor."""
-    return _is_tensor_layer(type(module))
+    kind: Any = type(module)
+    return _is_tensor_layer(kind)
 
 
 @functools.lru_cache(maxsize=4096)
