@@ -24,6 +24,8 @@ def test_the_generated_parts_are_those_of_now(generate):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert generate.readme_with_table(readme) == readme, "run `make docs`"
     assert (ROOT / "docs" / "passes.md").read_text(encoding="utf-8") == generate.reference(), "run `make docs`"
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert generate.benchmarks_with_tables(benchmarks) == benchmarks, "run `make docs`"
     for name in pass_names():
         assert f"| `{name}` |" in readme
 
@@ -44,7 +46,7 @@ def test_the_readme_has_every_exit_code():
 
 def test_the_readme_names_its_two_commands():
     readme, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
-    for target in ("demo", "test", "check", "bench", "docs"):
+    for target in ("demo", "test", "check", "zoo", "bench", "docs"):
         assert f"make {target}" in readme
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 

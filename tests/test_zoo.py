@@ -1,7 +1,7 @@
 """Thirty architectures through optimize, both exporters and verify; minutes long, so `make zoo` runs it."""
 
 import pytest
-from zoo import ZOO, member
+from architectures import ZOO, member
 
 from exporters import ExportError
 from optimizer import export, optimize, verify_bundle

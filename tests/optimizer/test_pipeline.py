@@ -227,11 +227,14 @@ def test_chains_of_norms_are_checked_one_by_one() -> None:
 
 
 class LooksBetween(Pair):
-    """Asks for the class of what the convolution gives, which a seal answers otherwise."""
+    """Asks for the class of what the convolution gives by a pattern, which a seal doesn't fit."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.bn(y if isinstance(y, Tensor) else y[0])
+        match self.conv(x):
+            case Tensor() as y:
+                return self.bn(y)
+            case others:
+                return self.bn(others[0])
 
 
 def test_passes_after_which_the_forward_raises_are_rolled_back() -> None:
