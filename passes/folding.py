@@ -139,10 +139,12 @@ def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Co
     for node in nodes:
         if any(user is not pair[0].node and user is not pair[1].node for user in node.users):
             return f"{path} is also read by {program.home(node).path or 'the root'}"
+    recorded = program.recorded_readers_of(ref.owner, ref.name)
+    if not recorded:
+        return None
     # A recorded run names the classes of those that read; the forwards that the graphs show may be among them.
     shown = {type(program.home(node).module).__name__ for node in nodes}
     hidden = {type(island.module).__name__ for key, island in program.islands.items() if key not in program.graphs}
-    recorded = program.recorded_readers_of(ref.owner, ref.name)
     if unknown := sorted(recorded - (shown - hidden)):
         return f"{path} is also read by the forward of {unknown[0]}"
     return None

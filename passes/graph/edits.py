@@ -136,17 +136,20 @@ class FormatEdit:
 
     def undo(self) -> None:
         """Bring the values back into the strides that they had."""
-        values = self.parameter.data
-        self.parameter.data = torch.empty_strided(
-            values.shape, self.strides, dtype=values.dtype, device=values.device
-        ).copy_(values)
+        # Whoever watches for writes to values would take this for one, and keep a copy.
+        with torch._C.DisableTorchFunction():
+            values = self.parameter.data
+            self.parameter.data = torch.empty_strided(
+                values.shape, self.strides, dtype=values.dtype, device=values.device
+            ).copy_(values)
 
     def keep(self) -> Callable[[], None]:
         """A function that brings the values into the format again."""
         return self._convert
 
     def _convert(self) -> None:
-        self.parameter.data = self.parameter.data.contiguous(memory_format=self.memory_format)
+        with torch._C.DisableTorchFunction():
+            self.parameter.data = self.parameter.data.contiguous(memory_format=self.memory_format)
 
 
 @dataclass

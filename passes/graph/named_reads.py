@@ -11,6 +11,7 @@ import dis
 import functools
 import itertools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from passes.graph.guards import SHAPE_AND_KIND
-from passes.graph.side_effects import contents_of, names_in, package_of, values_in, with_helpers
+from passes.graph.side_effects import PLAIN, contents_of, names_in, package_of, values_in, with_helpers
 from passes.graph.tracing import function_of
 
 # What gives many tensors at once, or one by a name that is a value.
@@ -167,7 +168,7 @@ def is_under(path: str, above: str) -> bool:
 class NamedReads:
     """What the forwards of one tree can read by name, and which modules they hold beside their children.
 
-    It is of the state that the tree has when it is made.
+    It is of the tree as the capture found it: what passes put there holds no module, and no code of a user's.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -187,6 +188,7 @@ class NamedReads:
             if (own, type(module)) not in codes:
                 codes[own, type(module)] = _code_of(own, type(module))
             self._note(path, module, codes[own, type(module)])
+        self._of_many = [read for many in _MANY for read in self._reads.get(many, ())]
 
     def _note(self, path: str, module: nn.Module, code: _Code) -> None:
         if code.asks_for_types:
@@ -212,7 +214,7 @@ class NamedReads:
         for read in self._reads.get(name, ()):
             if read.module not in but and read.takes_of(path):
                 return read.reader
-        for read in (read for many in _MANY for read in self._reads.get(many, ())):
+        for read in self._of_many:
             if read.module not in but and read.takes_below(path):
                 return read.reader
         return None
@@ -222,11 +224,19 @@ class NamedReads:
 _OWN = frozenset({"_modules", "_parameters", "_buffers", "forward"})
 
 
+# Most of what a layer has is plain or empty.
+_WITHOUT_MODULES = PLAIN - {tuple}
+_EMPTY_OR_NOT = frozenset({dict, OrderedDict, list, set, tuple})
+
+
 def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
     for value in values:
-        if issubclass(type(value), nn.Module):
+        kind = type(value)
+        if kind in _WITHOUT_MODULES or (kind in _EMPTY_OR_NOT and not value):
+            continue
+        if issubclass(kind, nn.Module):
             yield value
-        elif type(value) is tuple:
+        elif kind is tuple:
             yield from _modules_in(value, depth - 1)
         elif depth and (contents := contents_of(value)) is not None:
             yield from _modules_in(values_in(contents), depth - 1)

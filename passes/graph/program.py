@@ -96,7 +96,6 @@ class Program:
         self._calls, self._reads = defaultdict(list), defaultdict(list)
         for graph in self.graphs.values():
             self._read_graph(graph)
-        self._named_reads = None
         self._opaque = frozenset(island.path for key, island in self.islands.items() if key not in self.graphs)
 
     def _read_graph(self, graph: ModuleGraph) -> None:
@@ -152,7 +151,7 @@ class Program:
 
     @property
     def named_reads(self) -> NamedReads:
-        """What the code of the forwards can reach; it is read once for the tree as it is."""
+        """What the code of the forwards can reach; it is read once, in the tree as it was captured."""
         if self._named_reads is None:
             self._named_reads = NamedReads(self.root)
         return self._named_reads

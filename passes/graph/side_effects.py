@@ -36,7 +36,7 @@ _OPAQUE = (
 _SHARED = frozenset({"threading", "queue", "logging", "concurrent", "multiprocessing", "asyncio"})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Most attributes of modules are of these types, which hold nothing that could be put back.
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, torch.Tensor, torch.Size, nn.Parameter})
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, torch.Tensor, torch.Size, nn.Parameter})
 # Most containers of a module are empty and of these types, whose own methods are those of the containers.
 _STOCK = frozenset({OrderedDict, dict, list, set})
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
@@ -56,7 +56,7 @@ class Snapshot:
         for module in modules:
             self._descend(module.__dict__, 1)
             for name, value in module.__dict__.items():
-                if type(value) not in _PLAIN:
+                if type(value) not in PLAIN:
                     self._descend(value, 1 if name in _REGISTRIES else 2)
         for function in functions:
             for value in named_values(function):
