@@ -10,6 +10,7 @@ from torch import nn
 from optimizer import check_parity, export, optimize
 from optimizer.float64 import Float64Mode
 from optimizer.written_parameters import kept_parameters
+from passes.graph.edits import FormatEdit
 
 
 class Shortened(nn.Module):
@@ -183,3 +184,19 @@ def test_callables_and_script_modules_are_run_as_they_are():
         with kept_parameters(target) as written:
             target(torch.randn(2, 3))
         assert written == set()
+
+
+def test_another_memory_format_is_no_write():
+    conv = nn.Conv2d(3, 4, 3)
+    before = conv.weight.detach().clone()
+    edit = FormatEdit(conv.weight, torch.channels_last)
+    with kept_parameters(conv) as names:
+        edit.apply()
+    assert not names
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(conv.weight, before)
+    with kept_parameters(conv) as names:
+        edit.undo()
+    assert not names
+    assert conv.weight.is_contiguous()
+    assert torch.equal(conv.weight, before)
