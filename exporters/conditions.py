@@ -50,6 +50,12 @@ def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
     return line if fits else None
 
 
+def batches_near(sizes: Iterable[int], lines: Iterable[Line]) -> frozenset[int]:
+    """The batches at which a size on one of the lines is one of those sizes: hints for a condition that compares them."""
+    lines = list(lines)
+    return frozenset(batch for size in sizes for line in lines if (batch := line.batch_of(size)) is not None)
+
+
 def breaks(condition: Condition) -> Iterator[int]:
     """The batches that break a condition, the smallest first; of those above 64 the ones worth looking at.
 

@@ -18,7 +18,7 @@ import ast
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from exporters.base import Adapter, clones
-from exporters.conditions import Condition, Line, line_through
+from exporters.conditions import Condition, Line, batches_near, line_through
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
 from exporters.proof import Evidence, refusing
@@ -137,7 +137,6 @@ class Watch(TorchFunctionMode):
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self.decisions: list[Decision] = []
-        self._adapter = adapter
         self._paths = {id(module): name for name, module in adapter.model.named_modules()}
         self._inputs: dict[int, int] = {}
         self._looks: list[_Look] = []
@@ -271,9 +270,8 @@ def _condition(
         )
 
     def holds(batch: int) -> bool:
-        remaining = iter(known)
         try:
-            value = _value(expression, lambda _: next(remaining).at(batch))
+            value = _value(expression, iter([line.at(batch) for line in known]))
         except (RuntimeError, ArithmeticError):  # no value: the model can't go the same way there either
             return False
         return bool(value) == first.outcome
@@ -284,8 +282,7 @@ def _condition(
         )
 
     constants = [value for value in _constants_in(expression) if isinstance(value, int)]
-    hints = {hint for value in constants for line in known if (hint := line.batch_of(value)) is not None}
-    return Condition(first.place, holds, frozenset(hints))
+    return Condition(first.place, holds, batches_near(constants, known))
 
 
 def _sizes_in(expression: Expression) -> list[SizeOf]:
@@ -311,14 +308,14 @@ def _constants_in(expression: Expression) -> Iterator[Any]:
             yield from _constants_in(argument)
 
 
-def _value(expression: Expression, size: Callable[[SizeOf], int]) -> Any:
+def _value(expression: Expression, sizes: Iterator[int]) -> Any:
     """The expression computed by torch's own operators, its sizes given in the order of `_sizes_in`."""
     if isinstance(expression, SizeOf):
-        return torch.tensor(size(expression))
+        return torch.tensor(next(sizes))
     if isinstance(expression, Constant):
         return expression.value
     assert isinstance(expression, Operation)
-    arguments = [_value(argument, size) for argument in expression.arguments]
+    arguments = [_value(argument, sizes) for argument in expression.arguments]
     if expression.name == "list":
         return arguments
     return getattr(torch.ops.aten, expression.name)(*arguments)

@@ -20,7 +20,7 @@ import onnxruntime as ort
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
-from exporters.conditions import Condition, Line
+from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import conditions_of, watching
 from exporters.errors import ProviderFallback, RouteRefused
 from exporters.isolation import silent, undisturbed
@@ -126,7 +126,7 @@ def _guards(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[
     ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in lines]
     return (
         *(_relation(relation, lines) for relation in relations),
-        *(_range(symbol, bounds, lines[symbol]) for symbol, bounds in ranges),
+        *(_range(bounds, lines[symbol]) for symbol, bounds in ranges),
     )
 
 
@@ -141,8 +141,8 @@ def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
         return bool(value == True)  # noqa: E712 - it may be an expression still
 
     numbers = [int(number) for number in relation.atoms() if number.is_Integer]
-    hints = {hint for symbol in symbols for number in numbers if (hint := lines[symbol].batch_of(number)) is not None}
-    return Condition(f"`{_by_name(relation)}`", holds, frozenset(hints))
+    hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
+    return Condition(f"`{_by_name(relation)}`", holds, hints)
 
 
 def _by_name(relation: Any) -> str:
@@ -150,15 +150,15 @@ def _by_name(relation: Any) -> str:
     return re.sub(r"\bs\d+\b", "batch", str(relation))
 
 
-def _range(symbol: Any, bounds: Any, line: Line) -> Condition:
+def _range(bounds: Any, line: Line) -> Condition:
     lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
 
     def holds(batch: int) -> bool:
         size = line.at(batch)
         return (lower is None or lower <= size) and (upper is None or size <= upper)
 
-    hints = {hint for bound in (lower, upper) if bound is not None and (hint := line.batch_of(bound)) is not None}
-    return Condition(f"a size between {lower} and {upper}", holds, frozenset(hints))
+    hints = batches_near((bound for bound in (lower, upper) if bound is not None), (line,))
+    return Condition(f"a size between {lower} and {upper}", holds, hints)
 
 
 def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:

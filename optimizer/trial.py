@@ -1,6 +1,5 @@
 """One run of the model on its example inputs, before anything is done with it."""
 
-import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from optimizer.errors import LoadError
 from optimizer.inputs import Call
 from optimizer.loading import Loaded
-from optimizer.preserve import kept_state
+from optimizer.preserve import evaluated, kept_state
 from optimizer.sentences import dtype_name, errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.written_parameters import kept_parameters
@@ -22,15 +21,14 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
     """Run the model once on its example inputs, in eval and without gradients, and leave it as it was.
 
     Training flags, buffers, parameters that forward writes to, the attributes of all modules and the state of the random
-    generators are put back. Lazy modules get their parameters here, for good. Raises `LoadError` where the inputs don't fit forward, where forward
-    raises, and where it returns no tensor.
+    generators are put back. Lazy modules get their parameters here, for good. Raises `LoadError` where the inputs don't
+    fit forward, where forward raises, and where it returns no tensor.
     """
     model = loaded.model
     device = next((tensor.device for tensor in _tensors_of(model)), None)
     call = loaded.first_call(seed, device)
     gpus = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), _flags_restored(model):
-        model.eval()
+    with torch.random.fork_rng(devices=gpus), evaluated(model):
         if any(is_lazy(tensor) for tensor in _tensors_of(model)):
             _run(loaded, call)
             loaded.notes += ("Lazy modules got their parameters from a run on the example inputs.",)
@@ -74,16 +72,6 @@ def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         given = f"{len(args)} positional" + (f" and {listed(list(kwargs))}" if kwargs else "")
         return f"{error}; forward takes ({', '.join(names)}), given were {given}"
     return None
-
-
-@contextlib.contextmanager
-def _flags_restored(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
