@@ -9,6 +9,7 @@ raises instead of answering wrong.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 import types
@@ -176,13 +177,19 @@ def _asks_isinstance(frame: types.FrameType) -> bool:
     code = frame.f_code
     if "isinstance" in frame.f_globals or not _TYPED.isdisjoint(code.co_names):
         return False
-    start = _starts(code)[frame.f_lasti // 2]
-    return any(
-        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        and instruction.argval == "isinstance"
-        and _starts(code)[instruction.offset // 2] == start != (None, None)
+    return frame.f_lasti // 2 in _isinstance_instructions(code)
+
+
+@functools.lru_cache(maxsize=1024)
+def _isinstance_instructions(code: types.CodeType) -> frozenset[int]:
+    """The indices of the instructions whose expression starts where one takes the builtin `isinstance`."""
+    starts = _starts(code)
+    taken = {
+        starts[instruction.offset // 2]
         for instruction in dis.get_instructions(code)
-    )
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "isinstance"
+    } - {(None, None)}
+    return frozenset(index for index, start in enumerate(starts) if start in taken)
 
 
 def _starts(code: types.CodeType) -> list[tuple[int | None, int | None]]:
