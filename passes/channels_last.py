@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from passes.base import Context, GraphPass
-from passes.graph.match import Node, TensorRef, convolution_at, has_hooks, is_parametrized
+from passes.graph.guards import is_kept_contiguous
+from passes.graph.match import STOCK_CONVOLUTIONS, Node, TensorRef, convolution_at, has_hooks, is_parametrized, is_stock
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
@@ -27,6 +29,10 @@ class ChannelsLast(GraphPass):
     whole runs in that format from the first convolution on. The root's outputs are brought back to the order of dims in
     memory that the original gives them.
 
+    On a CPU, convolutions whose weights are large beside the maps that they read and write stay in contiguous format:
+    kernels for channels_last pack a weight anew at every call, and there that costs more than it saves. The maps are
+    those of the example inputs.
+
     Does not handle: shared or parametrized weights; outputs with gaps in memory, such as a slice of every second
     channel, which come in the strides that they get; it doesn't run without example inputs, since a `view` somewhere in
     the forward may count on the old format, which only a run shows.
@@ -40,15 +46,28 @@ class ChannelsLast(GraphPass):
         self.rewrite_in(graph, Context("inference", torch.device("cpu")))
 
     def rewrite_in(self, graph: Rewriter, context: Context) -> None:
-        """Convert every weight that can be converted."""
-        for path, module in _convolutions(graph.program.root):
-            reason = _why_not(graph.program, module, context)
-            if reason is None:
+        """Convert every weight that can be converted and is worth it."""
+        convolutions = dict(_convolutions(graph.program.root))
+        reasons = {path: _why_not(graph.program, module, context) for path, module in convolutions.items()}
+        dear = _too_dear(graph.program, convolutions, reasons) if context.device.type == "cpu" else frozenset[str]()
+        some = any(reason is None and path not in dear for path, reason in reasons.items())
+        for path, module in convolutions.items():
+            reason = reasons[path]
+            if is_kept_contiguous(module):
+                continue
+            if path in dear:
+                _keep_contiguous(graph, path, module) if some else graph.skip_module(path, _TOO_DEAR)
+            elif reason is None:
                 _convert(graph, path, module)
             elif reason:
                 graph.skip_module(path, reason)
-        if graph.changes and any(context.output_orders):
+        if some and any(context.output_orders):
             graph.keep_output_orders(context.output_orders)
+
+
+_TOO_DEAR = (
+    "its weight is large beside its maps: packing that anew at every call would cost more than channels_last saves"
+)
 
 
 def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -64,7 +83,7 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
     assert weight is not None
     if is_lazy(weight):
         return "its weight is not initialised yet: run the model once first"
-    if weight.is_contiguous(memory_format=_FORMATS[weight.dim()]):
+    if weight.is_contiguous(memory_format=_FORMATS[weight.dim()]) or is_kept_contiguous(module):
         return ""
     if not context.example_calls:
         return "only a run shows that no view counts on the old format: give example inputs"
@@ -92,12 +111,81 @@ def _convolves(program: Program, user: Node, weight: Node) -> bool:
     return conv is not None and conv.input is not weight
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """What one convolution costs, in elements that are moved: in channels_last, in contiguous format, and the change of
+    its input from the one to the other."""
+
+    channels_last: float
+    contiguous: float
+    change: float
+
+
+def _too_dear(
+    program: Program, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None]
+) -> frozenset[str]:
+    """The paths of the convolutions that are better off in contiguous format.
+
+    In channels_last, oneDNN packs the weight in a slow way at every call; in contiguous format it brings the input into
+    blocks and the output back. A measured ResNet-50 loses by the first what it gains by the second where the numbers of
+    elements are equal. Between two convolutions of different formats, the input is changed. The cheapest formats for the
+    whole run are found by going through it in order, as the shortest path through two states.
+    """
+    if program.recordings is None:
+        return frozenset()
+    paths = {id(module): path for path, module in convolutions.items()}
+    steps = [(paths[key], maps) for key, maps in program.recordings.maps.items() if key in paths]
+    costs = [_costs(convolutions[path], reasons[path], *maps) for path, maps in steps]
+    formats = _cheapest_formats(costs)
+    return frozenset(path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
+
+
+def _costs(module: nn.Module, reason: str | None, read: int, written: int) -> _Costs:
+    if is_kept_contiguous(module):
+        return _Costs(math.inf, 0, read)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    # In both formats at once where the kernel has one element only.
+    has_choice = (reason is None or weight.is_contiguous()) and not reason and is_stock(module, STOCK_CONVOLUTIONS)
+    return _Costs(weight.numel(), read + written if has_choice else math.inf, read)
+
+
+def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
+    """For each convolution in the order of the run, whether channels_last is its format in the cheapest run."""
+    # What the cheapest way to here costs that ends in contiguous format, and in channels_last; and from where it comes.
+    totals = (0.0, math.inf)
+    origins: list[tuple[bool, bool]] = []
+    for cost in costs:
+        contiguous, last = totals
+        origin = (last + cost.change < contiguous, last <= contiguous + cost.change)
+        origins.append(origin)
+        totals = (
+            min(contiguous, last + cost.change) + cost.contiguous,
+            min(last, contiguous + cost.change) + cost.channels_last,
+        )
+    is_last = totals[1] <= totals[0]
+    formats = []
+    for origin in reversed(origins):
+        formats.append(is_last)
+        is_last = origin[is_last]
+    return formats[::-1]
+
+
+def _keep_contiguous(graph: Rewriter, path: str, module: nn.Module) -> None:
+    with graph.change(path, "kept in contiguous format", _region(graph, module)) as change:
+        graph.keep_contiguous(change, module)
+
+
 def _convert(graph: Rewriter, path: str, module: nn.Module) -> None:
     weight = module._parameters["weight"]
     assert weight is not None
     memory_format = _FORMATS[weight.dim()]
-    calls = graph.program.calls_of(module)
-    region = calls[:1] if len(calls) == 1 else ()
-    with graph.change(path, f"weight in {str(memory_format).removeprefix('torch.')}", region) as change:
+    what = f"weight in {str(memory_format).removeprefix('torch.')}"
+    with graph.change(path, what, _region(graph, module)) as change:
         change.sources.append(TensorRef(module, "weight"))
         graph.set_memory_format(change, TensorRef(module, "weight"), memory_format)
+
+
+def _region(graph: Rewriter, module: nn.Module) -> Sequence[Node]:
+    calls = graph.program.calls_of(module)
+    return calls if len(calls) == 1 else ()

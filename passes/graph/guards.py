@@ -8,6 +8,7 @@ raises instead of answering wrong.
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import inspect
@@ -301,7 +302,47 @@ class SealCheckingForward(InstanceForward):
         return self._class_signature()
 
 
-class FormattedForward(InstanceForward):
+class AroundForward(InstanceForward):
+    """Base of the forwards that only change how tensors lie in memory, around whatever else is the module's forward.
+
+    Attributes:
+        inner: what stood in the module's `__dict__`; None for the forward of its class.
+    """
+
+    inner: Any
+
+    def around(self, inner: Any) -> AroundForward:
+        """The same around another forward."""
+        twin = copy.copy(self)
+        twin.inner = inner
+        return twin
+
+    def _inner_forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._class_forward if self.inner is None else self.inner
+        return forward(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return self._class_signature() if self.inner is None else inspect.signature(self.inner)
+
+
+class ContiguousInput(AroundForward):
+    """The forward of a convolution that computes in contiguous format, in the midst of others in channels_last.
+
+    A convolution goes by the format of its input as much as by that of its weight.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        return self._inner_forward(input.contiguous())
+
+
+class FormattedForward(AroundForward):
     """The forward of a root, with the dims of the outputs in memory in the order that the original gives them.
 
     A call that returns more or fewer values than the recorded ones has them all made contiguous, which is what
@@ -314,18 +355,13 @@ class FormattedForward(InstanceForward):
         self.inner = inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._class_forward if self.inner is None else self.inner
-        outputs = forward(*args, **kwargs)
+        outputs = self._inner_forward(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
             return _ordered(outputs, self.orders[0] if len(self.orders) == 1 else ())
         leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_size)
         known = len(leaves) == len(self.orders)
         orders = self.orders if known else ((),) * len(leaves)
         return pytree.tree_unflatten([_ordered(*pair) for pair in zip(leaves, orders, strict=True)], spec)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return self._class_signature() if self.inner is None else inspect.signature(self.inner)
 
 
 def ordered_leaves(outputs: Any) -> list[Any]:
@@ -381,20 +417,27 @@ def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
 
 
 def inner_forward(module: nn.Module) -> Any:
-    """What stands in the module's `__dict__` as its forward, under the one that formats its outputs; None for nothing."""
+    """What stands in the module's `__dict__` as its forward, under those that only format; None for nothing."""
     installed = module.__dict__.get("forward")
-    return installed.inner if isinstance(installed, FormattedForward) else installed
+    while isinstance(installed, AroundForward):
+        installed = installed.inner
+    return installed
+
+
+def is_kept_contiguous(conv: nn.Module) -> bool:
+    """Whether the convolution brings its input into contiguous format."""
+    return isinstance(conv.__dict__.get("forward"), ContiguousInput)
 
 
 def is_carried(module: nn.Module) -> bool:
     """Whether the module is a BatchNorm that its convolution carries, which gives its input as it is."""
-    forward = module.__dict__.get("forward")
+    forward = inner_forward(module)
     return isinstance(forward, FoldedNormForward) and forward.carried
 
 
 def carries_another(conv: nn.Module, norm_path: str) -> bool:
     """Whether the convolution was folded together with another BatchNorm than the one at the path."""
-    forward = conv.__dict__.get("forward")
+    forward = inner_forward(conv)
     return isinstance(forward, FoldedConvForward) and forward.pair.norm_path != norm_path
 
 

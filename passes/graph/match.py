@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from passes.graph.guards import FoldedConvForward, FoldedNormForward, carries_another, is_carried
+from passes.graph.guards import FoldedConvForward, FoldedNormForward, carries_another, inner_forward, is_carried
 from passes.graph.program import Program
 
 # What code outside of this package knows of FX: a place in the program.
@@ -110,7 +110,7 @@ _BATCH_NORM_ARGUMENTS: Mapping[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
 }
-_STOCK_CONVOLUTIONS: tuple[type[_ConvNd], ...] = (
+STOCK_CONVOLUTIONS: tuple[type[_ConvNd], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 _ACTIVATION_MODULES: Mapping[type[nn.Module], str] = {
@@ -138,7 +138,7 @@ def convolution_at(program: Program, node: fx.Node) -> Convolution | None:
 
 def _convolution_module(node: fx.Node, module: nn.Module | None) -> Convolution | None:
     source = _only_tensor(node)
-    if module is None or source is None or not is_stock(module, (*_STOCK_CONVOLUTIONS, nn.Linear)):
+    if module is None or source is None or not is_stock(module, (*STOCK_CONVOLUTIONS, nn.Linear)):
         return None
     weight, bias = TensorRef(module, "weight"), TensorRef(module, "bias")
     if isinstance(module, nn.Linear):
@@ -254,7 +254,7 @@ def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
 
     One that an earlier pass folded together with another still computes it, unless that other does its work.
     """
-    forward = module.__dict__.get("forward")
+    forward = inner_forward(module)
     guarded = isinstance(forward, FoldedConvForward) or (isinstance(forward, FoldedNormForward) and not forward.carried)
     if (forward is not None and not guarded) or type(module).__call__ is not nn.Module.__call__:
         return False

@@ -30,15 +30,22 @@ class RecordedCall:
 
     Attributes:
         structure: the structure of its arguments, or the clause that says why they have none.
-        ranks: the number of dims of each tensor among its arguments, in the order of the structure.
+        shapes: of each tensor among its arguments, in the order of the structure.
         graph: what its forward did, its children as calls; None for an atom.
         outputs: the tree of what it returned; None where that can't be named.
+        output_shape: of the one tensor that an atom returned; None for anything else.
     """
 
     structure: CallStructure | str
-    ranks: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
     graph: fx.Graph | None
     outputs: pytree.TreeSpec | None = None
+    output_shape: torch.Size | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of dims of each tensor among its arguments."""
+        return tuple(map(len, self.shapes))
 
 
 @dataclass
@@ -67,6 +74,8 @@ class Recordings:
         ranks: the number of dims of each module's tensor arguments, where all calls agree.
         graphs: for each module that is no atom, what it did in every one of its calls, where all agree.
         reads: as in `Recording`, over all runs.
+        maps: for each atom that takes one tensor and gives one, in the order of the first run, the numbers of elements
+            of the two in that run; those of several calls together.
     """
 
     structures: dict[int, CallStructure | str] = field(default_factory=dict)
@@ -74,6 +83,7 @@ class Recordings:
     ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     graphs: dict[int, ModuleGraph] = field(default_factory=dict)
     reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    maps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
@@ -134,7 +144,7 @@ class _Recorder(TorchFunctionMode):
         frame = _Frame(module, is_atom(module))
         structure = self._structure(module, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        ranks = self._ranks(module, structure, args, kwargs)
+        shapes = self._shapes(module, structure, args, kwargs)
         arguments = None if caller is None else self._arguments(caller, (args, kwargs))
         for index, tensor in enumerate(tensors):
             frame.keep(tensor, frame.graph.placeholder(f"input_{index}"))
@@ -143,7 +153,7 @@ class _Recorder(TorchFunctionMode):
             outputs = call(*args, **kwargs)
         finally:
             self.frames.pop()
-        finished = RecordedCall(structure, ranks, None if frame.atom else frame.graph)
+        finished = RecordedCall(structure, shapes, None if frame.atom else frame.graph)
         self.recording.calls.setdefault(id(module), []).append(finished)
         self._finish(frame, finished, outputs)
         if caller is not None and arguments is not None:
@@ -161,13 +171,13 @@ class _Recorder(TorchFunctionMode):
         except TypeError as error:
             return f"its forward is called with arguments that don't fit its signature ({error})"
 
-    def _ranks(
+    def _shapes(
         self, module: nn.Module, structure: CallStructure | str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int, ...]:
+    ) -> tuple[torch.Size, ...]:
         if isinstance(structure, str):
-            return tuple(leaf.dim() for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            return tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         _, binder = self._signature(module)
-        return tuple(tensor.dim() for tensor in structure.tensors_of(binder(*args, **kwargs)))
+        return tuple(tensor.shape for tensor in structure.tensors_of(binder(*args, **kwargs)))
 
     def _signature(self, module: nn.Module) -> tuple[inspect.Signature, Callable[..., dict[str, Any]]]:
         key: Any = id(module) if "forward" in module.__dict__ else type(module)
@@ -178,6 +188,7 @@ class _Recorder(TorchFunctionMode):
 
     def _finish(self, frame: _Frame, finished: RecordedCall, outputs: Any) -> None:
         if frame.atom:
+            finished.output_shape = outputs.shape if isinstance(outputs, torch.Tensor) else None
             return
         try:
             leaves, finished.outputs = flatten_outputs(outputs, ())
@@ -279,7 +290,21 @@ def agree(root: nn.Module, runs: Sequence[Recording]) -> Recordings:
     for run in runs:
         for place, readers in run.reads.items():
             result.reads.setdefault(place, set()).update(readers)
+    for key, first_calls in (runs[0].calls if runs else {}).items():
+        maps = _elements(first_calls)
+        if maps is not None:
+            result.maps[key] = maps
     return result
+
+
+def _elements(calls: Sequence[RecordedCall]) -> tuple[int, int] | None:
+    read = written = 0
+    for call in calls:
+        if len(call.shapes) != 1 or call.output_shape is None:
+            return None
+        read += call.shapes[0].numel()
+        written += call.output_shape.numel()
+    return read, written
 
 
 def _common_structure(calls: Sequence[RecordedCall]) -> CallStructure | str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from passes.graph.guards import FoldedConvForward, FoldedNormForward
+from passes.graph.guards import FoldedConvForward, FoldedNormForward, inner_forward
 from passes.graph.program import Program
 
 
@@ -113,7 +113,7 @@ def _value(argument: Any, known: dict[fx.Node, Any]) -> Any:
 def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if step.op == "call_method":
         return getattr(args[0], step.target)(*args[1:], **kwargs)
-    guard = step.target.__dict__.get("forward") if isinstance(step.target, nn.Module) else None
+    guard = inner_forward(step.target) if isinstance(step.target, nn.Module) else None
     if isinstance(guard, FoldedConvForward | FoldedNormForward):
         return guard.compute(*args, **kwargs)
     return step.target(*args, **kwargs)

@@ -15,6 +15,8 @@ from passes.graph.capture import RANK, ModuleGraph
 from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
+    AroundForward,
+    ContiguousInput,
     DimOrder,
     FoldedConvForward,
     FoldedNormForward,
@@ -175,8 +177,8 @@ class Rewriter:
                     self._places.setdefault(id(child), []).append((parent, name))
 
     def set_forward(self, change: Change, module: nn.Module, forward: Any) -> None:
-        """Give one module instance another forward."""
-        self.set_attribute(change, module, "forward", forward)
+        """Give one module instance another forward; what stands around the one of now stands around that."""
+        self.set_attribute(change, module, "forward", _in_place_of(module.__dict__.get("forward"), forward))
 
     def set_attribute(self, change: Change, module: nn.Module, name: str, value: Any) -> None:
         """Put a value into the `__dict__` of one module instance."""
@@ -228,7 +230,11 @@ class Rewriter:
         """
         root = self.program.root
         with self.change("", "outputs in the memory format of the original") as change:
-            self.set_forward(change, root, FormattedForward(root, tuple(orders), inner_forward(root)))
+            self.set_attribute(change, root, "forward", FormattedForward(root, tuple(orders), inner_forward(root)))
+
+    def keep_contiguous(self, change: Change, conv: nn.Module) -> None:
+        """Have a convolution compute in contiguous format, whatever format its input comes in."""
+        self.set_attribute(change, conv, "forward", ContiguousInput(conv, conv.__dict__.get("forward")))
 
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
@@ -339,10 +345,7 @@ class Rewriter:
         self.program.refresh()
 
     def _install(self, module: nn.Module, forward: Any) -> None:
-        earlier = module.__dict__.get("forward")
-        if isinstance(earlier, FormattedForward):
-            forward = FormattedForward(module, earlier.orders, forward)
-        edit = AttributeEdit(module, "forward", forward)
+        edit = AttributeEdit(module, "forward", _in_place_of(module.__dict__.get("forward"), forward))
         edit.apply()
         self._installed.append(edit)
 
@@ -368,6 +371,13 @@ class Rewriter:
         for change in self.changes:
             change.edits = []
         self.program.refresh()
+
+
+def _in_place_of(earlier: Any, forward: Any) -> Any:
+    """The forward, within what stands around the earlier one."""
+    if not isinstance(earlier, AroundForward):
+        return forward
+    return earlier.around(_in_place_of(earlier.inner, forward))
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -1,5 +1,10 @@
 """Weights in channels_last, outputs as the caller knows them."""
 
+import copy
+import dataclasses
+import itertools
+import math
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from optimizer import optimize, report_of
 from passes import ChannelsLast
+from passes.channels_last import _cheapest_formats, _Costs
+from passes.graph.guards import is_kept_contiguous
 
 
 class Many(Pair):
@@ -152,3 +159,107 @@ def test_what_is_in_the_format_already_is_left_alone() -> None:
     assert (done.changes, done.skips) == ((), ())
     pointwise = image_net(nn.Conv2d(3, 4, 1))
     assert check_pass(ChannelsLast(), pointwise, (image(),)).changes == ()
+
+
+KEPT = "kept in contiguous format"
+DEAR = "its weight is large beside its maps: packing that anew at every call would cost more than channels_last saves"
+
+
+def narrowing() -> nn.Module:
+    """Large maps and small weights first, small maps and large weights at the end."""
+    return image_net(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(8), nn.Conv2d(16, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 32, 1),
+    )  # fmt: skip
+
+
+def formats_in(model: nn.Module, x: Tensor) -> list[bool]:
+    """Of each convolution's output, whether it is contiguous."""
+    seen: list[bool] = []
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output: seen.append(output.is_contiguous()))
+        for layer in model.modules()
+        if isinstance(layer, nn.Conv2d)
+    ]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_large_weights_on_small_maps_stay_contiguous() -> None:
+    x = image(2, 3, 34, 34)
+    done = check_pass(ChannelsLast(), narrowing(), (x,))
+    assert [(change.where, change.what) for change in done.changes] == [
+        ("0", "weight in channels_last"), ("3", KEPT), ("6", KEPT), ("", "outputs in the memory format of the original"),
+    ]  # fmt: skip
+    assert done.skips == ()
+    fast = optimize(narrowing(), ["channels-last"], example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied"
+    assert formats_in(fast, x) == [False, True, True]
+    assert formats_in(copy.deepcopy(fast), x) == [False, True, True]
+
+
+def test_more_rows_are_worth_more() -> None:
+    assert formats_in(optimize(narrowing(), ["channels-last"], example_inputs=(image(40, 3, 34, 34),)), image(40, 3, 34, 34)) == [
+        False, False, False,
+    ]  # fmt: skip
+
+
+def test_weights_that_are_all_large_are_left_alone() -> None:
+    model = image_net(nn.Conv2d(16, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 1))
+    done = check_pass(ChannelsLast(), model, (image(2, 16, 4, 4),))
+    assert done.changes == ()
+    assert [(skip.where, skip.reason) for skip in done.skips] == [("0", DEAR), ("2", DEAR)]
+
+
+def test_another_device_has_no_such_rule() -> None:
+    program, context = captured(narrowing(), (image(2, 3, 34, 34),))
+    done = ChannelsLast().run(program, dataclasses.replace(context, device=torch.device("cuda")))
+    assert [change.where for change in done.changes] == ["0", "3", ""]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("fold-conv-bias", "fold-conv-bn", "channels-last"))])
+def test_in_every_order_with_folding(order: tuple[str, ...]) -> None:
+    x, model = image(2, 3, 34, 34), narrowing()
+    model[3] = enliven(nn.Conv2d(16, 64, 3))
+    fast = optimize(model, order, example_inputs=(x,))
+    assert [record.status for record in report_of(fast).passes].count("rolled-back") == 0
+    assert "applied" in [record.status for record in report_of(fast).passes if record.name != "channels-last"]
+    assert is_kept_contiguous(fast[3])
+    assert fast[4].running_mean is None, "the BatchNorm is folded"
+    again = optimize(fast, order, example_inputs=(x,))
+    assert {record.status for record in report_of(again).passes} == {"unchanged"}
+    for batch in (x, x[:1], torch.cat([x, x])):
+        assert (fast(batch) - model(batch)).abs().max() < 1e-5
+        assert strides_of(fast(batch)) == strides_of(model(batch))
+
+
+def test_the_users_own_format_is_left_alone() -> None:
+    model = narrowing().to(memory_format=torch.channels_last)
+    assert check_pass(ChannelsLast(), model, (image(2, 3, 34, 34),)).changes == ()
+
+
+def test_the_formats_are_the_cheapest() -> None:
+    """Against all ways there are."""
+    draw = random.Random(0)
+    for _ in range(200):
+        costs = [
+            _Costs(
+                math.inf if (fixed := draw.random()) < 0.05 else draw.randint(0, 9),
+                math.inf if fixed > 0.9 else draw.randint(0, 9),
+                draw.randint(0, 5),
+            )
+            for _ in range(draw.randint(1, 7))
+        ]
+        cheapest = min(_total(costs, formats) for formats in itertools.product((False, True), repeat=len(costs)))
+        assert _total(costs, _cheapest_formats(costs)) == cheapest
+    assert _cheapest_formats([]) == []
+
+
+def _total(costs: list[_Costs], formats: Any) -> float:
+    # The input of the whole comes in contiguous format.
+    changes = sum(cost.change for cost, old, new in zip(costs, (False, *formats), formats, strict=False) if old != new)
+    return changes + sum(
+        cost.channels_last if is_last else cost.contiguous for cost, is_last in zip(costs, formats, strict=True)
+    )

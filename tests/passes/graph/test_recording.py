@@ -49,6 +49,16 @@ def test_who_feeds_whom():
     assert not any(node.meta.get("escapes") for node in graph.graph.nodes)
 
 
+def test_maps_are_those_of_the_first_run():
+    class Branched(Net):
+        def forward(self, x):
+            return self.b(self.b(self.a(x).repeat(2, 1)))
+
+    model = Branched()
+    # In the order of the run, the elements that go in and come out; two calls count together.
+    assert list(recorded(model, x(3), x(2)).maps.items()) == [(id(model.a), (12, 12)), (id(model.b), (48, 48))]
+
+
 def test_branches_are_those_that_were_taken():
     model = Net(lambda self, y: y if len(y) > 9 else -y)
     assert operations(model, recorded(model, x(2), x(3)).graphs[id(model)]) == ["a", "neg", "mul", "b"]
