@@ -60,12 +60,14 @@ class Baked:
     """One value that went into a graph.
 
     Attributes:
-        holder: the module that has it as an attribute, the dict of globals, or the cell of a closure.
+        holder: the module whose graph it is, the dict of globals that has it, or the cell of a closure; for a
+            module that the graph's own can't reach by its children, that module.
         name: under which name.
         value: the value; of a container, a tuple of its items, of a dict a tuple of keys and values; compared first, by
             identity, unless something in it can change in place.
         print: what it was, all through, as `fingerprint` gives it.
         registry: for the place of a parameter, buffer or child, the attribute of the module that has it; else "".
+        path: the children that lead from the holder to the module that has it as an attribute.
     """
 
     holder: Any
@@ -73,26 +75,38 @@ class Baked:
     value: Any
     print: Any
     registry: str = ""
+    path: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, holder: Any, name: str, value: Any, registry: str = "") -> Baked:
+    def of(cls, holder: Any, name: str, value: Any, registry: str = "", path: tuple[str, ...] = ()) -> Baked:
         """The value as it is now."""
         items = _items(value)
         known = value if _cannot_change(value) else items if items is not value and _cannot_change(items) else UNKNOWN
-        return cls(holder, name, known, fingerprint(value), registry)
+        return cls(holder, name, known, fingerprint(value), registry, path)
+
+    def home(self) -> Any:
+        """What has it now; `ABSENT` where the path leads nowhere."""
+        home = self.holder
+        for name in self.path:
+            home = _registered(home, "_modules", name)
+            if home is None or home is ABSENT:
+                return ABSENT
+        return home
 
     def now(self) -> Any:
         """The value as it is now; `ABSENT` for none."""
-        holder, name = self.holder, self.name
+        holder, name = self.home(), self.name
         if type(holder) is types.CellType:
             return _content(holder)
+        if holder is ABSENT:
+            return ABSENT
         if self.registry:
-            return holder.__dict__[self.registry].get(name, ABSENT)
+            return _registered(holder, self.registry, name)
         if isinstance(holder, dict):
             return holder.get(name, ABSENT)
         if isinstance(holder, nn.Module):
             if name == "_modules":
-                return tuple(holder._modules)
+                return tuple(holder._modules.keys())
             if name in holder.__dict__:
                 return holder.__dict__[name]
         return getattr(holder, name, ABSENT)
@@ -117,12 +131,13 @@ class Baked:
 
         Where a pass put another parameter, buffer or child, or none, the graph of now goes with what is there now.
         """
-        registries = ("_parameters", "_buffers", "_modules") if isinstance(self.holder, nn.Module) else ()
-        registry = next((each for each in registries if self.name in getattr(self.holder, each)), "")
+        home = self.home()
+        registries = ("_parameters", "_buffers", "_modules") if isinstance(home, nn.Module) else ()
+        registry = next((each for each in registries if self.name in getattr(home, each)), "")
         if not registry:
             return self
-        now = getattr(self.holder, registry)[self.name]
-        return None if isinstance(now, torch.Tensor) else Baked.of(self.holder, self.name, now, registry)
+        now = getattr(home, registry)[self.name]
+        return None if isinstance(now, torch.Tensor) else Baked.of(self.holder, self.name, now, registry, self.path)
 
     def moved(self, holder: Any) -> Baked:
         """The same value of another holder."""
@@ -134,14 +149,16 @@ class BakedShape(Baked):
     """The shape of a tensor that a module has: numbers made of it went into a graph, which reads the values anew."""
 
     @classmethod
-    def of_tensor(cls, holder: nn.Module, name: str) -> BakedShape:
+    def of_tensor(cls, holder: nn.Module, name: str, path: tuple[str, ...] = ()) -> BakedShape:
         """The shape as it is now."""
-        shape = _shape_of(holder, name)
-        return cls(holder, name, shape, shape)
+        found = cls(holder, name, None, None, path=path)
+        shape = found.now()
+        return dataclasses.replace(found, value=shape, print=shape)
 
     def now(self) -> Any:
         """The shape as it is now; `ABSENT` where there is no tensor."""
-        return _shape_of(self.holder, self.name)
+        tensor = getattr(self.home(), self.name, None)
+        return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ABSENT
 
     @property
     def holds(self) -> bool:
@@ -153,9 +170,12 @@ class BakedShape(Baked):
         return self if self.holds else None
 
 
-def _shape_of(holder: nn.Module, name: str) -> Any:
-    tensor = getattr(holder, name, None)
-    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ABSENT
+def _registered(module: nn.Module, registry: str, name: str) -> Any:
+    held = getattr(module, registry)
+    if name not in held:
+        return ABSENT
+    # That of a script module has no `get`.
+    return held[name]
 
 
 def _items(value: Any) -> Any:
@@ -233,10 +253,12 @@ class Reads:
     """Collects, while one forward is traced, what it reads.
 
     Attributes:
+        root: the module whose forward it is.
         functions: the Python functions that were looked up on modules, by which globals are found.
     """
 
-    def __init__(self, function: Callable[..., Any] | None) -> None:
+    def __init__(self, root: nn.Module, function: Callable[..., Any] | None) -> None:
+        self.root = root
         self.functions: dict[Any, None] = {} if function is None else {function: None}
         self._found: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._shapes: dict[tuple[int, str], tuple[nn.Module, str]] = {}
@@ -261,20 +283,34 @@ class Reads:
         """The shape of a tensor of the module was asked for."""
         self._shapes.setdefault((id(module), name), (module, name))
 
-    def baked(self) -> tuple[Baked, ...]:
+    def baked(self, path_of: Callable[[nn.Module], str | None]) -> tuple[Baked, ...]:
         """All of it, with the values of now.
+
+        Args:
+            path_of: by which children the root reaches a module, dotted; None where it doesn't.
 
         Raises:
             TooMuch: one of them holds too much to be compared.
         """
         outside = tuple(_named_outside(self.functions))
         tests_classes = any(_tests_classes(function) for function in self.functions)
-        attributes = [
-            Baked.of(module, name, tuple(value) if name == "_modules" else value)
-            for (_, name), (module, value) in self._found.items()
-            if tests_classes or not _is(value, nn.Module)
-        ]
-        shapes = [BakedShape.of_tensor(module, name) for module, name in self._shapes.values()]
+
+        def place(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+            # A child may be replaced: what counts is what the one has that stands in its place then.
+            path = path_of(module)
+            return (module, ()) if path is None else (self.root, tuple(filter(None, path.split("."))))
+
+        attributes = []
+        for (_, name), (module, value) in self._found.items():
+            if tests_classes or not _is(value, nn.Module):
+                holder, path = place(module)
+                attributes.append(
+                    Baked.of(holder, name, tuple(value.keys()) if name == "_modules" else value, path=path)
+                )
+        shapes = []
+        for module, name in self._shapes.values():
+            holder, path = place(module)
+            shapes.append(BakedShape.of_tensor(holder, name, path))
         return (*attributes, *shapes, *outside)
 
 

@@ -349,7 +349,7 @@ class _Work:
         if found is None or changed:
             raise Untraceable(reason or changed or "")
         try:
-            baked = tracer.reads.baked()
+            baked = tracer.reads.baked(tracer.path_of)
         except TooMuch:
             raise Untraceable("its forward reads an object that holds too much to be compared at every call") from None
         return ModuleGraph(path, module, found[0], structure, found[1], baked=baked)

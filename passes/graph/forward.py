@@ -118,7 +118,7 @@ class GraphForward:
     def _name_of(self, item: Baked) -> str:
         if not isinstance(item.holder, nn.Module):
             return f"the global {item.name}" if isinstance(item.holder, dict) else "a variable around the forward"
-        path = next((path for path, module in self.owner.named_modules() if module is item.holder), "")
+        path = ".".join(item.path)
         name = "the list of children" if item.name == "_modules" else item.name
         name = f"the shape of {name}" if isinstance(item, BakedShape) else name
         return f"{name} of {'.'.join(filter(None, (self.path, path))) or 'the root'}"
@@ -174,7 +174,7 @@ class GraphForward:
 def _to_check(baked: tuple[Baked, ...], owner: nn.Module, flags: tuple[bool, ...]) -> tuple[Baked, ...]:
     """What has to be compared at a call; what a graph reads anew at every call hasn't."""
     found = (
-        item.of_now() for item in baked if item.name != "training" or (item.holder is not owner and len(flags) == 1)
+        item.of_now() for item in baked if item.name != "training" or (item.home() is not owner and len(flags) == 1)
     )
     return tuple(item for item in found if item is not None)
 

@@ -326,7 +326,7 @@ class ForwardTracer(fx.Tracer):
         self.symbols: list[weakref.ref[fx.Proxy]] = []
         # What was raised on the way: a forward may catch it and go another way than a run does.
         self.refusals: list[str] = []
-        self.reads = Reads(function_of(module))
+        self.reads = Reads(module, function_of(module))
         self._own_work = False
         self._paths = _Paths(tree, module)
         self._tensors: dict[str, fx.Proxy] = {}
@@ -421,10 +421,11 @@ class ForwardTracer(fx.Tracer):
     def look_at_shape(self, tensor: torch.Tensor) -> None:
         """The forward asks for the shape of a tensor that a module has, or for what follows from it."""
         for owner, name in self.tree.owners_of(tensor):
-            if self._path_of(owner) is not None:
+            if self.path_of(owner) is not None:
                 self.reads.look_at_shape(owner, name)
 
-    def _path_of(self, module: nn.Module) -> str | None:
+    def path_of(self, module: nn.Module) -> str | None:
+        """By which attributes the forward's module reaches another, dotted; None where it doesn't."""
         self._own_work = True
         try:
             return self._paths.of(module)
@@ -433,7 +434,7 @@ class ForwardTracer(fx.Tracer):
 
     def call_child(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of another module."""
-        path = self._path_of(module)
+        path = self.path_of(module)
         if not path:
             raise self.refused("its forward calls a module that isn't its own by any attribute")
         symbol = self.create_proxy("call_module", path, args, kwargs)
@@ -446,7 +447,7 @@ class ForwardTracer(fx.Tracer):
         self.look(module, name, value)
         if not isinstance(value, torch.Tensor):
             return value
-        path = self._path_of(module)
+        path = self.path_of(module)
         if path is None or keyword.iskeyword(name):
             return value
         target = f"{path}.{name}" if path else name
@@ -476,7 +477,7 @@ class ForwardTracer(fx.Tracer):
 
     def _tensor_argument(self, tensor: torch.Tensor) -> fx.Node:
         for owner, name in self.tree.owners_of(tensor):
-            path = self._path_of(owner)
+            path = self.path_of(owner)
             if path is not None and not keyword.iskeyword(name):
                 return self.create_node("get_attr", f"{path}.{name}" if path else name, (), {})
         raise self.refused("its forward uses a tensor that it finds outside of the module")

@@ -102,6 +102,7 @@ CHANGES: dict[str, Any] = {
     "another layer": lambda m: m.layers.append(nn.ReLU()),
     "fewer layers": lambda m: m.layers.__delitem__(1),
     "attribute of a child": lambda m: setattr(m.drop, "p", 0.5),
+    "child with another attribute": lambda m: setattr(m, "drop", nn.Dropout(0.5)),
     "new attribute": lambda m: setattr(m, "extra", True),
     "gone": lambda m: delattr(m, "flag"),
 }
@@ -132,6 +133,7 @@ class Shapes(nn.Module):
 
 SHAPES: dict[str, tuple[Any, str]] = {
     "parameter": (lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(1, 4))), "weight of linear"),
+    "parameter of another child": (lambda m: setattr(m, "linear", nn.Linear(4, 2)), "weight of linear"),
     "plain tensor": (lambda m: setattr(m, "table", torch.ones(3)), "table of the root"),
 }
 
@@ -182,6 +184,7 @@ FOLLOWED: dict[str, Any] = {
     "an equal value": lambda m: setattr(m, "scale", float("2.0")),
     "equal containers": lambda m: (setattr(m, "sizes", [1, 2]), setattr(m, "table", {"a": 1.0, "b": [1.0]})),
     "a layer": lambda m: m.layers.__setitem__(0, nn.GELU()),
+    "a child with an equal attribute": lambda m: setattr(m, "drop", nn.Dropout(0.25)),
     "a weight": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4))),
     "an attribute of a called child": lambda m: setattr(m.drop, "inplace", True),
 }
@@ -202,9 +205,28 @@ def test_copies_compare_their_own(again: Any) -> None:
     twin = again(module)
     module.scale = 3.0
     assert torch.equal(twin(X), Reading.forward(twin, X))
-    twin.drop.p = 0.5
+    twin.drop = nn.Dropout(0.5)
     with pytest.raises(UnseenCall, match=r"^p of drop was changed"):
         twin(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+def test_attributes_of_a_child_that_is_gone_or_scripted_are_compared() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Sequential(nn.Dropout(0.25)))
+
+        def forward(self, x: Any) -> Any:
+            return self.block(x) * self.block[0][0].p
+
+    module = installed(Outer())
+    module.block = torch.jit.trace(nn.Sequential(nn.Sequential(nn.Dropout(0.25))).eval(), X)
+    with pytest.raises(UnseenCall, match=r"^p of block.0.0 was changed"):
+        module(X)
+    module.block = nn.Sequential(nn.Identity())
+    with pytest.raises(UnseenCall, match=r"was changed"):
+        module(X)
 
 
 def test_a_forward_that_tests_classes_refuses_a_child_of_another() -> None:
