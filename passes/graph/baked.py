@@ -12,7 +12,9 @@ import functools
 import inspect
 import itertools
 import math
+import numbers
 import operator
+import pathlib
 import sys
 import types
 from collections import OrderedDict, deque
@@ -20,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
-from passes.graph.side_effects import contents_of, names_in, package_of
+from passes.graph.side_effects import contents_of, names_in, package_of, slots_of
 from passes.graph.structure import CONSTANTS
 
 
@@ -46,13 +49,15 @@ _IMMUTABLE = (*CONSTANTS, *_FUNCTIONS, enum.Enum, range, torch.memory_format)
 _CONTAINERS = (OrderedDict, dict, types.MappingProxyType, list, tuple, set, frozenset, deque)
 # What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
-# How deep in containers and plain objects values are compared, and how many of them at most.
-_DEPTH = 4
+# Values that can't change, and that their text tells from others of their type.
+_WRITTEN = (numbers.Number, numpy.generic, pathlib.PurePath)
+# How deep in containers and plain objects values are compared, and how many of them, at most.
+_DEPTH = 32
 _MOST = 4096
 
 
 class TooMuch(Exception):
-    """A value of more parts than are compared."""
+    """A value of more parts, or deeper ones, than are compared."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +207,11 @@ def fingerprint(value: Any) -> Any:
     Raises:
         TooMuch: it holds so much that comparing it at every call would be work.
     """
-    return _print(value, _DEPTH, itertools.count())
+    return _print(value, (), itertools.count())
 
 
-def _print(value: Any, depth: int, count: Iterator[int]) -> Any:
+def _print(value: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
+    """The fingerprint of a value that stands in others, the outermost first, by identity."""
     if next(count) > _MOST:
         raise TooMuch
     kind = type(value)
@@ -213,7 +219,7 @@ def _print(value: Any, depth: int, count: Iterator[int]) -> Any:
         # Neither of NaN and -0.0 does `==` tell what it is.
         return kind, math.copysign(1.0, value), value if value == value else None
     if issubclass(kind, complex):
-        return kind, _print(value.real, 0, count), _print(value.imag, 0, count)
+        return kind, _print(value.real, around, count), _print(value.imag, around, count)
     if issubclass(kind, _FUNCTIONS):
         # Not their kind, which pickle doesn't find by its name.
         return None, value
@@ -224,29 +230,44 @@ def _print(value: Any, depth: int, count: Iterator[int]) -> Any:
     if issubclass(kind, torch.Tensor):
         return torch.Tensor, None
     if issubclass(kind, functools.partial):
-        return kind, _print((value.func, value.args, value.keywords), depth, count)
+        return kind, _joined([value.func, value.args, value.keywords], (*around, id(value)), count)
     if issubclass(kind, types.MethodType):
         return None, value.__func__
-    if depth and (parts := _parts(value)) is not None:
-        return kind, _joined(parts, depth - 1, count)
+    if issubclass(kind, _WRITTEN):
+        return kind, repr(value)
+    if id(value) in around:
+        return kind, len(around) - around.index(id(value))
+    if len(around) == _DEPTH:
+        raise TooMuch
+    if (parts := _parts(value)) is not None:
+        return kind, _joined(parts, (*around, id(value)), count)
     return (value if value is ABSENT else kind), None
 
 
-def _joined(parts: Any, depth: int, count: Iterator[int]) -> Any:
+def _joined(parts: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
     if isinstance(parts, dict):
-        return tuple((_print(key, depth, count), _print(item, depth, count)) for key, item in parts.items())
-    return parts if isinstance(parts, frozenset) else tuple([_print(item, depth, count) for item in parts])
+        return tuple((_print(key, around, count), _print(item, around, count)) for key, item in parts.items())
+    return parts if isinstance(parts, frozenset) else tuple([_print(item, around, count) for item in parts])
 
 
 def _parts(value: Any) -> Any:
     """What stands in a container or in a plain object, by the containers' own methods; None for anything else."""
+    if _is(value, numpy.ndarray):
+        return _parts_of_array(value)
     base: Any = next((base for base in _CONTAINERS if _is(value, base)), None)
     if base is None:
-        return contents_of(value)
+        attributes, slots = contents_of(value), slots_of(value)
+        return {**(attributes or {}), **slots} if slots else attributes
     if base is types.MappingProxyType or issubclass(base, dict):
         return dict(base.items(value))
     items = base.__iter__(value)
     return frozenset(items) if base in (set, frozenset) else list(items)
+
+
+def _parts_of_array(array: Any) -> list[Any]:
+    if array.size > _MOST:
+        raise TooMuch
+    return [str(array.dtype), array.shape, numpy.ndarray.tolist(array)]
 
 
 class Reads:

@@ -10,6 +10,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,11 +157,13 @@ class _Kind:
         base: the container; None for other values.
         is_opaque: whether there is nothing to look into.
         attributes: reads the `__dict__` past whatever the class makes of it; None where there is none.
+        slots: the attributes that aren't in the `__dict__`, each with what reads it.
     """
 
     base: Any
     is_opaque: bool
     attributes: Callable[[Any], Any] | None
+    slots: tuple[tuple[str, Callable[[Any], Any]], ...]
 
 
 def _kind_of(value: Any) -> _Kind:
@@ -174,7 +177,9 @@ def _kind_of_class(kind: Any) -> _Kind:
     is_opaque = issubclass(kind, _OPAQUE) or str(kind.__module__).partition(".")[0] in _SHARED
     descriptor = next((vars(cls)["__dict__"] for cls in kind.__mro__ if "__dict__" in vars(cls)), None)
     plain = descriptor if isinstance(descriptor, types.GetSetDescriptorType | types.MemberDescriptorType) else None
-    return _Kind(base, is_opaque, None if plain is None else plain.__get__)
+    slots = (item for cls in kind.__mro__ if "__slots__" in vars(cls) for item in vars(cls).items())
+    readers = tuple((name, slot.__get__) for name, slot in slots if type(slot) is types.MemberDescriptorType)
+    return _Kind(base, is_opaque, None if plain is None else plain.__get__, readers)
 
 
 def _base(value: Any) -> Any:
@@ -187,6 +192,16 @@ def contents_of(value: Any) -> Any:
     if kind.base is not None:
         return value
     return None if kind.is_opaque else attributes_of(value)
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes of a plain object that its class has slots for, as far as they are set."""
+    kind = _kind_of(value)
+    found = {}
+    for name, read in () if kind.is_opaque else kind.slots:
+        with suppress(AttributeError):
+            found[name] = read(value)
+    return found
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

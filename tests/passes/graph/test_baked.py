@@ -5,16 +5,19 @@ import enum
 import functools
 import pickle
 from collections import OrderedDict
+from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from passes.errors import UnseenCall
-from passes.graph.baked import ABSENT, Baked, fingerprint
+from passes.graph.baked import ABSENT, Baked, TooMuch, fingerprint
 from passes.graph.capture import capture
 
 X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
@@ -25,6 +28,17 @@ TABLE = {"gain": 3.0}
 class Kind(enum.Enum):
     PLAIN = 1
     OTHER = 2
+
+
+class Slotted:
+    __slots__ = ("__scale", "unset")
+
+    def __init__(self, scale: float) -> None:
+        self.__scale = scale
+
+
+class SlottedMore(Slotted):
+    pass
 
 
 def outside(x: Any) -> Any:
@@ -252,6 +266,10 @@ def test_a_forward_that_tests_classes_refuses_a_child_of_another() -> None:
         (1, True), (1, 1.0), (0.0, -0.0), (float("nan"), 1.0), ([1], (1,)), ([1], [1.0]), ({"a": 1}, {"b": 1}), (None, ABSENT),
         ({1}, frozenset({1})), (OrderedDict(a=1), {"a": 1}), (SimpleNamespace(a=1), SimpleNamespace(a=2)), (nn.ReLU(), nn.GELU()),
         (torch.float32, torch.float16), (int, float), (1j, -1j), (X.sum, X.relu), (F.relu, F.gelu),
+        (Slotted(1.0), Slotted(2.0)), (Slotted(1.0), SlottedMore(1.0)), (SlottedMore(1.0), SlottedMore(2.0)),
+        (numpy.float32(1), numpy.float32(2)), (numpy.int64(1), numpy.int32(1)), (Decimal("1"), Decimal("1.0")),
+        (numpy.ones(2), numpy.zeros(2)), (numpy.ones(2), numpy.ones(2, dtype="float32")), (Path("a"), Path("b")),
+        ([[[[[[1]]]]]], [[[[[[2]]]]]]), ({"a": {"b": {"c": {"d": {"e": 1}}}}}, {"a": {"b": {"c": {"d": {"e": 2}}}}}),
     ],
 )  # fmt: skip
 def test_fingerprints_tell_apart(mine: Any, theirs: Any) -> None:
@@ -279,12 +297,22 @@ def test_a_forward_that_reads_too_much_to_be_compared_is_left_alone() -> None:
         module(X)
 
 
+def test_values_that_are_too_large_or_too_deep_are_not_compared() -> None:
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    for value in (deep, numpy.zeros(5000), list(range(5000))):
+        with pytest.raises(TooMuch):
+            fingerprint(value)
+
+
 def test_values_that_hold_themselves_are_compared() -> None:
     ring: list[Any] = [1.0]
     ring.append(ring)
     other: list[Any] = [2.0]
     other.append(other)
-    assert fingerprint(ring) == fingerprint(ring) != fingerprint(other)
+    assert fingerprint(ring) == fingerprint(copy.deepcopy(ring)) != fingerprint(other)
+    assert fingerprint([ring, ring]) == fingerprint([ring, copy.deepcopy(ring)])
 
 
 def test_no_value_is_not_the_word_for_it() -> None:
