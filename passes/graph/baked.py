@@ -18,7 +18,7 @@ import pathlib
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch import nn
 
-from passes.graph.side_effects import contents_of, names_in, package_of, slots_of
+from passes.graph.side_effects import contents_of, globals_in, names_in, package_of, plain_function, slots_of
 from passes.graph.structure import CONSTANTS
 
 
@@ -43,6 +43,7 @@ class _Word:
 ABSENT = _Word("ABSENT")
 UNKNOWN = _Word("UNKNOWN")
 
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 _IMMUTABLE = (*CONSTANTS, *_FUNCTIONS, enum.Enum, range, torch.memory_format)
 # The order matters: the methods of `dict` don't know the order of an `OrderedDict`.
@@ -65,7 +66,7 @@ class Baked:
     """One value that went into a graph.
 
     Attributes:
-        holder: the module whose graph it is, the dict of globals that has it, or the cell of a closure; for a
+        holder: the module whose graph it is, the class or dict of globals that has it, or the cell of a closure; for a
             module that the graph's own can't reach by its children, that module.
         name: under which name.
         value: the value; of a container, a tuple of its items, of a dict a tuple of keys and values; compared first, by
@@ -275,28 +276,29 @@ class Reads:
 
     Attributes:
         root: the module whose forward it is.
-        functions: the Python functions that were looked up on modules, by which globals are found.
+        functions: the Python functions that were looked up on modules, by which globals are found, each with the class of
+            the module.
     """
 
     def __init__(self, root: nn.Module, function: Callable[..., Any] | None) -> None:
         self.root = root
-        self.functions: dict[Any, None] = {} if function is None else {function: None}
+        self.functions: dict[Any, type] = {} if function is None else {function: type(root)}
         self._found: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._shapes: dict[tuple[int, str], tuple[nn.Module, str]] = {}
 
     def look(self, module: nn.Module, name: str, value: Any) -> None:
         """The attribute of a module was read; `ABSENT` where it has none."""
         if _is(value, types.MethodType):
-            self.functions.setdefault(value.__func__)
+            self.functions.setdefault(value.__func__, type(module))
             return
         if (name.startswith("__") and name.endswith("__")) or name in _BOOKKEEPING:
             return
         stands_for = getattr(type(module), name, None)
         if isinstance(stands_for, property):
             # It reads what it is made of.
-            self.functions.setdefault(stands_for.fget)
+            self.functions.setdefault(stands_for.fget, type(module))
         elif _is(value, types.FunctionType) and name not in module.__dict__:
-            self.functions.setdefault(value)
+            self.functions.setdefault(value, type(module))
         else:
             self._found.setdefault((id(module), name), (module, value))
 
@@ -313,7 +315,7 @@ class Reads:
         Raises:
             TooMuch: one of them holds too much to be compared.
         """
-        outside = tuple(_named_outside(self.functions))
+        outside = tuple(_named_outside(self.functions, [value for _, value in self._found.values()]))
         tests_classes = any(_tests_classes(function) for function in self.functions)
 
         def place(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -342,37 +344,96 @@ def _tests_classes(function: Any) -> bool:
     return code is not None and not names_in(code).isdisjoint(("isinstance", "type", "__class__", "issubclass"))
 
 
-def _named_outside(functions: Mapping[Any, None]) -> Iterator[Baked]:
-    """The data that functions, and those of the globals that they name, name outside of themselves."""
+def _named_outside(functions: Mapping[Any, Any], values: Iterable[Any]) -> Iterator[Baked]:
+    """The data that functions name outside of themselves, and that those name which they can get hold of.
+
+    Args:
+        functions: what was looked up on modules, each with the class of the module.
+        values: the attributes that were read of modules.
+    """
     seen: set[tuple[int, str]] = set()
-    waiting = list(functions)
-    known = {id(function) for function in waiting}
+    known: set[types.FunctionType] = set()
+    waiting: list[tuple[Any, Any]] = list(functions.items())
+    everything = frozenset[str]().union(*(names_in(f.__code__) for f in map(_own_function, functions) if f))
+    waiting += (found for value in values for found in _functions_in(value, everything))
     while waiting:
-        function = waiting.pop()
-        function = inspect.unwrap(function)
-        if not _is(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
+        function, owner = waiting.pop()
+        function = _own_function(function)
+        if function is None or function in known:
             continue
-        for holder, name, value in _outside(function):
-            if _is(value, types.FunctionType):
-                # What another library's functions go by is its own affair.
-                if id(value) not in known and package_of(inspect.unwrap(value)) == package_of(function):
-                    known.add(id(value))
-                    waiting.append(value)
-            elif _is_data(value) and (id(holder), name) not in seen:
+        known.add(function)
+        names = names_in(function.__code__)
+        for holder, name, value in _outside(function, owner, names):
+            if _is_data(value) and (id(holder), name) not in seen:
                 seen.add((id(holder), name))
                 yield Baked.of(holder, name, value)
+            # What another library's functions go by is its own affair.
+            own = package_of(function)
+            waiting += (found for found in _functions_in(value, names) if package_of(inspect.unwrap(found[0])) == own)
+        if owner is not None and not issubclass(owner, nn.Module):
+            waiting += _methods(owner, names)
 
 
-def _outside(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    names = names_in(function.__code__)
-    for name in names:
-        value = function.__globals__.get(name, ABSENT)
-        yield function.__globals__, name, value
+def _own_function(function: Any) -> types.FunctionType | None:
+    """The Python function under its decorators; None for one of torch's own, and for what is none."""
+    inner = inspect.unwrap(function)
+    return inner if _is(inner, types.FunctionType) and not (inner.__module__ or "").startswith("torch.") else None
+
+
+def _functions_in(value: Any, names: frozenset[str], depth: int = 4) -> Iterator[tuple[types.FunctionType, Any]]:
+    """The functions in a value and the methods of these names of its objects, each with the class that it is of."""
+    if _is(value, types.FunctionType):
+        yield value, None
+    elif _is(value, types.MethodType):
+        yield value.__func__, type(value.__self__)
+    elif _is(value, functools.partial):
+        yield from _functions_in([value.func, *value.args, *value.keywords.values()], names, depth)
+    elif depth and not _is(value, (*_OPAQUE, *_IMMUTABLE)) and (parts := _parts(value)) is not None:
+        yield from _methods(type(value), names)
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from _functions_in(part, names, depth - 1)
+
+
+def _methods(cls: Any, names: frozenset[str]) -> Iterator[tuple[types.FunctionType, Any]]:
+    for name in names & _class_names(cls):
+        function = plain_function(inspect.getattr_static(cls, name))
+        if _is(function, types.FunctionType):
+            yield function, cls
+
+
+def _outside(function: types.FunctionType, owner: Any, names: frozenset[str]) -> Iterator[tuple[Any, str, Any]]:
+    """What a function may take of its globals, of the variables around it, and of modules and classes among these."""
+    scope = function.__globals__
+    found: list[tuple[Any, str, Any]] = [(scope, n, scope.get(n, ABSENT)) for n in globals_in(function.__code__)]
+    found += ((cell, "cell_contents", _content(cell)) for cell in function.__closure__ or ())
+    if owner is not None and not names.isdisjoint(("type", "__class__")):
+        found += _of_class(owner, names)
+    seen: set[int] = set()
+    while found:
+        holder, name, value = found.pop()
+        yield holder, name, value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if _is(value, types.ModuleType) and value.__name__.partition(".")[0] not in ("torch", "math"):
-            yield from ((vars(value), inner, vars(value)[inner]) for inner in names if inner in vars(value))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":
-            yield cell, "cell_contents", _content(cell)
+            found += ((vars(value), inner, vars(value)[inner]) for inner in names if inner in vars(value))
+        elif _is(value, type):
+            found += _of_class(value, names)
+
+
+def _of_class(cls: Any, names: frozenset[str]) -> Iterator[tuple[Any, str, Any]]:
+    for name in names & _class_names(cls):
+        value = inspect.getattr_static(cls, name)
+        if not hasattr(type(value), "__get__"):
+            yield cls, name, value
+
+
+def _class_names(cls: Any) -> frozenset[str]:
+    """The names that a user's class has something under; none of an enum, whose members stay."""
+    if issubclass(cls, enum.Enum):
+        return frozenset()
+    own = (vars(base) for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch"))
+    return frozenset(name for name in itertools.chain(*own) if not (name.startswith("__") and name.endswith("__")))
 
 
 def _content(cell: types.CellType) -> Any:
@@ -383,18 +444,26 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_data(value: Any) -> bool:
-    opaque = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
-    return value is not ABSENT and not _is(value, opaque) and not callable(value)
+    return value is not ABSENT and not _is(value, _OPAQUE) and not callable(value)
 
 
 def portable(baked: Baked) -> Baked | None:
     """As it can be pickled: globals by the name of their module; None for what can't be."""
     if isinstance(baked.holder, nn.Module):
         return baked
+    if isinstance(baked.holder, type):
+        return baked if _found_by_name(baked.holder) else None
     if isinstance(baked.holder, dict):
         name = baked.holder.get("__name__")
         return baked.moved(name) if getattr(sys.modules.get(str(name)), "__dict__", None) is baked.holder else None
     return None
+
+
+def _found_by_name(cls: type) -> bool:
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is cls
 
 
 def found_again(baked: Baked) -> Baked | None:

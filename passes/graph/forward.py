@@ -116,6 +116,8 @@ class GraphForward:
         return next((self._name_of(item) for item in self._checked if not item.holds), None)
 
     def _name_of(self, item: Baked) -> str:
+        if isinstance(item.holder, type):
+            return f"{item.name} of the class {item.holder.__name__}"
         if not isinstance(item.holder, nn.Module):
             return f"the global {item.name}" if isinstance(item.holder, dict) else "a variable around the forward"
         path = ".".join(item.path)

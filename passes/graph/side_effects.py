@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import gc
@@ -126,7 +127,7 @@ def _helpers_of(function: types.FunctionType, owner: type) -> Iterator[types.Fun
     values = list(named_values(function))
     scopes = [*(vars(cls) for cls in owner.__mro__), *(vars(v) for v in values if type(v) is types.ModuleType)]
     for value in (*values, *(scope[name] for scope in scopes for name in names if name in scope)):
-        plain = _plain(value)
+        plain = plain_function(value)
         if type(plain) is types.FunctionType and package_of(plain) == package_of(function) != "torch":
             yield plain
 
@@ -136,7 +137,8 @@ def package_of(function: types.FunctionType) -> str:
     return (function.__module__ or "").partition(".")[0]
 
 
-def _plain(value: Any) -> Any:
+def plain_function(value: Any) -> Any:
+    """The function under a method of whatever kind, or behind a property; any other value as it is."""
     if type(value) in (staticmethod, classmethod, types.MethodType):
         return value.__func__
     return value.fget if type(value) is property else value
@@ -147,6 +149,14 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes in a code and in the functions defined in it."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """The names in a code, and in the functions defined in it, that aren't attributes."""
+    loaded = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(loaded).union(*inner)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,72 @@ FACTOR = 2.0
 TABLE = {"gain": 3.0}
 
 
+FIRST, SECOND, THIRD, FOURTH = 2.0, 2.0, 2.0, 2.0
+scale = "a global that nothing reads, of the name of an attribute"
+
+
+def first(x: Any) -> Any:
+    return x * FIRST
+
+
+def second(x: Any, factor: float) -> Any:
+    return x * SECOND * factor
+
+
+class Applied:
+    def third(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def inner(self, x: Any) -> Any:
+        return x * THIRD
+
+    def fourth(self, x: Any) -> Any:
+        return x * FOURTH
+
+
+class Settings:
+    gain = 2.0
+
+    class Inner:
+        shift = 1.0
+
+    @property
+    def unread(self) -> float:
+        return 1.0
+
+
+ACTS = {"first": first}
+
+
+class Reaching(nn.Module):
+    """Reads what stands in classes, and what functions name that it gets hold of by a value."""
+
+    gain = 2.0
+    scale = 3.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partial = functools.partial(second, factor=2.0)
+        self.applied = Applied()
+        self.bound = Applied().fourth
+
+    def forward(self, x: Any) -> Any:
+        x = ACTS["first"](x) * Settings.gain + Settings.Inner.shift
+        x = self.bound(self.applied.third(self.partial(x)))
+        return x * type(self).gain * self.scale
+
+
+REACHED = {
+    "FIRST": lambda patch: patch.setitem(globals(), "FIRST", 3.0),
+    "SECOND": lambda patch: patch.setitem(globals(), "SECOND", 3.0),
+    "THIRD": lambda patch: patch.setitem(globals(), "THIRD", 3.0),
+    "FOURTH": lambda patch: patch.setitem(globals(), "FOURTH", 3.0),
+    "gain of the class Settings": lambda patch: patch.setattr(Settings, "gain", 3.0),
+    "shift of the class Inner": lambda patch: patch.setattr(Settings.Inner, "shift", 3.0),
+    "gain of the class Reaching": lambda patch: patch.setattr(Reaching, "gain", 3.0),
+}
+
+
 class Kind(enum.Enum):
     PLAIN = 1
     OTHER = 2
@@ -176,6 +242,18 @@ def test_globals_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnseenCall, match=r"^the global TABLE was changed"):
             module(X)
     assert torch.equal(module(X), Reading.forward(module, X))
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("name", REACHED)
+def test_what_values_and_classes_lead_to_is_compared(name: str, again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = again(installed(Reaching()))
+    monkeypatch.setitem(globals(), "scale", "another")
+    monkeypatch.setattr(Settings, "unread", 2.0)
+    assert torch.equal(module(X), Reaching.forward(module, X))
+    REACHED[name](monkeypatch)
+    with pytest.raises(UnseenCall, match=rf"^(the global )?{name} was changed"):
+        module(X)
 
 
 def test_variables_around_the_forward_are_compared() -> None:
