@@ -101,7 +101,8 @@ class Baked:
 
     def now(self) -> Any:
         """The value as it is now; `ABSENT` for none."""
-        holder, name = self.home(), self.name
+        # Runs at every call of the graph, and most paths are empty.
+        holder, name = self.home() if self.path else self.holder, self.name
         if type(holder) is types.CellType:
             return _content(holder)
         if holder is ABSENT:
@@ -176,6 +177,37 @@ class BakedShape(Baked):
         return self if self.holds else None
 
 
+@dataclass(frozen=True)
+class BakedMethod(Baked):
+    """A method that the forward called, by its function: none of another name was put in its place."""
+
+    @classmethod
+    def of_method(cls, holder: nn.Module, name: str, path: tuple[str, ...] = ()) -> BakedMethod:
+        """The method as it is now."""
+        found = cls(holder, name, None, None, path=path)
+        return dataclasses.replace(found, value=found.now())
+
+    def now(self) -> Any:
+        """The function of the method as it is now; what hides it where something does; `ABSENT` for none."""
+        home, name = self.home() if self.path else self.holder, self.name
+        if home is ABSENT:
+            return ABSENT
+        # What stands in the place of a forward answers as the forward does.
+        if name in home.__dict__ and name != "forward":
+            return home.__dict__[name]
+        found = getattr(type(home), name, ABSENT)
+        return getattr(found, "__func__", found)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is what it was."""
+        return self.now() is self.value
+
+    def of_now(self) -> Baked | None:
+        """Itself."""
+        return self
+
+
 def _registered(module: nn.Module, registry: str, name: str) -> Any:
     held = getattr(module, registry)
     if name not in held:
@@ -233,7 +265,7 @@ def _print(value: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
     if issubclass(kind, functools.partial):
         return kind, _joined([value.func, value.args, value.keywords], (*around, id(value)), count)
     if issubclass(kind, types.MethodType):
-        return None, value.__func__
+        return None, value.__func__, _joined([value.__self__], (*around, id(value)), count)
     if issubclass(kind, _WRITTEN):
         return kind, repr(value)
     if id(value) in around:
@@ -285,22 +317,29 @@ class Reads:
         self.functions: dict[Any, type] = {} if function is None else {function: type(root)}
         self._found: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._shapes: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        self._methods: dict[tuple[int, str], tuple[nn.Module, str]] = {}
 
     def look(self, module: nn.Module, name: str, value: Any) -> None:
         """The attribute of a module was read; `ABSENT` where it has none."""
-        if _is(value, types.MethodType):
-            self.functions.setdefault(value.__func__, type(module))
+        if _is(value, types.MethodType) and name not in module.__dict__:
+            self._look_at_method(module, name, value.__func__)
             return
-        if (name.startswith("__") and name.endswith("__")) or name in _BOOKKEEPING:
+        if _is_dunder(name) or name in _BOOKKEEPING:
             return
         stands_for = getattr(type(module), name, None)
         if isinstance(stands_for, property):
             # It reads what it is made of.
             self.functions.setdefault(stands_for.fget, type(module))
         elif _is(value, types.FunctionType) and name not in module.__dict__:
-            self.functions.setdefault(value, type(module))
+            self._look_at_method(module, name, value)
         else:
             self._found.setdefault((id(module), name), (module, value))
+
+    def _look_at_method(self, module: nn.Module, name: str, function: Any) -> None:
+        self.functions.setdefault(function, type(module))
+        own = not (function.__module__ or "").startswith("torch.")
+        if name == "forward" or (own and name not in _BOOKKEEPING and not _is_dunder(name)):
+            self._methods.setdefault((id(module), name), (module, name))
 
     def look_at_shape(self, module: nn.Module, name: str) -> None:
         """The shape of a tensor of the module was asked for."""
@@ -323,6 +362,11 @@ class Reads:
             path = path_of(module)
             return (module, ()) if path is None else (self.root, tuple(filter(None, path.split("."))))
 
+        def places(found: Mapping[Any, tuple[nn.Module, str]]) -> Iterator[tuple[nn.Module, str, tuple[str, ...]]]:
+            for module, name in found.values():
+                holder, path = place(module)
+                yield holder, name, path
+
         attributes = []
         for (_, name), (module, value) in self._found.items():
             if tests_classes or not _is(value, nn.Module):
@@ -330,11 +374,9 @@ class Reads:
                 attributes.append(
                     Baked.of(holder, name, tuple(value.keys()) if name == "_modules" else value, path=path)
                 )
-        shapes = []
-        for module, name in self._shapes.values():
-            holder, path = place(module)
-            shapes.append(BakedShape.of_tensor(holder, name, path))
-        return (*attributes, *shapes, *outside)
+        shapes = [BakedShape.of_tensor(holder, name, path) for holder, name, path in places(self._shapes)]
+        methods = [BakedMethod.of_method(holder, name, path) for holder, name, path in places(self._methods)]
+        return (*attributes, *shapes, *methods, *outside)
 
 
 def _tests_classes(function: Any) -> bool:
@@ -433,7 +475,11 @@ def _class_names(cls: Any) -> frozenset[str]:
     if issubclass(cls, enum.Enum):
         return frozenset()
     own = (vars(base) for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch"))
-    return frozenset(name for name in itertools.chain(*own) if not (name.startswith("__") and name.endswith("__")))
+    return frozenset(name for name in itertools.chain(*own) if not _is_dunder(name))
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _content(cell: types.CellType) -> Any:
@@ -449,6 +495,8 @@ def _is_data(value: Any) -> bool:
 
 def portable(baked: Baked) -> Baked | None:
     """As it can be pickled: globals by the name of their module; None for what can't be."""
+    if isinstance(baked, BakedMethod) and not _found_by_name(baked.value):
+        return None
     if isinstance(baked.holder, nn.Module):
         return baked
     if isinstance(baked.holder, type):
@@ -459,11 +507,12 @@ def portable(baked: Baked) -> Baked | None:
     return None
 
 
-def _found_by_name(cls: type) -> bool:
-    found: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
+def _found_by_name(named: Any) -> bool:
+    """Whether pickle finds a class or function where its name says."""
+    found: Any = sys.modules.get(named.__module__)
+    for name in named.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is cls
+    return found is named
 
 
 def found_again(baked: Baked) -> Baked | None:

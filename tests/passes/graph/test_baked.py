@@ -38,6 +38,14 @@ def second(x: Any, factor: float) -> Any:
 
 
 class Applied:
+    gain = 1.0
+
+    def gained(self, x: Any) -> Any:
+        return x * self.gain
+
+    def not_gained(self, x: Any) -> Any:
+        return x
+
     def third(self, x: Any) -> Any:
         return self.inner(x)
 
@@ -128,6 +136,8 @@ class Reading(nn.Module):
         self.unread = 0
         self.layers = nn.ModuleList([nn.Tanh(), nn.ReLU()])
         self.linear = nn.Linear(4, 4, bias=False)
+        self.direct = nn.Linear(4, 4)
+        self.bound = Applied().gained
         self.drop = nn.Dropout(0.25)
         self.register_parameter("offset", None)
 
@@ -137,7 +147,7 @@ class Reading(nn.Module):
 
     def forward(self, x: Any) -> Any:
         y = self.linear(x) * self.doubled * self.default * self.sizes[0] * self.table["a"] * self.table["b"][0]
-        y = y + self.config.eps + self.config.inner.shift
+        y = self.bound(self.direct.forward(y)) + self.config.eps + self.config.inner.shift
         for layer in self.layers:
             y = layer(y)
         if self.down is not None:
@@ -151,7 +161,11 @@ class Reading(nn.Module):
         return self.helped(y) * self.drop.p * len(self.linear._parameters)
 
     def helped(self, y: Any) -> Any:
-        return outside(y) * FACTOR
+        return outside(y) * self.shifted(y) * FACTOR
+
+    @staticmethod
+    def shifted(y: Any) -> Any:
+        return y + 1
 
 
 def installed(module: nn.Module | None = None) -> Any:
@@ -184,6 +198,11 @@ CHANGES: dict[str, Any] = {
     "attribute of a child": lambda m: setattr(m.drop, "p", 0.5),
     "child with another attribute": lambda m: setattr(m, "drop", nn.Dropout(0.5)),
     "new attribute": lambda m: setattr(m, "extra", True),
+    "method": lambda m: setattr(m, "helped", lambda y: y),
+    "static method": lambda m: setattr(m, "shifted", lambda y: y),
+    "method of an object": lambda m: setattr(m, "bound", m.bound.__self__.not_gained),
+    "object of a method": lambda m: setattr(m.bound.__self__, "gain", 2.0),
+    "child with another forward": lambda m: setattr(m, "direct", nn.Identity()),
     "gone": lambda m: delattr(m, "flag"),
 }
 
@@ -228,6 +247,15 @@ def test_shapes_that_the_forward_asked_for_are_compared(name: str, again: Any) -
     change, place = SHAPES[name]
     change(module)
     with pytest.raises(UnseenCall, match=rf"^the shape of {place} was changed after optimize"):
+        module(X)
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_methods_of_a_class_are_compared(again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = again(installed())
+    assert torch.equal(module(X), Reading.forward(module, X))
+    monkeypatch.setattr(Reading, "helped", lambda self, y: y)
+    with pytest.raises(UnseenCall, match=r"^helped of the root was changed"):
         module(X)
 
 
