@@ -370,6 +370,8 @@ class Reads:
         attributes = []
         for (_, name), (module, value) in self._found.items():
             if tests_classes or not _is(value, nn.Module):
+                # The class may have a way of its own to answer for what it hasn't.
+                value = getattr(module, name, ABSENT) if value is ABSENT else value
                 holder, path = place(module)
                 attributes.append(
                     Baked.of(holder, name, tuple(value.keys()) if name == "_modules" else value, path=path)

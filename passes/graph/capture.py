@@ -30,6 +30,7 @@ from passes.graph.side_effects import (
     forget,
     holds_generator,
     names_generator,
+    names_in,
     random_state,
     set_random_state,
     with_helpers,
@@ -49,6 +50,9 @@ from passes.graph.tracing import (
 
 # In the `meta` of an input of a graph: the number of dims that a rewrite of the graph holds for.
 RANK = "optimize_export_rank"
+
+# By these a code reads what an object has without asking the object for it.
+_PAST_ATTRIBUTES = frozenset({"__dict__", "vars"})
 
 # nn.Module is patched for the time of a capture: one at a time.
 _capturing = threading.Lock()
@@ -215,6 +219,8 @@ def _codes_of(root: nn.Module, *, verified: bool) -> dict[int, _Code]:
 def _reason_in(function: types.FunctionType, *, whole: bool) -> str | None:
     if names_generator(function):
         return "it has a random generator of its own"
+    if not _PAST_ATTRIBUTES.isdisjoint(names_in(function.__code__)):
+        return "its forward reads attributes from a __dict__, where it isn't seen which"
     return (why_not_traced if whole else assigns_a_global)(function.__code__)
 
 

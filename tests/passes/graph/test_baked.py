@@ -349,6 +349,42 @@ def test_attributes_of_a_child_that_is_gone_or_scripted_are_compared() -> None:
         module(X)
 
 
+def test_attributes_that_a_class_answers_for_itself_are_compared() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Dropout(0.25)
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x) * self.p
+
+    module = installed(Around())
+    assert torch.equal(module(X), X * 0.25)
+    module.inner.p = 0.5
+    with pytest.raises(UnseenCall, match=r"^p of the root was changed"):
+        module(X)
+
+
+@pytest.mark.parametrize("read", [lambda m: m.__dict__["scale"], lambda m: vars(m)["scale"]])
+def test_a_forward_that_reads_attributes_past_its_module_is_left_alone(read: Any) -> None:
+    class Past(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+
+        def forward(self, x: Any) -> Any:
+            return x * read(self)
+
+    (island,) = capture(Past().eval()).islands.values()
+    assert island.reason == "its forward reads attributes from a __dict__, where it isn't seen which"
+
+
 def test_a_forward_that_tests_classes_refuses_a_child_of_another() -> None:
     class Testing(nn.Module):
         def __init__(self) -> None:
