@@ -175,12 +175,14 @@ class _Cloner:
         if name in ("_parameters", "_buffers", "_modules"):
             return {key: self.memo.get(id(item), item) if item is not None else None for key, item in value.items()}
         if name.endswith(_HOOKS) and isinstance(value, dict):
-            return type(value)() if not value else self._hooks(value)
+            return type(value)() if not value else self._hooks(module, value)
         if type(value) in (list, dict, set, OrderedDict) and not value:
             return type(value)()
         if isinstance(value, tuple) and all(isinstance(item, _IMMUTABLE) for item in value):
             return value
-        where = f"attribute {name!r} of {type(module).__name__}"
+        return self._copied(value, f"attribute {name!r} of {type(module).__name__}")
+
+    def _copied(self, value: Any, where: str) -> Any:
         try:
             for hidden in _answer_for_copy(value, {}, depth=4):
                 self.memo[id(hidden)] = hidden
@@ -188,17 +190,18 @@ class _Cloner:
                     f"{where} holds a {type(hidden).__name__}, which can't be copied and is shared with the original"
                 )
             return copy.deepcopy(value, self.memo)
-        except Exception as error:  # noqa: BLE001 - whatever an attribute's own __deepcopy__ raises: it is then shared
+        except Exception as error:  # noqa: BLE001 - whatever a value's own __deepcopy__ raises: it is then shared
             self.result.notes.append(
                 f"{where} can't be copied ({type(error).__name__}) and is shared with the original"
             )
             return value
 
-    def _hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
+    def _hooks(self, module: nn.Module, hooks: dict[Any, Any]) -> dict[Any, Any]:
         # Hooks of weight_norm and the like are objects or bound methods that refer to modules of the tree.
         copied = copy.copy(hooks)
         for key, hook in hooks.items():
-            copied[key] = hook if isinstance(hook, types.FunctionType) else copy.deepcopy(hook, self.memo)
+            if not isinstance(hook, types.FunctionType):
+                copied[key] = self._copied(hook, f"a hook of {type(module).__name__}")
         return copied
 
 

@@ -211,6 +211,23 @@ def hooked(calls):
     return layer
 
 
+def test_a_hook_that_cant_be_copied_is_shared():
+    class Profiler:
+        def __init__(self):
+            self.lock, self.calls = threading.Lock(), 0
+
+        def hook(self, module, args, output):
+            self.calls += 1
+
+    model, profiler = make(), Profiler()
+    model.register_forward_hook(profiler.hook)
+    result = working_copy(model)
+    (note,) = result.notes
+    assert note == "a hook of Made can't be copied (TypeError) and is shared with the original"
+    result.root(X)
+    assert profiler.calls == 1
+
+
 def test_an_object_that_answers_everything_is_shared_wherever_it_stands():
     class Answers:
         def __getattr__(self, name):
