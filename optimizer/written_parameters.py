@@ -66,7 +66,7 @@ class _KeptParameter:
 
     def restore(self) -> None:
         with torch.no_grad(), torch.inference_mode(self._versions is None):
-            if self._parameter.data_ptr() != self._place.data_ptr() or self._parameter.shape != self._place.shape:
+            if _layout_of(self._parameter) != _layout_of(self._place):
                 self._parameter.data = self._place
             self._place.copy_(self._values)
         if self._versions is not None:
@@ -95,6 +95,10 @@ class _Guard(TorchFunctionMode):
                 if id(parameter) not in self.kept:
                     self.kept[id(parameter)] = _KeptParameter(path, parameter)
         return func(*args, **kwargs)
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _storage_of(tensor: Any) -> int | None:

@@ -52,6 +52,10 @@ def set_data(weight):
     weight.data = weight.data.clamp(max=0.1)
 
 
+def transpose(weight):
+    weight.data = weight.data.t()
+
+
 HOW = {
     "in place": lambda weight: weight.clamp_(max=0.1),
     "data": lambda weight: weight.data.clamp_(max=0.1),
@@ -63,6 +67,8 @@ HOW = {
     "functional": lambda weight: F.relu(weight, inplace=True),
     "list": lambda weight: torch._foreach_mul_([weight], 0.5),
     "another tensor": set_data,
+    "transposed": transpose,
+    "transposed in place": lambda weight: weight.t_(),
 }
 
 
