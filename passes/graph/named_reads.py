@@ -173,15 +173,19 @@ class NamedReads:
 
     def __init__(self, root: nn.Module) -> None:
         self._reads: dict[str, list[_Read]] = {}
-        self._holders: dict[int, list[str]] = {}
+        self._holders: dict[int, str] = {}
         self._askers: set[int] = set()
         codes: dict[tuple[types.FunctionType, type], _Code] = {}
+        looked_at: set[int] = set()
         for path, module in root.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            values = [value for name, value in module.__dict__.items() if name not in _OWN]
-            for held in _modules_in(values, 4):
-                self._holders.setdefault(id(held), []).append(path)
+            values = (value for name, value in module.__dict__.items() if name not in _OWN)
+            # Modules may share what holds much: a configuration, or a vocabulary.
+            new = {id(value): value for value in values if id(value) not in looked_at}
+            looked_at.update(new)
+            for held in _modules_in(new.values(), 4):
+                self._holders.setdefault(id(held), path)
             own = function_of(module)
             if own is None or package_of(own) == "torch":
                 continue
@@ -203,7 +207,7 @@ class NamedReads:
 
     def holder_of(self, module: nn.Module) -> str | None:
         """The path of a module that holds this one in an attribute, list, dict or object, and not as its child."""
-        return next(iter(self._holders.get(id(module), ())), None)
+        return self._holders.get(id(module))
 
     def reader_of(self, path: str, name: str, but: frozenset[int]) -> str | None:
         """The path of a module whose forward may read the attribute `name` of the module at the path.
@@ -236,7 +240,7 @@ def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
             continue
         if issubclass(kind, nn.Module):
             yield value
-        elif kind is tuple:
+        elif depth and kind is tuple:
             yield from _modules_in(value, depth - 1)
         elif depth and (contents := contents_of(value)) is not None:
             yield from _modules_in(values_in(contents), depth - 1)

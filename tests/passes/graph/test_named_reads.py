@@ -103,3 +103,12 @@ def test_reads_are_looked_up_by_place() -> None:
     reads = NamedReads(nn.Sequential(IndirectReader(), nn.Linear(2, 2)))
     assert reads.reader_of("0.blocks.1.0", "weight", none) == "0"
     assert reads.reader_of("1", "weight", none) is None
+
+
+def test_containers_that_hold_each_other_are_looked_through() -> None:
+    tree = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    children: list[Any] = [tree[1]]
+    parent = (children,)
+    children.append(parent)
+    tree[0].parent = parent
+    assert NamedReads(tree).holder_of(tree[1]) == "0"
