@@ -120,7 +120,8 @@ def kept_state(target: Any, written: Iterable[str] = ()) -> Iterator[None]:
     are: a copy runs in their place. `written` names the parameters that the forward is known to write to, which are kept
     too (`optimizer.written_parameters` finds them); no other is copied. Nothing for callables that are no modules.
     """
-    kept = [_ModuleState(module) for module in modules_of(target)]
+    seen: set[int] = set()
+    kept = [_ModuleState(module, seen) for module in modules_of(target)]
     tensors: dict[int, _TensorState] = {}
     for state in kept:
         for tensor in state.tensors():
@@ -217,9 +218,14 @@ def modules_of(target: Any) -> list[nn.Module]:
 
 @dataclass
 class _ModuleState:
-    """The attributes of one module: `__dict__` and the dicts and lists in it, one level deep."""
+    """The attributes of one module: `__dict__` and the dicts and lists in it, one level deep.
+
+    Attributes:
+        seen: the containers, by identity, that an earlier module has kept.
+    """
 
     module: nn.Module
+    seen: set[int]
     attributes: dict[str, Any] = field(init=False)
     contents: list[tuple[Any, Any]] = field(init=False)
 
@@ -228,9 +234,10 @@ class _ModuleState:
             self.attributes, self.contents = {}, []
             return
         self.attributes = dict(vars(self.module))
-        self.contents = [
-            (value, value.copy()) for value in self.attributes.values() if type(value) in (dict, OrderedDict, list, set)
-        ]
+        containers = (value for value in self.attributes.values() if type(value) in (dict, OrderedDict, list, set))
+        new = {id(value): value for value in containers if id(value) not in self.seen}
+        self.seen.update(new)
+        self.contents = [(value, value.copy()) for value in new.values()]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if isinstance(self.module, torch.jit.ScriptModule):

@@ -7,7 +7,7 @@ import enum
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -183,6 +183,8 @@ class _Cloner:
         return self._copied(value, f"attribute {name!r} of {type(module).__name__}")
 
     def _copied(self, value: Any, where: str) -> Any:
+        if id(value) in self.memo:
+            return self.memo[id(value)]
         try:
             for hidden in _answer_for_copy(value, {}, depth=4):
                 self.memo[id(hidden)] = hidden
@@ -251,13 +253,15 @@ def _reachable(model: nn.Module) -> list[nn.Module]:
     """All modules of the tree, then those that stand in attributes and plain containers of one, and their trees."""
     found = dict.fromkeys(model.modules())
     waiting = list(found)
+    looked_at: set[int] = set()
     while waiting:
         module = waiting.pop()
         if _is_script(module):
             continue
         for name, value in module.__dict__.items():
-            if name in _REGISTRIES:
+            if name in _REGISTRIES or id(value) in looked_at:
                 continue
+            looked_at.add(id(value))
             for hidden in _modules_in(value, depth=3):
                 new = [inner for inner in hidden.modules() if inner not in found]
                 found.update(dict.fromkeys(new))
@@ -310,8 +314,8 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
     """
     written: set[tuple[int, str]] = set()
     modules = [module for module in root.modules() if not _is_script(module)]
-    snapshots = [Snapshot(module) for module in modules]
-    nested = {id(tensor): (tensor, tensor.detach().clone()) for module in modules for tensor in _nested_tensors(module)}
+    snapshot = Snapshot(*modules)
+    nested = {id(tensor): (tensor, tensor.detach().clone()) for tensor in _nested_tensors(modules)}
     copies: dict[int, torch.Tensor] = {}
     places: list[tuple[nn.Module, bool, str, torch.Tensor]] = []
     for module in modules:
@@ -325,8 +329,7 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
             yield written
     finally:
         changed = {id(tensor) for *_, tensor in places if not _same_values(tensor, copies[id(tensor)])}
-        for snapshot in snapshots:
-            snapshot.restore()
+        snapshot.restore()
         for tensor, values in nested.values():
             if not _same_values(tensor, values):
                 tensor.detach().copy_(values)
@@ -341,12 +344,17 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
                 (module._buffers if is_buffer else module.__dict__)[name] = own
 
 
-def _nested_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors in the containers among a module's attributes: working copies have their own."""
-    for name, value in module.__dict__.items():
-        if name in _REGISTRIES or not isinstance(value, dict | list | tuple):
-            continue
-        for item in value.values() if isinstance(value, dict) else value:
+def _nested_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Tensors in the containers among the attributes of modules: working copies have their own."""
+    # Modules may share a container: a vocabulary, say.
+    containers = {
+        id(value): value
+        for module in modules
+        for name, value in module.__dict__.items()
+        if name not in _REGISTRIES and isinstance(value, dict | list | tuple)
+    }
+    for container in containers.values():
+        for item in container.values() if isinstance(container, dict) else container:
             inner = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else (item,)
             yield from (t for t in inner if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
 

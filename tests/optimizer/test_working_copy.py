@@ -211,6 +211,27 @@ def hooked(calls):
     return layer
 
 
+def test_what_many_modules_share_is_looked_through_once():
+    class Vocabulary(dict):
+        looks = 0
+
+        def values(self):
+            type(self).looks += 1
+            return super().values()
+
+    shared = Vocabulary(a=torch.zeros(2))
+    model = nn.Sequential(*(make(shared=shared) for _ in range(20)))
+    with private_buffers(model):
+        shared["a"] += 1
+        shared["b"] = 1
+    assert Vocabulary.looks == 1
+    assert list(shared) == ["a"]
+    assert torch.equal(shared["a"], torch.zeros(2))
+    clones = working_copy(model).root
+    assert Vocabulary.looks == 2
+    assert all(clone.shared is clones[0].shared is not shared for clone in clones)
+
+
 def test_a_hook_that_cant_be_copied_is_shared():
     class Profiler:
         def __init__(self):
