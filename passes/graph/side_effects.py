@@ -47,14 +47,16 @@ _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 class Snapshot:
     """The containers that forwards can reach by a name, each with what stands in it.
 
-    These are the attributes of the modules, the containers and plain objects among them (two levels deep), and the
+    These are the attributes of the modules, the containers and plain objects among them (two levels deep, slots too), and the
     containers and objects that the code of the functions names as globals or closes over.
     """
 
     def __init__(self, *modules: nn.Module, functions: Iterable[types.FunctionType] = ()) -> None:
         self._kept: list[tuple[Any, list[Any]]] = []
         self._empty: list[Any] = []
+        self._slotted: list[tuple[Any, dict[str, Any]]] = []
         self._depths: dict[int, int] = {}
+        self._slot_depths: dict[int, int] = {}
         for module in modules:
             self._descend(module.__dict__, 1)
             for name, value in module.__dict__.items():
@@ -70,6 +72,7 @@ class Snapshot:
                 self._depths[id(value)] = depth
                 self._empty.append(value)
             return
+        self._descend_slots(value, depth)
         contents = contents_of(value)
         seen = self._depths.get(id(contents), 0)
         if contents is None or depth <= seen:
@@ -79,6 +82,18 @@ class Snapshot:
             self._kept.append((contents, _items(contents)))
         if depth > 1:
             for item in values_in(contents):
+                self._descend(item, depth - 1)
+
+    def _descend_slots(self, value: Any, depth: int) -> None:
+        slots = slots_of(value)
+        seen = self._slot_depths.get(id(value), 0)
+        if not slots or depth <= seen:
+            return
+        self._slot_depths[id(value)] = depth
+        if not seen:
+            self._slotted.append((value, slots))
+        if depth > 1:
+            for item in slots.values():
                 self._descend(item, depth - 1)
 
     def restore(self) -> bool:
@@ -92,6 +107,11 @@ class Snapshot:
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 changed = True
                 _refill(container, before)
+        for holder, slots in self._slotted:
+            found = slots_of(holder)
+            if found.keys() != slots.keys() or not all(found[name] is item for name, item in slots.items()):
+                changed = True
+                _refill_slots(holder, slots)
         return changed
 
 
@@ -250,6 +270,13 @@ def _refill(container: Any, before: list[Any]) -> None:
             base.__setitem__(container, key, value)
     else:
         (base.update if base is set else base.extend)(container, before)
+
+
+def _refill_slots(holder: Any, before: dict[str, Any]) -> None:
+    for name in slots_of(holder).keys() - before.keys():
+        object.__delattr__(holder, name)
+    for name, item in before.items():
+        object.__setattr__(holder, name, item)
 
 
 def random_state() -> tuple[Any, ...]:

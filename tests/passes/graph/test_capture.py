@@ -428,6 +428,9 @@ ISLANDS = {
     "own dict of lists": (lambda self, x: self.table["a"].append(1) or x, "outlive"),
     "own namespace": (lambda self, x: setattr(self.names, "last", x) or x, "outlive"),
     "own object": (lambda self, x: setattr(self.state, "last", x) or x, "outlive"),
+    "own slots": (lambda self, x: setattr(self.slotted, "calls", self.slotted.calls + 1) or x, "outlive"),
+    "a slot that was empty": (lambda self, x: setattr(self.slotted, "last", x) or x, "outlive"),
+    "list with slots": (lambda self, x: self.slotted.append(1) or x, "outlive"),
     "stranger": (_calls_a_stranger, "its forward"),
     "tensor from outside": (lambda self, x: x + X, "outside"),
     "module as an argument": (lambda self, x: fx_wrapped(self.inner, x), "gives a module"),
@@ -443,6 +446,14 @@ def fx_wrapped(module, x):
 
 class State:
     last = None
+
+
+class SlottedList(list):
+    __slots__ = ("calls", "last")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
 
 
 _GENERATOR = random.Random(0)
@@ -473,12 +484,13 @@ def test_islands(name):
     module = make(forward, inner=Inner(), pair=Pair(), weight=nn.Parameter(torch.ones(2)))
     module.seen, module.table, module.state, module.generator = [], {"a": []}, State(), None
     module.register_buffer("buffer", torch.zeros(()))
-    module.names = types.SimpleNamespace()
+    module.names, module.slotted = types.SimpleNamespace(), SlottedList()
     if name == "own generator":
         module.generator = random.Random(0)
     before = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     states = random.getstate(), numpy.random.get_state()[2], torch.get_rng_state()
     assert reason in reason_of(module)
+    assert (module.slotted.calls, hasattr(module.slotted, "last"), list(module.slotted)) == (0, False, [])
     # The island's children have graphs all the same.
     assert id(module.inner) in capture(module).graphs
     after = {key: value for key, value in vars(module).items() if not key.startswith("_")}
