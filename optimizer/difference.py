@@ -5,7 +5,8 @@ The largest difference finds one element that is wrong; the root mean square fin
 hides behind the one element where rounding happened to be worst.
 
 `Slices` keeps the largest figure of each channel and of each column apart: an error in one that is a million times smaller
-than the largest hides behind the others in both norms.
+than the largest hides behind the others in both norms. So it does with numbers of each order of magnitude: a mask of -1e9
+in every column hides all else.
 """
 
 from __future__ import annotations
@@ -18,25 +19,38 @@ import torch
 
 # Points of a frontier beyond this can't be needed for any tolerance that a person writes down.
 _FRONTIER = 256
+# Stands among the dims for the bands of magnitude: numbers below 2**8, from there to 2**16, and so on, the last one open.
+_BY_SIZE = -1
+_BITS = 8
+_BANDS = 16
 
 
 class Slices:
-    """The largest of non-negative figures per index of dim 1 and of the last dim, over all calls.
+    """The largest of non-negative figures per index of dim 1 and of the last dim, and per band of magnitude, over all calls.
 
-    A dim whose size isn't the same in every call is dropped, and dim 0, the batch, is none.
+    A dim whose size isn't the same in every call is dropped, and dim 0, the batch, is none. The bands stand as dim -1.
 
     Attributes:
-        largest: dim -> float64 tensor of shape (size of the dim,).
-        samples: dim -> how many figures each of its slices has.
+        largest: dim -> float64 tensor of shape (size of the dim,); NaN for a band without numbers.
+        samples: dim -> how many figures each of its slices has, int64 of the same shape.
     """
 
     def __init__(self) -> None:
         self.largest: dict[int, torch.Tensor] = {}
-        self.samples: dict[int, int] = {}
+        self.samples: dict[int, torch.Tensor] = {}
         self._dropped: set[int] = set()
 
-    def add(self, figures: torch.Tensor) -> None:
-        """Gather the elements of a float64 tensor of any shape; all calls have the same number of dims."""
+    def add(self, figures: torch.Tensor, of: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """Gather the elements of a float64 tensor of any shape; all calls have the same number of dims.
+
+        Args:
+            of: what the original gave, whose magnitudes make the bands.
+            where: bool, the elements to gather; those of `of` are finite.
+        """
+        self._add_dims(figures if where is None else torch.where(where, figures, 0.0))
+        self._add_bands(*((figures, of) if where is None else (figures[where], of[where])))
+
+    def _add_dims(self, figures: torch.Tensor) -> None:
         if figures.numel() == 0:
             return
         for dim in {1, figures.dim() - 1} - {-1, 0} - self._dropped if figures.dim() > 1 else ():
@@ -48,7 +62,24 @@ class Slices:
                 del self.largest[dim], self.samples[dim]
                 continue
             self.largest[dim] = largest if known is None else torch.maximum(known, largest)
-            self.samples[dim] = self.samples.get(dim, 0) + figures.numel() // len(largest)
+            more = torch.full(largest.shape, figures.numel() // len(largest))
+            self.samples[dim] = self.samples.get(dim, 0) + more
+
+    def _add_bands(self, figures: torch.Tensor, of: torch.Tensor) -> None:
+        if figures.numel() == 0:
+            return
+        largest = self.largest.setdefault(_BY_SIZE, torch.full((_BANDS,), math.nan, dtype=torch.float64))
+        samples = self.samples.setdefault(_BY_SIZE, torch.zeros(_BANDS, dtype=torch.int64))
+        sizes = of.abs()
+        if float(sizes.max()) < 2**_BITS:
+            parts = [(0, figures)]
+        else:
+            bands = (torch.frexp(wide(sizes)).exponent - 1).div(_BITS, rounding_mode="floor").clamp(0, _BANDS - 1)
+            parts = [(int(band), figures[bands == band]) for band in bands.unique()]
+        for band, inside in parts:
+            # fmax takes the number where the other is NaN.
+            largest[band] = torch.fmax(largest[band], inside.max())
+            samples[band] += inside.numel()
 
 
 @dataclass
@@ -60,10 +91,13 @@ class Pool:
     count: int = 0
     slices: Slices | None = None
 
-    def add(self, figures: torch.Tensor, where: torch.Tensor | None = None) -> None:
-        """Gather the elements of a float64 tensor of any shape; with `where` (bool, same shape) those that it marks."""
+    def add(self, figures: torch.Tensor, where: torch.Tensor | None = None, *, of: torch.Tensor) -> None:
+        """Gather the elements of a float64 tensor of any shape; with `where` (bool, same shape) those that it marks.
+
+        `of` is what the original gave, in the same shape.
+        """
         if self.slices is not None:
-            self.slices.add(figures if where is None else torch.where(where, figures, 0.0))
+            self.slices.add(figures, of, where)
         figures = figures if where is None else figures[where]
         if figures.numel() == 0:
             return
@@ -89,7 +123,8 @@ class WorstSlice:
 class SliceNoise:
     """What rounding alone does to each slice of one output: dim -> float64 tensor of shape (size of the dim,).
 
-    Slices of fewer than `least_samples` numbers, and those that are all zero in the original, aren't in it (NaN).
+    Slices of fewer than `least_samples` numbers, those that are all zero in the original, and bands of magnitude that one of
+    the measurements has no number of, aren't in it (NaN).
     """
 
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -104,7 +139,7 @@ class SliceNoise:
             index = int(ratios.argmax())
             if float(ratios[index]) < 0:
                 continue
-            here = WorstSlice(f"index {index} of dim {dim}", float(error[index]), float(noise[index]))
+            here = WorstSlice(_place(dim, index), float(error[index]), float(noise[index]))
             if found is None or here.error * found.noise > found.error * here.noise:
                 found = here
         return found
@@ -122,6 +157,13 @@ class SliceNoise:
         """The noise of the quietest slice; infinite where there is none."""
         figures = [noise[~noise.isnan()] for noise in self.noise.values()]
         return min((float(figure.min()) for figure in figures if figure.numel()), default=math.inf)
+
+
+def _place(dim: int, index: int) -> str:
+    if dim != _BY_SIZE:
+        return f"index {index} of dim {dim}"
+    low, high = (f"{2.0 ** (_BITS * bound):g}" for bound in (index, index + 1))
+    return f"a number below {high}" if index == 0 else f"a number from {low}" + f" to {high}" * (index < _BANDS - 1)
 
 
 def slice_noise(size: Slices, noises: Iterable[Slices], dtype: torch.dtype, *, least_samples: int) -> SliceNoise:

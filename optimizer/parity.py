@@ -5,13 +5,14 @@ The truth is the original itself, run in float64 (`optimizer.float64`). How much
 in the last place of its inputs and weights. A candidate may be off by `FACTOR` times that, in the largest error and in
 the root mean square, each pooled over all batch sizes and draws. There is no other tolerance unless the user gives one.
 
-One number for a whole output hides a channel or column that is a million times smaller than the largest. So each of them
-whose own noise is far below the output's has a bound of its own, `SLICE_FACTOR` times that noise. It is measured alike,
-element by element, and no less than four units in the last place of the slice's own scale. A fold, other kernels and sums
-in another order change the rounding of a channel by the order of that: on models from ResNet to Llama through ONNX and
-TorchScript, and on 700 random networks with columns from 1e-8 to 100, folded or in another layout, in three dtypes, no slice
-was off by more than twice its noise. What they may not keep to is each single number of an activation: sigmoid(-30) may
-come out as 1e-8. `Original._slice_noises` therefore adds what that does to a slice.
+One number for a whole output hides a channel or column that is a million times smaller than the largest, and a mask of -1e9
+hides all numbers beside it. So each channel, column and band of magnitude whose own noise is far below the output's has a
+bound of its own, `SLICE_FACTOR` times that noise. It is measured alike, element by element, and no less than four units in
+the last place of the slice's own scale. A fold, other kernels and sums in another order change the rounding of a channel by
+the order of that: on models from ResNet to Llama through ONNX and TorchScript, and on 700 random networks with columns from
+1e-8 to 100, folded or in another layout, in three dtypes, no slice was off by more than twice its noise. What they may not
+keep to is each single number of an activation: sigmoid(-30) may come out as 1e-8. `Original._slice_noises` therefore adds
+what that does to a slice.
 
     reference = Reference.measure(model, Samples((x,)))       # runs the original, once
     measurement = reference.compare(candidate)                # runs a candidate; plain data, JSON both ways

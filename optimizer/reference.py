@@ -416,7 +416,7 @@ class Original:
                 continue
             _pool_finite(gathered.own_error, own, truth)
             plain = None if all_finite(own, truth) else (special(own) == 0) & (special(truth) == 0)
-            gathered.size.add(wide(own).abs(), plain)
+            gathered.size.add(wide(own).abs(), plain, of=own)
 
     def _varies(self, call: Call) -> None:
         """Note whether any two calls of one shape differ in their inputs: else constant outputs prove nothing."""
@@ -571,7 +571,7 @@ class Original:
             if pair is None:
                 return None
             if exact:
-                changed.add((pair[0] != pair[1]).to(torch.float64))
+                changed.add((pair[0] != pair[1]).to(torch.float64), of=pair[0])
             else:
                 _pool_finite(changed, *pair)
         if changed.largest == 0:
@@ -727,7 +727,7 @@ class Comparison:
             # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
         before = compared.error.largest
-        compared.error.add(distance(value, target), plain)
+        compared.error.add(distance(value, target), plain, of=own)
         if compared.error.largest > before:
             compared.where = kept.where
         if self.frontiers:
@@ -806,11 +806,9 @@ def _is_small(observation: Observation) -> bool:
     return sum(value.numel() for value in observation.values.values()) < _FEW
 
 
-def _pool_finite(pool: Pool, a: torch.Tensor, b: torch.Tensor) -> None:
-    if all_finite(a, b):
-        pool.add(distance(a, b))
-        return
-    pool.add(distance(a, b), (special(a) == 0) & (special(b) == 0))
+def _pool_finite(pool: Pool, own: torch.Tensor, other: torch.Tensor) -> None:
+    plain = None if all_finite(own, other) else (special(own) == 0) & (special(other) == 0)
+    pool.add(distance(own, other), plain, of=own)
 
 
 def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

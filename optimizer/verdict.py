@@ -9,7 +9,7 @@ from typing import Any
 from optimizer.errors import UsageError
 
 FACTOR = 4.0
-# How many times its own noise one channel or column of an output may be off. Outputs have thousands of slices, and of each
+# How many times its own noise one channel, column or band of magnitude may be off. Outputs have thousands of slices, of each
 # few numbers were seen: what is off by more than rounding is found at a ten-thousandth of the slice's size, not before.
 SLICE_FACTOR = 256.0
 Tolerance = float | Mapping[str, float] | None
@@ -66,8 +66,9 @@ class OutputDifference:
         problems: sentences about a difference that no tolerance forgives: shape, dtype, NaN or inf in other places.
         where: the call of the largest error: "batch size 3, draw 1".
         frontier: (difference from the original's own output, that output's magnitude) pairs that decide any atol, rtol.
-        slice, slice_error, slice_noise: the channel or column whose error is largest beside its own noise: "index 3 of
-            dim 1", that error, that noise; "" and 0 where no slice is so much quieter than the whole that it is judged.
+        slice, slice_error, slice_noise: the channel, column or band of magnitude whose error is largest beside its own
+            noise: "index 3 of dim 1" or "a number below 256", that error, that noise; "" and 0 where no slice is so much
+            quieter than the whole that it is judged.
     """
 
     noise: OutputNoise
@@ -149,8 +150,8 @@ class OutputParity:
         ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` where the output is right.
         problem: None where it is right, else one sentence.
         judged: False where the original itself isn't deterministic in this output.
-        slice, slice_ratio: the worst channel or column, "index 3 of dim 1", and its error in units of its own noise; "" and
-            0 where no slice is judged for itself.
+        slice, slice_ratio: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in units of its
+            own noise; "" and 0 where no slice is judged for itself.
     """
 
     name: str

@@ -13,6 +13,7 @@ from tiny_models import enliven
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from optimizer.difference import Slices, slice_noise
 from optimizer.errors import LoadError, UsageError
 from optimizer.inputs import Samples
 from optimizer.parity import (
@@ -810,6 +811,44 @@ def test_an_error_in_a_column_of_sequences_is_found():
     report = check_parity(model, wrong, (x,))
     assert not report.ok
     assert report.outputs[0].slice == "index 7 of dim 2"
+
+
+class Masked(nn.Module):
+    """Scores of which every column is masked in some row."""
+
+    def __init__(self, fill):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.fill = nn.Linear(6, 32), fill
+
+    def forward(self, x, mask):
+        scores = self.head(x)
+        return scores.masked_fill(mask, torch.finfo(scores.dtype).min if self.fill is None else self.fill)
+
+
+@pytest.mark.parametrize("fill", [-1e9, -1e30])
+def test_an_error_beside_a_mask_of_huge_numbers_is_found(fill):
+    model, inputs = Masked(fill), (torch.randn(16, 6), torch.rand(16, 32) > 0.5)
+    assert inputs[1].any(0).all()
+    right, wrong = copy.deepcopy(model), copy.deepcopy(model)
+    right.head.forward = lambda x: (x.unsqueeze(-2) * model.head.weight).sum(-1) + model.head.bias
+    wrong.head.weight.data *= 1.001
+    assert check_parity(model, right, inputs).ok
+    report = check_parity(model, wrong, inputs)
+    assert not report.ok
+    assert report.outputs[0].slice == "a number below 256"
+    assert "at a number below 256" in report.reason
+
+
+def test_bands_of_magnitude_without_numbers_in_every_measurement_are_not_judged():
+    sizes = torch.tensor([1.0, 300.0, 1e9]).repeat_interleave(20)
+    size, once, errors = Slices(), Slices(), Slices()
+    size.add(sizes, sizes)
+    once.add(sizes[:40] * 1e-9, sizes[:40])
+    errors.add(sizes.square(), sizes)
+    worst = slice_noise(size, [once], torch.float32, least_samples=16).worst(errors)
+    assert worst.where == "a number from 256 to 65536"
+    assert worst.error == 90000
 
 
 class ByScale(nn.Module):
