@@ -348,6 +348,7 @@ class Original:
         if reason := _another_answer(kept.own, truth):
             self.refused = f"the float64 run gave something else: {reason}"
             return None
+        truth.values = {name: _within_range(kept.own.values[name], value) for name, value in truth.values.items()}
         return truth
 
     def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
@@ -786,6 +787,19 @@ def _another_answer(own: Observation, other: Observation) -> str | None:
         if is_exact(twin) != is_exact(value) or twin.is_complex() != value.is_complex():
             return f"{name} is {twin.dtype} beside {value.dtype}"
     return None
+
+
+def _within_range(own: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """The truth, with the original's own numbers where they are finite and those of float64 beyond its dtype.
+
+    A mask filled with `torch.finfo(x.dtype).min` is of another size in float64.
+    """
+    if is_exact(own) or own.dtype == truth.dtype or not own.numel():
+        return truth
+    sizes = truth.abs()
+    if not bool((beyond := sizes > torch.finfo(own.dtype).max).any()):
+        return truth
+    return torch.where(beyond & sizes.isfinite() & own.isfinite(), own.to(truth.dtype), truth)
 
 
 def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:

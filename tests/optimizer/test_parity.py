@@ -826,7 +826,7 @@ class Masked(nn.Module):
         return scores.masked_fill(mask, torch.finfo(scores.dtype).min if self.fill is None else self.fill)
 
 
-@pytest.mark.parametrize("fill", [-1e9, -1e30])
+@pytest.mark.parametrize("fill", [-1e9, -1e30, None])
 def test_an_error_beside_a_mask_of_huge_numbers_is_found(fill):
     model, inputs = Masked(fill), (torch.randn(16, 6), torch.rand(16, 32) > 0.5)
     assert inputs[1].any(0).all()
@@ -835,6 +835,7 @@ def test_an_error_beside_a_mask_of_huge_numbers_is_found(fill):
     wrong.head.weight.data *= 1.001
     assert check_parity(model, right, inputs).ok
     report = check_parity(model, wrong, inputs)
+    assert report.reference == "float64"
     assert not report.ok
     assert report.outputs[0].slice == "a number below 256"
     assert "at a number below 256" in report.reason
