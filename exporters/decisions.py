@@ -217,12 +217,7 @@ def conditions_of(evidence: Evidence, decisions: Sequence[Decision]) -> tuple[Co
     Raises:
         RouteRefused: a decision depends on the values of the inputs, or on the batch in a way that can't be followed.
     """
-    for decision in decisions:
-        if decision.of_values:
-            raise RouteRefused(
-                f"the model decides by the values of its inputs at {decision.place}, and a trace keeps one side of it for"
-                " all inputs (torch.where and torch.cond keep both)"
-            )
+    _refuse_values(decisions)
     of_sizes = [index for index, decision in enumerate(decisions) if _sizes_in(decision.expression)]
     if not evidence.open_dims or not of_sizes:
         return ()
@@ -235,6 +230,41 @@ def conditions_of(evidence: Evidence, decisions: Sequence[Decision]) -> tuple[Co
         _condition([_same(trace, decisions, index) for trace in traces], evidence.batches, inputs) for index in of_sizes
     )
     return tuple(condition for condition in conditions if condition is not None)
+
+
+def conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
+    """What the model decides by the sizes of its inputs at a batch that no call has.
+
+    What can't be followed, or not be traced, is left out: file and model were compared at that batch.
+
+    Raises:
+        RouteRefused: a decision depends on the values of the inputs there.
+    """
+    try:
+        _, decisions = traced_with_decisions(evidence.adapter, evidence.inputs_at(batch))
+    except RouteRefused:
+        return ()
+    _refuse_values(decisions, f"at a batch of {batch} ")
+    inputs = {(index, dim): evidence.line(index, dim) for index, dim in evidence.open_dims}
+    followed = [decision for decision in decisions if _is_of_input_sizes(decision)]
+    conditions = (_condition([decision], [batch], inputs) for decision in followed)
+    return tuple(condition for condition in conditions if condition is not None)
+
+
+def _refuse_values(decisions: Sequence[Decision], where: str = "") -> None:
+    for decision in decisions:
+        if decision.of_values:
+            raise RouteRefused(
+                f"{where}the model decides by the values of its inputs at {decision.place}, and a trace keeps one side of it"
+                " for all inputs (torch.where and torch.cond keep both)"
+            )
+
+
+def _is_of_input_sizes(decision: Decision) -> bool:
+    """Whether a decision is a yes or no that sizes of the inputs alone give."""
+    sizes = _sizes_in(decision.expression)
+    known = bool(sizes) and all(size.input is not None for size in sizes) and not _has_unknown(decision.expression)
+    return known and isinstance(decision.outcome, bool)
 
 
 def _same(trace: Sequence[Decision], first: Sequence[Decision], index: int) -> Decision:

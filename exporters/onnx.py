@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition, Line, batches_near
-from exporters.decisions import conditions_of, watching
+from exporters.decisions import conditions_at, conditions_of, watching
 from exporters.errors import ProviderFallback, RouteRefused
 from exporters.isolation import silent, undisturbed
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
@@ -77,7 +78,7 @@ class OnnxExporter(Exporter):
             onnx.checker.check_model(str(files[0]), full_check=True)
         session = _session_for_proof(files[0])
         prove(evidence, session)
-        prove_beyond(evidence, session, conditions)
+        prove_beyond(evidence, session, conditions, partial(conditions_at, evidence))
         return files
 
 

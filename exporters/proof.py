@@ -29,6 +29,9 @@ _ROUNDING_ELSEWHERE = 1e-3
 # A model that takes none of so many batches takes none at all where the condition breaks.
 _MOST_RAISED = 4
 
+# Conditions that were only found beyond those of the capture: the first of them show a path that goes wrong.
+_MOST_FURTHER = 16
+
 # Bytes of one input that is made only to look at a batch that no call has.
 LARGEST_TRIAL = 64 * 2**20
 
@@ -142,33 +145,60 @@ def prove(evidence: Evidence, loaded: LoadedArtifact) -> None:
         _compare(evidence, loaded, inputs, expected)
 
 
-def prove_beyond(evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition]) -> None:
+def prove_beyond(
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    conditions: Sequence[Condition],
+    decided_at: Callable[[int], Sequence[Condition]],
+) -> None:
     """Run the file and the model at batches that break each condition of the capture: the first, and one twice as large.
 
-    Where the model raises there is no answer that the file could get wrong, and the next batch is looked at.
+    Where the model raises there is no answer that the file could get wrong, and the next batch is looked at. Where they
+    agree the model went another way all the same, and may take decisions there that the capture hasn't seen.
+
+    Args:
+        decided_at: the conditions of the model's way at a batch.
 
     Raises:
-        RouteRefused: the file gives something else than the model there, or the batch is too large to try.
+        RouteRefused: the file gives something else than the model there, or the batch is too large to try; whatever
+            `decided_at` raises.
     """
     tried = set(evidence.batches)
-    for condition in conditions:
-        least, raised = 1, 0
-        for batch in breaks(condition):
-            if batch < least or batch in tried:
-                continue
-            tried.add(batch)
-            try:
-                answered = _prove_at(evidence, loaded, batch)
-            except RouteRefused as refusal:
-                raise RouteRefused(
-                    f"at a batch of {batch} the model goes another way than the one that was captured, by"
-                    f" {condition.what}: {refusal}"
-                ) from refusal
-            raised += not answered
-            if raised > _MOST_RAISED or (answered and least > 1):
-                break
-            if answered:
-                least = 2 * batch
+    waiting = list(conditions)
+    known = {(condition.what, condition.hints) for condition in conditions}
+    for condition in waiting:  # grows
+        for batch in _proven_where_it_breaks(evidence, loaded, condition, tried):
+            for further in decided_at(batch):
+                key = (further.what, further.hints)
+                if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
+                    known.add(key)
+                    waiting.append(further)
+
+
+def _proven_where_it_breaks(
+    evidence: Evidence, loaded: LoadedArtifact, condition: Condition, tried: set[int]
+) -> list[int]:
+    """The batches that break the condition at which file and model were compared now; `tried` takes up all."""
+    answered: list[int] = []
+    raised = 0
+    for batch in breaks(condition):
+        if batch in tried or (answered and batch < 2 * answered[0]):
+            continue
+        tried.add(batch)
+        try:
+            answers = _prove_at(evidence, loaded, batch)
+        except RouteRefused as refusal:
+            raise RouteRefused(
+                f"at a batch of {batch} the model goes another way than the one that was captured, by {condition.what}:"
+                f" {refusal}"
+            ) from refusal
+        if answers:
+            answered.append(batch)
+        else:
+            raised += 1
+        if raised > _MOST_RAISED or len(answered) == 2:
+            break
+    return answered
 
 
 def _prove_at(evidence: Evidence, loaded: LoadedArtifact, batch: int) -> bool:

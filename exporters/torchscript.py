@@ -10,6 +10,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, parameter_names
 from exporters.conditions import Condition
-from exporters.decisions import conditions_of, traced_with_decisions
+from exporters.decisions import conditions_at, conditions_of, traced_with_decisions
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
@@ -70,7 +71,7 @@ class TorchScriptExporter(Exporter):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
             prove(evidence, loaded)
-            prove_beyond(evidence, loaded, conditions)
+            prove_beyond(evidence, loaded, conditions, partial(conditions_at, evidence))
         return (path,)
 
 

@@ -239,6 +239,35 @@ def test_a_branch_at_a_batch_that_no_call_has_is_found_there(exporter, function,
     assert f"output `output` is wrong on inputs of [{batch}, 4]" in sentence
 
 
+def by_the_larger(self, x):
+    rows = max(x.shape[0], 16)
+    return self.layer(x) if rows <= 64 else self.layer(x + 1)
+
+
+def by_steps(self, x):
+    if x.shape[0] > 10 and x.shape[0] > 100:
+        x = x + 1
+    return self.layer(x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize(("function", "batch"), [(by_the_larger, 65), (by_steps, 101)])
+def test_a_branch_behind_one_that_makes_no_difference_is_found(exporter, function, batch, tmp_path):
+    assert f"at a batch of {batch} the model goes another way" in refusal(exporter, function, tmp_path)
+
+
+def by_values_of_many(self, x):
+    if x.shape[0] > 10 and x.sum() > 1000:
+        x = x + 1
+    return self.layer(x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_decision_on_values_that_only_large_batches_take_is_refused(exporter, tmp_path):
+    reason = refusal(exporter, by_values_of_many, tmp_path)
+    assert "at a batch of 11 the model decides by the values of its inputs at" in reason
+
+
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_batch_that_goes_into_python_as_a_number_is_refused(exporter, tmp_path):
     assert "`count = int(x.shape[0])`" in refusal(exporter, above_sixteen_in_python, tmp_path)
