@@ -77,8 +77,8 @@ class OnnxExporter(Exporter):
         with refusing("the ONNX checker refuses the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
         session = _session_for_proof(files[0])
-        prove(evidence, session)
-        prove_beyond(evidence, session, conditions, partial(conditions_at, evidence))
+        errors = prove(evidence, session)
+        prove_beyond(evidence, session, conditions, partial(conditions_at, evidence), errors)
         return files
 
 

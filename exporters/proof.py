@@ -26,6 +26,12 @@ from exporters.isolation import silent, undisturbed
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 _ROUNDING_ELSEWHERE = 1e-3
 
+# What a file is off by at other batches, in units of what it was off by at the calls: beyond that the model does something
+# else there, however close it comes (GELU by tanh in place of erf).
+_ROUNDING_VARIES_BY = 64
+# Units in the last place that any file may be off by at the calls, for the bound at other batches.
+_LEAST_UNITS = 4
+
 # A model that takes none of so many batches takes none at all where the condition breaks.
 _MOST_RAISED = 4
 
@@ -135,14 +141,17 @@ def gather(request: ExportRequest) -> Evidence:
     )
 
 
-def prove(evidence: Evidence, loaded: LoadedArtifact) -> None:
-    """Run the file at every call.
+def prove(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
+    """Run the file at every call; gives how far each output was off, relative to its largest value.
 
     Raises:
         RouteRefused: it fails, or gives other shapes, dtypes or values than the model.
     """
-    for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True):
+    errors = [
         _compare(evidence, loaded, inputs, expected)
+        for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True)
+    ]
+    return tuple(map(max, zip(*errors, strict=True)))
 
 
 def prove_beyond(
@@ -150,6 +159,7 @@ def prove_beyond(
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
     decided_at: Callable[[int], Sequence[Condition]],
+    errors: Sequence[float],
 ) -> None:
     """Run the file and the model at batches that break each condition of the capture: the first, and one twice as large.
 
@@ -158,6 +168,7 @@ def prove_beyond(
 
     Args:
         decided_at: the conditions of the model's way at a batch.
+        errors: how far each output of the file was off at the calls; the bound here follows from it.
 
     Raises:
         RouteRefused: the file gives something else than the model there, or the batch is too large to try; whatever
@@ -167,7 +178,7 @@ def prove_beyond(
     waiting = list(conditions)
     known = {(condition.what, condition.hints) for condition in conditions}
     for condition in waiting:  # grows
-        for batch in _proven_where_it_breaks(evidence, loaded, condition, tried):
+        for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors):
             for further in decided_at(batch):
                 key = (further.what, further.hints)
                 if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
@@ -176,7 +187,7 @@ def prove_beyond(
 
 
 def _proven_where_it_breaks(
-    evidence: Evidence, loaded: LoadedArtifact, condition: Condition, tried: set[int]
+    evidence: Evidence, loaded: LoadedArtifact, condition: Condition, tried: set[int], errors: Sequence[float]
 ) -> list[int]:
     """The batches that break the condition at which file and model were compared now; `tried` takes up all."""
     answered: list[int] = []
@@ -186,7 +197,7 @@ def _proven_where_it_breaks(
             continue
         tried.add(batch)
         try:
-            answers = _prove_at(evidence, loaded, batch)
+            answers = _prove_at(evidence, loaded, batch, errors)
         except RouteRefused as refusal:
             raise RouteRefused(
                 f"at a batch of {batch} the model goes another way than the one that was captured, by {condition.what}:"
@@ -201,12 +212,12 @@ def _proven_where_it_breaks(
     return answered
 
 
-def _prove_at(evidence: Evidence, loaded: LoadedArtifact, batch: int) -> bool:
+def _prove_at(evidence: Evidence, loaded: LoadedArtifact, batch: int, errors: Sequence[float]) -> bool:
     """Compare file and model at a batch that no call has; false where the model raises."""
     inputs = evidence.inputs_at(batch)
     expected = _answers(evidence.adapter, inputs)
     if expected is not None:
-        _compare(evidence, loaded, inputs, expected)
+        _compare(evidence, loaded, inputs, expected, errors)
     return expected is not None
 
 
@@ -226,19 +237,51 @@ def _compare(
     loaded: LoadedArtifact,
     inputs: tuple[torch.Tensor, ...],
     expected: tuple[torch.Tensor, ...],
-) -> None:
+    errors: Sequence[float] | None = None,
+) -> tuple[float, ...]:
+    """How far each output of the file is off, relative to its largest value; `errors` are those seen at the calls."""
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     with refusing(f"the file fails on inputs of {sizes}"):
         outputs = loaded(*clones(inputs))
     if len(outputs) != len(expected):
         raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
-        if problem := difference(ours, theirs, values=index not in evidence.unstable):
+        allowed = None if errors is None else _allowed_beyond(ours.dtype, errors[index])
+        if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
             raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
+    return tuple(_relative_error(*pair) for pair in zip(expected, outputs, strict=True))
 
 
-def difference(expected: torch.Tensor, got: torch.Tensor, *, values: bool = True) -> str | None:
-    """How `got` differs from `expected` beyond rounding, in words; None where it doesn't."""
+def _allowed_beyond(dtype: torch.dtype, error: float) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    least = _LEAST_UNITS * torch.finfo(dtype).eps
+    return min(_ROUNDING.get(dtype, _ROUNDING_ELSEWHERE), _ROUNDING_VARIES_BY * max(error, least))
+
+
+def _relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
+    error, scale = _largest(expected, got)
+    return error / scale if scale else 0.0
+
+
+def _largest(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
+    """The largest error and the largest value of float tensors, where the expected value is finite; 0 for others."""
+    if expected.shape != got.shape or not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0, 0.0
+    left, right = (_as_float64(tensor) for tensor in (expected, got))
+    finite = torch.isfinite(left)
+    if not finite.any():
+        return 0.0, 0.0
+    return (left[finite] - right[finite]).abs().max().item(), left[finite].abs().max().item()
+
+
+def difference(
+    expected: torch.Tensor, got: torch.Tensor, *, values: bool = True, allowed: float | None = None
+) -> str | None:
+    """How `got` differs from `expected` beyond rounding, in words; None where it doesn't.
+
+    `allowed` is the largest error of floats relative to the largest value, in place of the loose one of the dtype.
+    """
     if got.shape != expected.shape:
         return f"its shape is {list(got.shape)} in place of {list(expected.shape)}"
     if got.dtype != expected.dtype:
@@ -253,12 +296,10 @@ def difference(expected: torch.Tensor, got: torch.Tensor, *, values: bool = True
     finite = torch.isfinite(left)
     if not torch.equal(torch.nan_to_num(left[~finite]), torch.nan_to_num(right[~finite])):
         return "NaN or infinity stand in other places"
-    if not finite.any():
-        return None
-    error = (left[finite] - right[finite]).abs().max().item()
-    scale = left[finite].abs().max().item()
+    error, scale = _largest(expected, got)
+    allowed = _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) if allowed is None else allowed
     # Written so that a NaN is not within the bound.
-    within = error <= _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) * scale + 1e-30
+    within = error <= allowed * scale + 1e-30
     return None if within else f"its values are off by {error:.2g} where the largest is {scale:.2g}"
 
 

@@ -70,8 +70,8 @@ class TorchScriptExporter(Exporter):
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
-            prove(evidence, loaded)
-            prove_beyond(evidence, loaded, conditions, partial(conditions_at, evidence))
+            errors = prove(evidence, loaded)
+            prove_beyond(evidence, loaded, conditions, partial(conditions_at, evidence), errors)
         return (path,)
 
 

@@ -256,6 +256,17 @@ def test_a_branch_behind_one_that_makes_no_difference_is_found(exporter, functio
     assert f"at a batch of {batch} the model goes another way" in refusal(exporter, function, tmp_path)
 
 
+def by_tanh_above_sixteen(self, x):
+    return F.gelu(self.layer(x) * 3, approximate="tanh" if x.shape[0] > 16 else "none")
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_branch_that_makes_a_small_difference_is_found(exporter, tmp_path):
+    sentence = refusal(exporter, by_tanh_above_sixteen, tmp_path)
+    assert "at a batch of 17 the model goes another way" in sentence
+    assert "its values are off by" in sentence
+
+
 def by_values_of_many(self, x):
     if x.shape[0] > 10 and x.sum() > 1000:
         x = x + 1
