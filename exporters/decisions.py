@@ -504,15 +504,27 @@ _Span = tuple[tuple[int, int], tuple[int, int]]
 
 @lru_cache(maxsize=256)
 def _raising_tests(path: str) -> tuple[tuple[_Span, _Span], ...]:
-    """Where each test in the file stands that only chooses between going on and raising, and its statement."""
+    """Where each test in the file stands that only chooses between going on and raising, and its statement.
+
+    One in the body of a `try` with an `except` is none.
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):  # no Python, or none any more
         return ()
+    # What is raised there may be caught, and the model goes on another way.
+    caught = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) and node.handlers
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     statements = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)))
+        if node not in caught
     ]
     return tuple(
         (_span(statement.test), _span(statement))

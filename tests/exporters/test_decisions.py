@@ -75,6 +75,15 @@ def by_numpy(self, x):
     return self.layer(x)
 
 
+def by_an_error_that_is_caught(self, x):
+    try:
+        if x.sum() > 1000:
+            raise ValueError("large")
+    except ValueError:
+        x = x + 1
+    return self.layer(x)
+
+
 def by_equality(self, x):
     return self.layer(x + 1 if torch.equal(x, x.abs()) else x)
 
@@ -128,6 +137,7 @@ BY_VALUES = (
     by_rows_of_a_mask,
     by_a_length_made_of_data,
     by_a_name_given_in_a_check,
+    by_an_error_that_is_caught,
 )
 
 
