@@ -25,6 +25,7 @@ from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import conditions_at, conditions_of, watching
 from exporters.errors import ProviderFallback, RouteRefused
 from exporters.isolation import silent, undisturbed
+from exporters.onnx_operators import translations
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.torchscript_deprecation import torchscript_allowed
 
@@ -99,6 +100,7 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captur
         opset_version=opset,
         dynamo=True,
         dynamic_shapes=shapes if any(shapes) else None,
+        custom_translation_table=translations(),
         optimize=optimize,
         verbose=False,
     )

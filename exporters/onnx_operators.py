@@ -1,0 +1,51 @@
+"""Operators that torch's translation to ONNX gets wrong, translated so that they compute what torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """For `torch.onnx.export(custom_translation_table=…)`."""
+    return {torch.ops.aten.scaled_dot_product_attention.default: _attention}
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention that gives zeros to a query which may look at no key, as a padded position does.
+
+    Torch's translation gives it the mean of all values where the mask is bool, and NaN where it is -inf: neither does
+    `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: (batch, heads, queries, width).
+        key, value: (batch, heads, keys, width).
+        attn_mask: bool or float, broadcast to (batch, heads, queries, keys).
+    """
+    # Slow to import, and only the captures that meet the operator need it.
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
+
+    output = aten_scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if attn_mask is None:
+        return output
+    if attn_mask.dtype == ir.DataType.BOOL:
+        some_key = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), [-1]), to=ir.DataType.BOOL)
+    else:
+        widest = op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.FLOAT), [-1])
+        some_key = op.Greater(widest, op.Constant(value_float=float("-inf")))
+    return op.Where(some_key, output, op.CastLike(op.Constant(value_float=0.0), output))

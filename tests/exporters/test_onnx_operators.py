@@ -1,0 +1,92 @@
+"""Operators whose translation by torch gives other values than torch does."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import export
+
+QUERIES, KEYS, HEADS = 3, 5, 4
+
+
+class Attention(nn.Module):
+    """Attention under a mask that is given."""
+
+    def __init__(self, *, groups: int = 1, as_float: bool = False) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.groups, self.as_float = groups, as_float
+
+    def forward(self, query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+        value = self.project(key)
+        if self.as_float:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+        output: Tensor = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=0.5, enable_gqa=self.groups > 1
+        )
+        return output
+
+
+class Layer(nn.Module):
+    """torch.nn's own attention, whose padding mask it turns into floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x, key_padding_mask=~mask, need_weights=False)[0]
+        return output
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def exported(model: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Any:
+    bundle = export(model, example_inputs=inputs, output=folder / "bundle", formats=("onnx",), batch_sizes=(1, 3))
+    (artifact,) = bundle.artifacts
+    assert artifact.route == "dynamo"
+    return artifact
+
+
+@pytest.mark.parametrize("as_float", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("rows", [1, QUERIES])
+def test_a_query_that_may_look_at_no_key_gets_zeros(tmp_path: Path, rows: int, groups: int, as_float: bool) -> None:
+    model = enliven(Attention(groups=groups, as_float=as_float)).eval()
+    query, key = drawn(2, HEADS, QUERIES, 8), drawn(2, HEADS // groups, KEYS, 8)
+    mask = torch.ones(2, 1, rows, KEYS, dtype=torch.bool)
+    mask[0, :, :, 3:] = False
+    loaded = exported(model, (query, key, mask), tmp_path).load()
+    for closed in (mask, mask & (torch.arange(2) > 0).view(2, 1, 1, 1), torch.zeros_like(mask)):
+        (found,) = loaded(query, key, closed)
+        expected = model(query, key, closed)
+        assert expected.isfinite().all()
+        assert (found - expected).abs().max() < 1e-5
+    assert expected.abs().max() == 0
+
+
+def test_a_row_of_padding_alone(tmp_path: Path) -> None:
+    model = enliven(Layer()).eval()
+    x, mask = drawn(2, KEYS, 8), torch.ones(2, KEYS, dtype=torch.bool)
+    loaded = exported(model, (x, mask), tmp_path).load()
+    mask[0] = False
+    (found,) = loaded(x, mask)
+    assert (found - model(x, mask)).abs().max() < 1e-5
+
+
+def test_attention_without_a_mask_is_translated_as_torch_has_it(tmp_path: Path) -> None:
+    class Causal(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return output
+
+    artifact = exported(Causal().eval(), (drawn(2, HEADS, KEYS, 8),), tmp_path)
+    assert "ReduceMax" not in {node.op_type for node in onnx.load(artifact.path).graph.node}
