@@ -21,7 +21,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.graph.baked import Baked, TooMuch
+from passes.graph.baked import Baked
+from passes.graph.fingerprint import TooMuch
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.side_effects import (

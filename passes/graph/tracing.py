@@ -27,7 +27,8 @@ from torch.fx.proxy import Attribute, ParameterProxy
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
-from passes.graph.baked import ABSENT, Reads
+from passes.graph.baked import Reads
+from passes.graph.fingerprint import ABSENT
 from passes.graph.guards import SHAPE_AND_KIND, InstanceForward, inner_forward
 from passes.graph.side_effects import attributes_of, names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from passes.errors import UnseenCall
-from passes.graph.baked import ABSENT, Baked, TooMuch, fingerprint
+from passes.graph.baked import Baked
 from passes.graph.capture import capture
+from passes.graph.fingerprint import ABSENT, TooMuch, fingerprint
 
 X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
 FACTOR = 2.0

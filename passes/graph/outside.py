@@ -1,0 +1,131 @@
+"""What functions name outside of themselves: globals, variables around them, and what hangs on these."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.graph.fingerprint import ABSENT, IMMUTABLE, is_of, parts_of
+from passes.graph.side_effects import globals_in, names_in, package_of, plain_function
+
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
+
+
+def named_outside(functions: Mapping[Any, Any], values: Iterable[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """The data that functions name outside of themselves, and that those name which they can get hold of.
+
+    Args:
+        functions: what was looked up on modules, each with the class of the module.
+        values: the attributes that were read of modules.
+
+    Yields:
+        The dict of globals, class or cell that has it, under which name, and the value.
+    """
+    seen: set[tuple[int, str]] = set()
+    known: set[types.FunctionType] = set()
+    waiting: list[tuple[Any, Any]] = list(functions.items())
+    everything = frozenset[str]().union(*(names_in(f.__code__) for f in map(_own_function, functions) if f))
+    waiting += (found for value in values for found in _functions_in(value, everything))
+    while waiting:
+        function, owner = waiting.pop()
+        function = _own_function(function)
+        if function is None or function in known:
+            continue
+        known.add(function)
+        names = names_in(function.__code__)
+        for holder, name, value in _outside(function, owner, names):
+            if _is_data(value) and (id(holder), name) not in seen:
+                seen.add((id(holder), name))
+                yield holder, name, value
+            # What another library's functions go by is its own affair.
+            own = package_of(function)
+            waiting += (found for found in _functions_in(value, names) if package_of(inspect.unwrap(found[0])) == own)
+        if owner is not None and not issubclass(owner, nn.Module):
+            waiting += _methods(owner, names)
+
+
+def _own_function(function: Any) -> types.FunctionType | None:
+    """The Python function under its decorators; None for one of torch's own, and for what is none."""
+    inner = inspect.unwrap(function)
+    return inner if is_of(inner, types.FunctionType) and not (inner.__module__ or "").startswith("torch.") else None
+
+
+def _functions_in(value: Any, names: frozenset[str], depth: int = 4) -> Iterator[tuple[types.FunctionType, Any]]:
+    """The functions in a value and the methods of these names of its objects, each with the class that it is of."""
+    if is_of(value, types.FunctionType):
+        yield value, None
+    elif is_of(value, types.MethodType):
+        yield value.__func__, type(value.__self__)
+    elif is_of(value, functools.partial):
+        yield from _functions_in([value.func, *value.args, *value.keywords.values()], names, depth)
+    elif depth and not is_of(value, (*_OPAQUE, *IMMUTABLE)) and (parts := parts_of(value)) is not None:
+        yield from _methods(type(value), names)
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from _functions_in(part, names, depth - 1)
+
+
+def _methods(cls: Any, names: frozenset[str]) -> Iterator[tuple[types.FunctionType, Any]]:
+    for name in names & _class_names(cls):
+        function = plain_function(inspect.getattr_static(cls, name))
+        if is_of(function, types.FunctionType):
+            yield function, cls
+
+
+def _outside(function: types.FunctionType, owner: Any, names: frozenset[str]) -> Iterator[tuple[Any, str, Any]]:
+    """What a function may take of its globals, of the variables around it, and of modules and classes among these."""
+    scope = function.__globals__
+    found: list[tuple[Any, str, Any]] = [(scope, n, scope.get(n, ABSENT)) for n in globals_in(function.__code__)]
+    found += ((cell, "cell_contents", content_of(cell)) for cell in function.__closure__ or ())
+    if owner is not None and not names.isdisjoint(("type", "__class__")):
+        found += _of_class(owner, names)
+    seen: set[int] = set()
+    while found:
+        holder, name, value = found.pop()
+        yield holder, name, value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_of(value, types.ModuleType) and value.__name__.partition(".")[0] not in ("torch", "math"):
+            found += ((vars(value), inner, vars(value)[inner]) for inner in names if inner in vars(value))
+        elif is_of(value, type):
+            found += _of_class(value, names)
+
+
+def _of_class(cls: Any, names: frozenset[str]) -> Iterator[tuple[Any, str, Any]]:
+    for name in names & _class_names(cls):
+        value = inspect.getattr_static(cls, name)
+        if not hasattr(type(value), "__get__"):
+            yield cls, name, value
+
+
+def _class_names(cls: Any) -> frozenset[str]:
+    """The names that a user's class has something under; none of an enum, whose members stay."""
+    if issubclass(cls, enum.Enum):
+        return frozenset()
+    own = (vars(base) for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch"))
+    return frozenset(name for name in itertools.chain(*own) if not is_dunder(name))
+
+
+def is_dunder(name: str) -> bool:
+    """Whether it is one of Python's own names, such as `__class__`."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def content_of(cell: types.CellType) -> Any:
+    """The value of a variable around a function; `ABSENT` for none."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return ABSENT
+
+
+def _is_data(value: Any) -> bool:
+    return value is not ABSENT and not is_of(value, _OPAQUE) and not callable(value)
