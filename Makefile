@@ -2,7 +2,7 @@
 # make test    install what the tests need and run them
 # make check   format, lint, type-check, test
 # make zoo     thirty architectures the whole way (minutes)
-# make bench   the benchmarks (a quarter of an hour; leave the machine alone meanwhile), then `make docs` shows them
+# make bench   the benchmarks (twenty minutes; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
 VENV ?= .venv

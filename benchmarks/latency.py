@@ -103,7 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SUBJECTS), help="names, by commas (default: %(default)s)")
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
-    parser.add_argument("--rounds", type=positive, default=7, help="figures per contender (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=positive, default=_cpus(), help="of torch and of onnxruntime alike")
     parser.add_argument("--contenders", default=",".join(LABELS), help="names, by commas; eager is always there")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -241,7 +243,12 @@ def scale_of(norm: BatchNorm) -> torch.Tensor:
 
 def are_finite(*tensors: torch.Tensor) -> bool:
     """Whether no tensor holds a NaN or an infinity: with one, the order of the operations changes what comes out."""
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return all(_is_finite(tensor) for tensor in tensors)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # A NaN or an infinity is in the sum too; the sum of finite numbers may overflow.
+    return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,9 @@ class TensorRef:
     def value(self) -> torch.Tensor | None:
         """The tensor, or None where the owner registers the name without one."""
         # Asked for very often: first where it is in all likelihood.
-        value = self.owner._parameters.get(self.name)
+        value: Any = self.owner._parameters.get(self.name)
+        if value is None:
+            value = self.owner._buffers.get(self.name)
         if value is None:
             value = getattr(self.owner, self.name, None)
         return value if isinstance(value, torch.Tensor) else None

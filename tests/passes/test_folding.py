@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
+from passes.folding import are_finite
 
 LOG: list[Any] = []
 
@@ -615,6 +616,21 @@ def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
     done = FoldConvBias().run(program, context)
     assert done.changes == ()
     assert list(sentences_of(done)) == [("conv", "the mean or scale of bn wouldn't be finite")]
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([3e38, 3e38, -1.0], True),
+        ([float("inf"), float("-inf")], False),
+        ([1.0, float("nan")], False),
+        ([float("inf"), 1.0], False),
+        ([], True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_finite_is_each_number_and_not_the_sum(values: list[float], finite: bool, dtype: torch.dtype) -> None:
+    assert are_finite(torch.ones(2), torch.tensor(values, dtype=dtype)) == finite
 
 
 def test_a_module_that_others_hold_stays_without_a_run() -> None:
