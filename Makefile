@@ -1,6 +1,7 @@
 # make demo    install the project and run it on a ResNet-50
 # make test    install what the tests need and run them
 # make check   format, lint, type-check, test
+# make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way (minutes)
 # make bench   the benchmarks (twenty minutes; leave the machine alone meanwhile), then `make docs` shows them
 
@@ -10,14 +11,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Two processes of one thread each are faster than one of two: most of the time is Python's.
 WORKERS ?= 2
+N ?= 1000
+SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test zoo check format lint bench docs clean
+.PHONY: demo test fuzz zoo check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
 
 test: $(VENV)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+fuzz: $(VENV)/test
+	@echo "make fuzz N=$(N) SEED=$(SEED)"
+	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(N) FUZZ_SEED=$(SEED) \
+		$(BIN)/python -m pytest tests/test_fuzz.py -n $(WORKERS) --dist worksteal
 
 zoo: $(VENV)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal

@@ -103,27 +103,27 @@ def check_pass(
     changes, skips = _texts(result.changes, "what"), _texts(result.skips, "reason")
     _check_sentences(result)
     if not result.changes:
-        _same(before, state_of(program), f"{item.name} changed nothing and still left a difference")
+        check_same(before, state_of(program), f"{item.name} changed nothing and still left a difference")
     after = state_of(program)
     if example_inputs is not None or example_kwargs:
         _check_parity(item, model, program.root, example_inputs, example_kwargs, atol)
         _check_copy(item, program.root, context)
-    _same(before_model, tree_of(model), f"{item.name} changed the caller's module")
+    check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
 
     again = item.run(program, context)
     assert not again.changes, f"a second {item.name} still changes {again.changes[0].where}: {again.changes[0].what}"
-    _same(after, state_of(program), f"a second {item.name} changed nothing and still left a difference")
+    check_same(after, state_of(program), f"a second {item.name} changed nothing and still left a difference")
     again.rewriter.roll_back()
-    _same(after, state_of(program), f"rolling back a second {item.name} left a difference")
+    check_same(after, state_of(program), f"rolling back a second {item.name} left a difference")
 
     result.rewriter.roll_back()
-    _same(before, state_of(program), f"rolling back {item.name} left a difference")
+    check_same(before, state_of(program), f"rolling back {item.name} left a difference")
     result.rewriter.roll_back()
-    _same(before, state_of(program), f"rolling back {item.name} twice left a difference")
+    check_same(before, state_of(program), f"rolling back {item.name} twice left a difference")
     once_more = item.run(program, context)
     assert _texts(once_more.changes, "what") == changes, f"{item.name} does something else after a rollback"
     assert _texts(once_more.skips, "reason") == skips, f"{item.name} skips something else after a rollback"
-    _same(before_model, tree_of(model), f"{item.name} changed the caller's module")
+    check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
     _check_options(item)
     return result
 
@@ -165,7 +165,7 @@ def _bits(tensor: torch.Tensor) -> Any:
     return tensor.requires_grad, tensor.dtype, tensor.stride(), tensor.detach().flatten().tolist()
 
 
-def _same(before: Snapshot, after: Snapshot, message: str) -> None:
+def check_same(before: Snapshot, after: Snapshot, message: str) -> None:
     for place in sorted(before.keys() | after.keys()):
         # NaN is unequal to itself: the text isn't.
         mine, theirs = repr(before.get(place, "nothing")), repr(after.get(place, "nothing"))

@@ -1,0 +1,929 @@
+"""Random modules: plain descriptions that can be read and repeated, and the modules that they describe.
+
+    model = build(Description(blocks=(Pair(Conv(groups=2), Norm(), style="besides"),)))
+    x, = inputs_of(description)(2, torch.Generator())
+
+A block takes and gives CHANNELS channels. Only the first of a model may change the size of the maps, so that blocks can
+be added and concatenated everywhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from folding_models import BatchNormAct
+from hypothesis import strategies as st
+from tiny_models import enliven
+from torch import Tensor, nn
+
+CHANNELS = 4
+_SIZES = {1: 6, 2: 6, 3: 5}
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution.
+
+    Attributes:
+        resize: "" keeps the size of the maps, "stride" halves it (doubles it, where transposed, with an output padding),
+            "valid" pads nothing.
+    """
+
+    kernel: int = 3
+    bias: bool = True
+    groups: int = 1
+    dilation: int = 1
+    transposed: bool = False
+    padding: str = "zeros"
+    resize: str = ""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A BatchNorm.
+
+    Attributes:
+        running: whether it keeps running statistics.
+        training: whether it is left in training mode.
+        activated: whether its class has an activation inside.
+    """
+
+    affine: bool = True
+    momentum: float | None = 0.1
+    running: bool = True
+    training: bool = False
+    activated: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A convolution and its BatchNorm.
+
+    Attributes:
+        style: how they are joined, and what else is done with them; a key of `STYLES`.
+        act: what comes behind, a key of `ACTIVATIONS`.
+        extra: a hook or a parametrization, a key of `EXTRAS`.
+        wide: twice as many channels between the two.
+    """
+
+    conv: Conv = Conv()
+    norm: Norm = Norm()
+    style: str = "modules"
+    act: str = "none"
+    extra: str = "none"
+    wide: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is hard about it: it is to be folded."""
+        if self.style == "island" and self.norm.activated:
+            # What is in the forward of such a BatchNorm is in no graph together with the convolution.
+            return False
+        usual = self.norm.running and not self.norm.training
+        return self.style in PLAIN_STYLES and self.extra in ("none", "frozen") and usual
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Blocks in one: `kind` is a key of `COMBINATIONS`, which says how many there are."""
+
+    kind: str
+    parts: tuple[Block, ...]
+
+
+Block = Pair | Combined
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model and its inputs.
+
+    Attributes:
+        head: what is behind the blocks: "none", or a linear layer on 2-D or 3-D input with a BatchNorm.
+        output: "tensor", "tuple" or "dict".
+        layout: of the inputs: "contiguous", "channels_last", or "strided" with gaps between the numbers.
+        scaled: whether a second tensor is given, as a keyword.
+        training: whether the model is in training mode when it is given to `optimize`.
+        batch: rows of the example inputs; 0 where they are a function of the batch size.
+    """
+
+    blocks: tuple[Block, ...]
+    dims: int = 2
+    head: str = "none"
+    output: str = "tensor"
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    scaled: bool = False
+    training: bool = False
+    batch: int = 2
+    seed: int = 0
+
+    @property
+    def may_be_unseen(self) -> bool:
+        """Whether some branch uses the output of a convolution without its BatchNorm, and no example may show it."""
+        return any(pair.style in UNSEEN_STYLES for pair in self.pairs())
+
+    def pairs(self) -> Iterator[Pair]:
+        """Every pair, wherever it stands."""
+        for block in self.blocks:
+            yield from _pairs_in(block)
+
+
+def _pairs_in(block: Block) -> Iterator[Pair]:
+    if isinstance(block, Pair):
+        yield block
+        return
+    for part in block.parts:
+        yield from _pairs_in(part)
+
+
+# ---- how a pair is joined
+
+
+class Joined(nn.Module):
+    """One behind the other; subclasses do something else with them, too."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = conv, norm, act
+        self.more()
+
+    def more(self) -> None:
+        """What a subclass has besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+class ThroughIdentity(Joined):
+    def more(self) -> None:
+        self.between = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.between(self.conv(x))))
+
+
+class Stem(nn.Module):
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.tanh())
+
+
+class Head(nn.Module):
+    def __init__(self, norm: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.act = norm, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+
+class Keywords(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(input=self.conv(input=x)))
+
+
+class Listed(Joined):
+    """Called by way of a plain list."""
+
+    def more(self) -> None:
+        self.layers = [self.conv, self.norm, self.act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Hidden(nn.Module):
+    """In a plain list alone: the tree doesn't hold them."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.layers = [conv, norm, act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Functional(nn.Module):
+    """By functions, on parameters and buffers of its own."""
+
+    def __init__(self, conv: Any, norm: Any, act: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+        self.transposed = conv.transposed
+        self.convolve = (_TRANSPOSED_FUNCTIONS if conv.transposed else _FUNCTIONS)[conv.weight.dim() - 2]
+        padding = (conv.padding, conv.output_padding) if conv.transposed else (conv.padding,)
+        self.settings = (conv.stride, *padding)
+        self.groups, self.dilation = conv.groups, conv.dilation
+        self.gain, self.shift = norm.weight, norm.bias
+        self.register_buffer("mean", norm.running_mean)
+        self.register_buffer("var", norm.running_var)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolve(x, self.weight, self.bias, *self.settings, groups=self.groups, dilation=self.dilation)
+        return self.act(F.batch_norm(y, self.mean, self.var, self.gain, self.shift, self.mean is None))
+
+
+class Twice(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)) + self.conv(x.tanh()))
+
+
+class Besides(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.act(self.norm(y) + y)
+
+
+class NormTwice(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x))) + self.norm(x).mean()
+
+
+class SharedNorm(Joined):
+    """Two convolutions, one BatchNorm."""
+
+    def more(self) -> None:
+        self.second = _like(self.conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)) + self.norm(self.second(x)))
+
+
+class TwoNames(Joined):
+    def more(self) -> None:
+        self.alias = self.conv
+
+
+class TwoNamesUsed(TwoNames):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)) + self.alias(x.tanh()))
+
+
+class NormTwoNames(Joined):
+    def more(self) -> None:
+        self.alias = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.alias(self.conv(x)))
+
+
+class TiedWeight(Joined):
+    def more(self) -> None:
+        self.second = _like(self.conv)
+        self.second.weight = self.conv.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)) + self.second(x))
+
+
+class TiedBias(TiedWeight):
+    def more(self) -> None:
+        self.second = _like(self.conv)
+        self.second.bias = self.conv.bias
+
+
+class TiedStatistics(Joined):
+    def more(self) -> None:
+        self.second = _like(self.norm)
+        self.second.running_mean = self.norm.running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.conv(x)))
+        return self.second(y)
+
+
+class WeightRead(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)) * (1 + self.conv.weight.mean()))
+
+
+class NormRead(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        if self.norm.running_var is not None:
+            y = y * self.norm.running_var.mean()
+        return self.act(y)
+
+
+class Reader(nn.Module):
+    """Reads a weight of its sibling, and can't be traced."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.convs = [conv]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e6:
+            return x
+        return x * (1 + self.convs[0].weight.mean())
+
+
+class ReadBySibling(Joined):
+    def more(self) -> None:
+        self.reader = Reader(self.conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reader(self.act(self.norm(self.conv(x))))
+
+
+class ChangedBetween(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        y += 1
+        return self.act(self.norm(y))
+
+
+class ViewChanged(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        first = y[:, :1]
+        first.mul_(2)
+        return self.act(self.norm(y))
+
+
+class TwoNorms(Joined):
+    def more(self) -> None:
+        self.second = _like(self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.second(self.norm(self.conv(x))))
+
+
+class NormFirst(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(self.norm(x)))
+
+
+class Counter(Joined):
+    """Counts its calls in a buffer, and answers by it."""
+
+    def more(self) -> None:
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.act(self.norm(self.conv(x))) + self.calls / 8
+
+
+class Keeps(Joined):
+    """Keeps values of the call in an attribute and in a dict."""
+
+    def more(self) -> None:
+        self.kept: dict[str, Any] = {}
+        self.size: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.conv(x)))
+        self.size = x.shape[-1]
+        self.kept["last"] = y
+        return y
+
+
+class KeepsBetween(Keeps):
+    """Keeps the value between the two, and has it used later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["between"] = self.conv(x)
+        return self.act(self.norm(self.kept["between"])) + self.kept["between"].mean()
+
+
+class Gradless(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.conv(x)
+        return self.act(self.norm(y))
+
+
+class Island(Joined):
+    """A branch on the data that is never taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if x.sum() > 1e6:
+            return y
+        return self.act(self.norm(y))
+
+
+class RawByData(Joined):
+    """A branch on the data leaves the BatchNorm out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if x.mean() > 0:
+            return y
+        return self.act(self.norm(y))
+
+
+class RawByBatch(Joined):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if len(x) > 4:
+            return y
+        return self.act(self.norm(y))
+
+
+class OverRows(Joined):
+    """A loop over the batch around the two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.act(self.norm(self.conv(row.unsqueeze(0)))) for row in x])
+
+
+def _sequential(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
+    return nn.Sequential(conv, norm, act)
+
+
+def _nested(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Sequential(conv), nn.Identity()), nn.Sequential(norm, act))
+
+
+def _across(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
+    return nn.Sequential(Stem(conv), Head(norm, act))
+
+
+PLAIN_STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = {
+    "modules": Joined, "sequential": _sequential, "nested": _nested, "across": _across, "identity": ThroughIdentity,
+    "keywords": Keywords, "island": Island, "two norms": TwoNorms,
+}  # fmt: skip
+STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = PLAIN_STYLES | {
+    "functional": Functional, "listed": Listed, "hidden": Hidden, "twice": Twice, "besides": Besides,
+    "norm twice": NormTwice, "shared norm": SharedNorm, "two names": TwoNames, "two names used": TwoNamesUsed,
+    "norm two names": NormTwoNames, "tied weight": TiedWeight, "tied bias": TiedBias,
+    "tied statistics": TiedStatistics, "weight read": WeightRead, "norm read": NormRead,
+    "read by sibling": ReadBySibling, "changed between": ChangedBetween, "view changed": ViewChanged,
+    "norm first": NormFirst, "counter": Counter, "keeps": Keeps, "keeps between": KeepsBetween,
+    "no grad": Gradless, "raw by data": RawByData, "raw by batch": RawByBatch, "over rows": OverRows,
+}  # fmt: skip
+UNSEEN_STYLES = {"raw by data", "raw by batch"}
+
+
+# ---- what comes behind, and what is put on
+
+
+class Dropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "none": nn.Identity, "relu": nn.ReLU, "relu in place": lambda: nn.ReLU(inplace=True), "silu": nn.SiLU,
+    "silu in place": lambda: nn.SiLU(inplace=True), "dropout": nn.Dropout, "dropout by function": Dropout,
+}  # fmt: skip
+
+
+def _scale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 1.25
+
+
+def _watch(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.sum()
+
+
+def _shift(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] + 0.5,)
+
+
+def _old_weight_norm(conv: nn.Module) -> None:
+    with warnings.catch_warnings():
+        # It is deprecated, and stands in the models of many a year.
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(conv)
+
+
+EXTRAS: dict[str, Callable[[nn.Module, nn.Module], object]] = {
+    "none": lambda conv, norm: None,
+    "hook on conv": lambda conv, norm: conv.register_forward_hook(_scale),
+    "watched conv": lambda conv, norm: conv.register_forward_hook(_watch),
+    "hook before norm": lambda conv, norm: norm.register_forward_pre_hook(_shift),
+    "hook on norm": lambda conv, norm: norm.register_forward_hook(_scale),
+    "weight_norm": lambda conv, norm: nn.utils.parametrizations.weight_norm(conv),
+    "spectral_norm": lambda conv, norm: nn.utils.parametrizations.spectral_norm(conv),
+    "old weight_norm": lambda conv, norm: _old_weight_norm(conv),
+    "old spectral_norm": lambda conv, norm: nn.utils.spectral_norm(conv),
+    "frozen": lambda conv, norm: conv.requires_grad_(False),
+}
+
+
+# ---- how blocks are combined
+
+
+class One(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Residual(One):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class ResidualInPlace(One):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y += x
+        return y
+
+
+class Repeated(One):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x).tanh())
+
+
+class Aliased(One):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.alias = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alias(self.inner(x).tanh())
+
+
+class GivesDict(One):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"y": self.inner(x), "rest": [x.mean(), None]}
+
+
+class TakesDict(One):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        return found["y"] + found["rest"][0]
+
+
+class Guarded(One):
+    """A branch on the data that is never taken, around blocks with graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 1e6 else self.inner(x)
+
+
+class BatchLoop(One):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(row.unsqueeze(0)) for row in x])
+
+
+class NumberOfLoops(One):
+    """As many calls as there are rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(min(len(x), 3)):
+            x = self.inner(x).tanh()
+        return x
+
+
+class Two(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+
+class Sum(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+class Concatenated(Two):
+    """The channels of both, and a convolution that brings them back to the number of one."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, narrow: nn.Module) -> None:
+        super().__init__(first, second)
+        self.narrow = narrow
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(torch.cat([self.first(x), self.second(x)], 1))
+
+
+class GivesBoth(Two):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        return y, self.second(y)
+
+
+class TakesBoth(One):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.inner(x)
+        return first - second
+
+
+class EitherByData(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return self.first(x)
+        return self.second(x)
+
+
+class EitherByBatch(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if len(x) > 4 else self.second(x)
+
+
+_ONE: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "residual": Residual, "residual in place": ResidualInPlace, "repeated": Repeated, "aliased": Aliased,
+    "dict": lambda inner: TakesDict(GivesDict(inner)), "guarded": Guarded, "batch loop": BatchLoop,
+    "number of loops": NumberOfLoops,
+}  # fmt: skip
+_TWO: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
+    "sequence": nn.Sequential, "sum": Sum, "tuple": lambda first, second: TakesBoth(GivesBoth(first, second)),
+    "either by data": EitherByData, "either by batch": EitherByBatch,
+}  # fmt: skip
+COMBINATIONS = (*_ONE, *_TWO, "concatenated")
+# Where a part is called by one batch and not by another, stands in the tree twice, or is called as often as there are rows.
+_UNFOLDED_IN = {"aliased", "either by data", "either by batch", "batch loop", "number of loops"}
+
+
+# ---- the whole
+
+
+class Root(nn.Module):
+    """The blocks in sequence, and the head."""
+
+    def __init__(self, blocks: list[nn.Module], head: nn.Module | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        if scale is not None:
+            x = x * scale.reshape(-1, *[1] * (x.dim() - 1))
+        return x if self.head is None else self.head(x)
+
+
+class RootOfTuple(Root):
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
+        return super().forward(x, scale=scale), (x,)
+
+
+class RootOfDict(Root):
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
+        features = []
+        for block in self.blocks:
+            x = block(x)
+            features.append(x)
+        if scale is not None:
+            x = x * scale.reshape(-1, *[1] * (x.dim() - 1))
+        return {"y": x if self.head is None else self.head(x), "features": features, "kind": "maps"}
+
+
+class LinearOn2d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(CHANNELS, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x.flatten(2).mean(2)))
+
+
+class LinearOn3d(nn.Module):
+    """The BatchNorm's channels aren't the outputs of the linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(F.adaptive_avg_pool1d(x.flatten(2), CHANNELS)))
+
+
+_ROOTS = {"tensor": Root, "tuple": RootOfTuple, "dict": RootOfDict}
+_HEADS: dict[str, type[nn.Module]] = {"linear on 2-D": LinearOn2d, "linear on 3-D": LinearOn3d}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model.
+
+    Attributes:
+        pairs: paths of the convolution or linear layer and of its BatchNorm, and whether the former has a bias, of every
+            pair that is plainly foldable where example inputs are given.
+    """
+
+    model: nn.Module
+    pairs: tuple[tuple[str, str, bool], ...]
+
+
+def build(description: Description) -> Built:
+    """The model, with weights and statistics worth comparing; the same at every call."""
+    builder = _Builder(description)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(description.seed)
+        blocks = [builder.block(block, foldable=True) for block in description.blocks]
+        head = _HEADS[description.head]() if description.head in _HEADS else None
+        if isinstance(head, LinearOn2d):
+            builder.plain.append((head.linear, head.norm))
+        model = _ROOTS[description.output](blocks, head)
+        trees = [model, *(part for pair in builder.hidden for part in pair)]
+        for tree in trees:
+            enliven(tree, description.seed).to(DTYPES[description.dtype]).train(description.training)
+        for part in trees[1:]:
+            # The tree doesn't hold it: no `eval` of the model reaches it.
+            part.eval()
+        for norm in builder.in_training:
+            norm.train()
+        for extra in builder.extras:
+            extra()
+    paths = {id(module): path for path, module in model.named_modules()}
+    pairs = tuple((paths[id(conv)], paths[id(norm)], conv.bias is not None) for conv, norm in builder.plain)
+    return Built(model, pairs)
+
+
+class _Builder:
+    def __init__(self, description: Description) -> None:
+        self.dims = description.dims
+        self.plain: list[tuple[nn.Module, nn.Module]] = []
+        self.hidden: list[tuple[nn.Module, ...]] = []
+        self.in_training: list[nn.Module] = []
+        self.extras: list[Callable[[], object]] = []
+
+    def block(self, block: Block, *, foldable: bool) -> nn.Module:
+        if isinstance(block, Pair):
+            return self.pair(block, foldable=foldable)
+        foldable = foldable and block.kind not in _UNFOLDED_IN
+        parts = [self.block(part, foldable=foldable) for part in block.parts]
+        if block.kind == "concatenated":
+            return Concatenated(*parts, _CONVOLUTIONS[self.dims](2 * CHANNELS, CHANNELS, 1))
+        return (_ONE if block.kind in _ONE else _TWO)[block.kind](*parts)
+
+    def pair(self, pair: Pair, *, foldable: bool) -> nn.Module:
+        out = 2 * CHANNELS if pair.wide else CHANNELS
+        conv, norm = self.conv(pair.conv, out), self.norm(pair.norm, out)
+        act = ACTIVATIONS[pair.act]()
+        joined = STYLES[pair.style](conv, norm, act)
+        if foldable and pair.is_plain:
+            self.plain.append((conv, norm))
+        if pair.style == "hidden":
+            self.hidden.append((conv, norm, act))
+        if pair.norm.training:
+            self.in_training.append(norm)
+        self.extras.append(lambda: EXTRAS[pair.extra](conv, norm))
+        return nn.Sequential(joined, _CONVOLUTIONS[self.dims](out, CHANNELS, 1)) if pair.wide else joined
+
+    def conv(self, conv: Conv, out: int) -> nn.Module:
+        same = conv.dilation * (conv.kernel - 1) // 2
+        options: dict[str, Any] = {
+            "padding": 0 if conv.resize == "valid" else same,
+            "stride": 2 if conv.resize == "stride" else 1,
+            "dilation": conv.dilation,
+            "groups": conv.groups,
+            "bias": conv.bias,
+        }
+        if conv.transposed:
+            options["output_padding"] = 1 if conv.resize == "stride" else 0
+            return _TRANSPOSED[self.dims](CHANNELS, out, conv.kernel, **options)
+        if conv.padding == "same":
+            options["padding"] = "same"
+        else:
+            options["padding_mode"] = conv.padding
+        return _CONVOLUTIONS[self.dims](CHANNELS, out, conv.kernel, **options)
+
+    def norm(self, norm: Norm, out: int) -> nn.Module:
+        kind = ACTIVATED[self.dims] if norm.activated else _NORMS[self.dims]
+        return kind(out, affine=norm.affine, momentum=norm.momentum, track_running_stats=norm.running)
+
+
+class BatchNormAct1d(nn.BatchNorm1d):
+    forward = BatchNormAct.forward
+
+
+class BatchNormAct3d(nn.BatchNorm3d):
+    forward = BatchNormAct.forward
+
+
+ACTIVATED: dict[int, type[nn.Module]] = {1: BatchNormAct1d, 2: BatchNormAct, 3: BatchNormAct3d}
+
+
+def _like(module: Any) -> Any:
+    """Another module of that kind with those settings and weights of its own."""
+    other = copy.deepcopy(module)
+    other.reset_parameters()
+    return other
+
+
+def inputs_of(description: Description) -> Callable[[int, torch.Generator], tuple[Tensor, ...]]:
+    """The positional arguments at a batch size."""
+
+    def inputs(batch: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        shape = (batch, CHANNELS, *[_SIZES[description.dims]] * description.dims)
+        gap = 2 if description.layout == "strided" else 1
+        x = torch.randn(*shape[:-1], shape[-1] * gap, generator=generator).to(DTYPES[description.dtype])[..., ::gap]
+        if description.layout == "channels_last" and description.dims in _FORMATS:
+            x = x.contiguous(memory_format=_FORMATS[description.dims])
+        return (x,)
+
+    return inputs
+
+
+# ---- strategies
+
+
+def _convs(*, resizes: bool) -> st.SearchStrategy[Conv]:
+    return st.builds(
+        Conv,
+        kernel=st.sampled_from([3, 1]),
+        bias=st.sampled_from([True, True, False]),
+        groups=st.sampled_from([1, 1, 2, CHANNELS]),
+        dilation=st.sampled_from([1, 1, 1, 2]),
+        transposed=st.sampled_from([False, False, True]),
+        padding=st.sampled_from(["zeros", "zeros", "same", "reflect", "circular", "replicate"]),
+        resize=st.sampled_from(["", "stride", "valid"] if resizes else [""]),
+    ).map(_possible)
+
+
+def _possible(conv: Conv) -> Conv:
+    """The nearest one that torch takes."""
+    if conv.transposed or (conv.padding == "same" and conv.resize):
+        conv = replace(conv, padding="zeros")
+    if conv.padding == "reflect" or conv.resize:
+        # The maps are small: padding by reflection has to be smaller than they are.
+        conv = replace(conv, dilation=1)
+    return conv
+
+
+_NORMS_DRAWN = st.builds(
+    Norm,
+    affine=st.sampled_from([True, True, False]),
+    momentum=st.sampled_from([0.1, None]),
+    running=st.sampled_from([True] * 5 + [False]),
+    training=st.sampled_from([False] * 4 + [True]),
+    activated=st.sampled_from([False, False, True]),
+)
+
+
+def _pairs(*, resizes: bool) -> st.SearchStrategy[Pair]:
+    # Many have nothing hard about them: several rewrites in one model, beside those that are refused.
+    return st.builds(
+        Pair,
+        conv=_convs(resizes=resizes),
+        norm=_NORMS_DRAWN,
+        style=st.sampled_from([*PLAIN_STYLES, *STYLES]),
+        act=st.sampled_from([*ACTIVATIONS]),
+        extra=st.sampled_from(["none"] * 2 * len(EXTRAS) + [*EXTRAS]),
+        wide=st.booleans(),
+    ).map(_fitting)
+
+
+def _fitting(pair: Pair) -> Pair:
+    """Some ways of joining use what comes out beside what goes in, or have no place for some setting."""
+    if pair.norm.activated:
+        # Its forward gives both to the function as they are.
+        pair = replace(pair, norm=replace(pair.norm, momentum=0.1, running=True))
+    if pair.style == "keywords":
+        extra = "none" if pair.extra == "hook before norm" else pair.extra
+        pair = replace(pair, norm=replace(pair.norm, activated=False), extra=extra)
+    if pair.style == "hidden":
+        # Any run changes what the tree doesn't hold: statistics in training, weights that a hook sets at each call.
+        extra = "none" if pair.extra.startswith("old") else pair.extra
+        pair = replace(pair, norm=replace(pair.norm, training=False), extra=extra)
+    if pair.style in ("norm twice", "norm first"):
+        pair = replace(pair, wide=False)
+    if pair.style == "functional":
+        conv = replace(pair.conv, padding="zeros")
+        return replace(pair, conv=conv, norm=replace(pair.norm, training=False), extra="none")
+    return pair
+
+
+def _combined(inner: st.SearchStrategy[Block]) -> st.SearchStrategy[Combined]:
+    one = st.builds(Combined, st.sampled_from([*_ONE]), st.tuples(inner))
+    two = st.builds(Combined, st.sampled_from([*_TWO, "concatenated"]), st.tuples(inner, inner))
+    return one | two
+
+
+_BLOCKS: st.SearchStrategy[Block] = _pairs(resizes=False) | _combined(
+    _pairs(resizes=False) | _combined(_pairs(resizes=False))
+)
+DESCRIPTIONS: st.SearchStrategy[Description] = st.builds(
+    Description,
+    blocks=st.tuples(_pairs(resizes=True)) | st.tuples(_BLOCKS) | st.tuples(_pairs(resizes=True), _BLOCKS),
+    dims=st.sampled_from([2, 2, 1, 3]),
+    head=st.sampled_from(["none", "none", *_HEADS]),
+    output=st.sampled_from([*_ROOTS]),
+    dtype=st.sampled_from(["float32", "float32", "float64", "bfloat16"]),
+    layout=st.sampled_from(["contiguous", "channels_last", "strided"]),
+    scaled=st.booleans(),
+    training=st.booleans(),
+    batch=st.sampled_from([2, 3, 1, 0]),
+    seed=st.integers(0, 7),
+)
