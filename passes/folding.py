@@ -184,7 +184,7 @@ def _why_not_rank(program: Program, conv: Convolution) -> str | None:
 def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     for node in (conv.node, norm.node):
         opaque = program.opaque_around(node)
-        if opaque is not None:
+        if opaque is not None and not _is_closed(program, conv, norm):
             unknown = (
                 "no recorded run shows what it does: give example inputs"
                 if program.recordings is None
@@ -205,6 +205,21 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
     if not isinstance(inner_forward(conv_home.module), SealCheckingForward | None):
         return f"the module {conv_home.path or 'the root'} has a forward of its instance, which can't be traced"
     return None
+
+
+def _is_closed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
+    """Whether one traced graph holds the pair and a seal guards it, so that the forwards around it need not be known.
+
+    Runs that don't agree on those still show who calls the two and who reads their tensors. What no run shows meets the
+    seal, and raises.
+    """
+    home = program.home(conv.node)
+    return (
+        program.recordings is not None
+        and home is program.home(norm.node)
+        and home.traced
+        and can_be_sealed(program, conv, norm)
+    )
 
 
 def _why_not_code(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:

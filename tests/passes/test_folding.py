@@ -13,6 +13,7 @@ from pass_contract import captured, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
+from optimizer import check_parity, optimize, report_of
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
 from passes.folding import are_finite
@@ -547,10 +548,57 @@ class _Disagreeing(_IslandAround):
         return y
 
 
-def test_runs_that_disagree() -> None:
-    program, context = captured(_Disagreeing().eval(), image())
-    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
-    assert "the recorded runs don't agree on what it does" in text
+class _DisagreeingAcross(_Disagreeing):
+    """The convolution and the BatchNorm stand in different modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        conv, norm = self.inner
+        self.inner = nn.Sequential(nn.Sequential(conv), nn.Sequential(norm))
+
+
+class _DisagreeingReader(_Disagreeing):
+    """It reads the weight of the convolution too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.inner[0].weight.sum()
+
+
+class _DisagreeingCaller(_Disagreeing):
+    """For some inputs, which no run shows, it calls the convolution by itself."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y + self.inner[0](x).sum() if x.sum() > 1e6 else y
+
+
+def test_runs_that_disagree_about_what_is_around_a_pair() -> None:
+    model = _Disagreeing().eval()
+    program, context = captured(model, image())
+    assert [change.where for change in FoldConvBn().run(program, context).changes] == ["inner.1"]
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    report = check_parity(model, fast, (image(),), batch_sizes=(1, 2, 5), draws=1)
+    assert report.ok, report.reason
+
+
+def test_runs_that_disagree_about_more_than_that() -> None:
+    for model, reason in (
+        (_DisagreeingAcross(), "the recorded runs don't agree on what it does"),
+        (_DisagreeingReader(), "inner.0.weight is also read by"),
+    ):
+        program, context = captured(model.eval(), image())
+        ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+        assert reason in text
+
+
+def test_where_runs_disagree_an_unseen_call_raises() -> None:
+    model = _DisagreeingCaller().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 3), draws=1).ok
+    with pytest.raises(UnseenCall, match="its output was used without it"):
+        fast(image() + 1e6)
 
 
 def test_quantized_modules_are_no_convolutions() -> None:
