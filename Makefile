@@ -2,7 +2,7 @@
 # make test    install what the tests need and run them
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
-# make zoo     thirty architectures the whole way (minutes)
+# make zoo     thirty architectures the whole way, all others with a BatchNorm through optimize (minutes)
 # make bench   the benchmarks (twenty minutes; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
@@ -43,6 +43,7 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/examples
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
+	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
 
 docs: $(VENV)/dev

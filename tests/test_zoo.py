@@ -1,7 +1,9 @@
-"""Thirty architectures through optimize, both exporters and verify; minutes long, so `make zoo` runs it."""
+"""Thirty architectures through optimize, both exporters and verify, and all others that hold a BatchNorm through optimize;
+minutes long, so `make zoo` runs it."""
 
 import pytest
-from architectures import ZOO, member
+import torch
+from architectures import NORMED, ZOO, member
 
 from exporters import ExportError
 from optimizer import export, optimize, verify_bundle
@@ -37,3 +39,14 @@ def test_a_member_goes_the_whole_way(name, tmp_path):
         assert bundle.parity.ok
         assert verify_bundle(bundle.path).ok
     assert refused == {pair for pair in REFUSED if pair[0] == name}
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", NORMED)
+def test_a_member_with_batch_norms_is_optimized(name):
+    model, kwargs = member(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    report = optimize(model, example_kwargs=kwargs).report
+    assert report.verified
+    assert not [record for record in report.passes if record.status in ("rolled-back", "failed")]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -1,0 +1,189 @@
+"""How many of the foldable pairs of a convolution and a BatchNorm are folded, over the architectures of transformers.
+
+    python benchmarks/reach.py --json build/reach.json --markdown build/reach.md
+
+Which pairs are foldable is counted apart from the passes, from what one eager run of the original does. Beside it, what
+`torch.fx`'s `fuse` folds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from foldable import foldable_pairs
+from measure import caption, environment, positive
+from table import Table, write
+from torch import fx, nn
+from torch.fx.experimental.optimization import fuse
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from optimizer import optimize
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from architectures import NORMED, ZOO, member
+from real_models import REAL_MODELS
+
+# The share of foldable pairs that has to be folded.
+GOAL = 0.99
+
+FOLD = "fold-conv-bn"
+_SHOWN = 160
+
+# One name may stand for a model of both kinds: the smaller one is taken.
+NAMES = tuple(dict.fromkeys((*REAL_MODELS, *ZOO, *NORMED)))
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model in eval, and a call of it."""
+    if name in REAL_MODELS:
+        return REAL_MODELS[name]()
+    model, kwargs = member(name)
+    return model, (), kwargs
+
+
+def measure(name: str) -> dict[str, Any] | None:
+    """The counts of one model; None where it holds no BatchNorm."""
+    model, args, kwargs = made(name)
+    held = sum(isinstance(module, _BatchNorm) for module in model.modules())
+    if not held:
+        return None
+    pairs = {pair.norm: pair for pair in foldable_pairs(model, args, kwargs)}
+    fast = optimize(model, [FOLD], example_inputs=args or None, example_kwargs=kwargs or None)
+    (record,) = fast.report.passes
+    places = {place.where for place in record.changes} if record.status == "applied" else set()
+    skips = {place.where: place.text for place in record.skips}
+    missed = [
+        {
+            "norm": pair.norm,
+            "layer": pair.layer,
+            "way": list(pair.way),
+            "reason": record.reason or skips.get(norm, "the two aren't recognised as a pair"),
+        }
+        for norm, pair in pairs.items()
+        if norm not in places
+    ]
+    return {
+        "model": name,
+        "norms": held,
+        "foldable": len(pairs),
+        "folded": len(pairs) - len(missed),
+        # What this counter doesn't call foldable.
+        "beyond": sorted(places - set(pairs)),
+        "verified": fast.report.verified,
+        "status": record.status,
+        "missed": missed,
+        "fuse": fused(name),
+    }
+
+
+def fused(name: str) -> dict[str, Any]:
+    """How many BatchNorms `fuse` folds, and why none where it fails."""
+    # Another copy: a trace that fails may leave its proxies in the model.
+    model, _, _ = made(name)
+    try:
+        before = fx.symbolic_trace(model)
+        after = fuse(model)
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
+        return {"folded": 0, "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return {"folded": _norms_called(before) - _norms_called(after), "reason": ""}
+
+
+def _norms_called(model: nn.Module) -> int:
+    assert isinstance(model, fx.GraphModule)
+    called = [model.get_submodule(str(node.target)) for node in model.graph.nodes if node.op == "call_module"]
+    return sum(isinstance(module, _BatchNorm) for module in called)
+
+
+def totals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over all models."""
+    foldable, folded = (sum(result[key] for result in results) for key in ("foldable", "folded"))
+    return {
+        "norms": sum(result["norms"] for result in results),
+        "foldable": foldable,
+        "folded": folded,
+        "share": folded / foldable if foldable else 1.0,
+        "fuse": sum(result["fuse"]["folded"] for result in results),
+    }
+
+
+def reach_table(results: Sequence[dict[str, Any]], total: dict[str, Any]) -> Table:
+    headings = ["model", "BatchNorms", "foldable", "folded", "share", "fuse", "why fuse has none"]
+    table = Table("Foldable pairs that are folded", headings)
+    for result in results:
+        share = f"{100 * result['folded'] / result['foldable']:.0f} %" if result["foldable"] else ""
+        counts = (str(result[key]) for key in ("norms", "foldable", "folded"))
+        peer = result["fuse"]
+        table.add(result["model"], *counts, share, str(peer["folded"]), _short(peer["reason"]))
+    counts = (str(total[key]) for key in ("norms", "foldable", "folded"))
+    table.add("all", *counts, f"{100 * total['share']:.1f} %", str(total["fuse"]), "")
+    for result in results:
+        if result["beyond"]:
+            table.caption.append(f"{result['model']}: folded without being counted: {', '.join(result['beyond'])}.")
+        if result["foldable"] and result["status"] in ("rolled-back", "failed"):
+            table.caption.append(f"{result['model']}: {result['status']}.")
+    return table
+
+
+def missed_table(results: Sequence[dict[str, Any]]) -> Table:
+    table = Table("Foldable pairs that are not folded", ["model", "pairs", "for example", "in between", "why"], left=5)
+    for result in results:
+        # By the reason without the paths: one sentence for each kind.
+        kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for miss in result["missed"]:
+            kinds.setdefault((miss["reason"].replace(miss["layer"], "…"), *miss["way"]), []).append(miss)
+        for misses in kinds.values():
+            first = misses[0]
+            table.add(result["model"], str(len(misses)), first["norm"], ", ".join(first["way"]), first["reason"])
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="names separated by commas (default: all that hold a BatchNorm)")
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 below {100 * GOAL:.0f} %%")
+    arguments = parser.parse_args()
+    names = arguments.models.split(",") if arguments.models else list(NAMES)
+    if unknown := [name for name in names if name not in NAMES]:
+        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(NAMES)}")
+    torch.set_num_threads(arguments.threads)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    where = environment(arguments.threads)
+
+    results = []
+    for name in names:
+        print(f"{name} …", file=sys.stderr)
+        result = measure(name)
+        if result is not None:
+            results.append(result)
+    total = totals(results)
+    tables = [reach_table(results, total)]
+    if any(result["missed"] for result in results):
+        tables.append(missed_table(results))
+    met = total["share"] >= GOAL
+    tables[-1].caption.append(
+        f"{total['folded']} of {total['foldable']} foldable pairs are folded; the goal is {100 * GOAL:.0f} %,"
+        f" which is {'met' if met else 'missed'}."
+    )
+    tables[-1].caption.append(caption(where))
+    data = {"benchmark": "reach", "environment": where, "goal": GOAL, "total": total, "models": results}
+    for table in tables:
+        table.show()
+    write(tables, data, arguments.json, arguments.markdown)
+    return 1 if arguments.check and not met else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The count of foldable pairs, which knows nothing of the passes: what it counts, and what it mustn't."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "foldable.py"
+
+
+@pytest.fixture(scope="module")
+def foldable():
+    spec = importlib.util.spec_from_file_location("benchmarks_foldable", FILE)
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+class Model(nn.Module):
+    """A convolution, a linear layer and a BatchNorm; `run(self, x)` is the forward."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+        self.linear = nn.Linear(5, 4)
+        self.flat, self.bn = nn.BatchNorm1d(4), nn.BatchNorm2d(4)
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def image():
+    return torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def rows():
+    return torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0))
+
+
+def counted(foldable, run, x):
+    model = enliven(Model(run)).eval()
+    return [(pair.layer, pair.norm, pair.way) for pair in foldable.foldable_pairs(model, (x,), {})]
+
+
+def merged(self, x):
+    hidden = self.linear(x)
+    return self.flat(hidden.flatten(0, 1)).reshape_as(hidden)
+
+
+def functional(self, x):
+    bn = self.bn
+    y = F.conv2d(x, self.conv.weight, self.conv.bias)
+    return F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+
+
+def asked_for_its_shape(self, x):
+    y = self.conv(x)
+    assert y.shape[1] == y.size(1) == 4
+    assert y.dim() == 4
+    return self.bn(y) + torch.zeros_like(y)
+
+
+@pytest.mark.parametrize(
+    ("run", "x", "pair"),
+    [
+        (lambda self, x: self.bn(self.conv(x)).relu(), image(), ("conv", "bn", ())),
+        (functional, image(), ("conv", "bn", ())),
+        (asked_for_its_shape, image(), ("conv", "bn", ())),
+        (lambda self, x: self.flat(self.linear(x[:, 0])), rows(), ("linear", "flat", ())),
+        (merged, rows(), ("linear", "flat", ("flatten",))),
+        (lambda self, x: self.flat(self.linear(x).transpose(1, 2)), rows(), ("linear", "flat", ("transpose",))),
+        (lambda self, x: self.flat(self.conv(x).flatten(2)), image(), ("conv", "flat", ("flatten",))),
+    ],
+)
+def test_a_pair_is_counted(foldable, run, x, pair):
+    assert counted(foldable, run, x) == [pair]
+
+
+def two_users(self, x):
+    y = self.conv(x)
+    return self.bn(y) + y
+
+
+def changed_in_place(self, x):
+    y = self.conv(x)
+    y += 1
+    return self.bn(y)
+
+
+def returned_as_well(self, x):
+    y = self.conv(x)
+    return {"raw": [y], "normed": self.bn(y)}
+
+
+def called_twice(self, x):
+    y = self.conv(x)
+    return self.bn(self.other(self.other(y)))
+
+
+def norm_called_twice(self, x):
+    return self.bn(self.other(self.bn(self.conv(x))))
+
+
+def standardised(self, x):
+    weight = self.conv.weight
+    mean = F.batch_norm(weight.reshape(1, 4, -1), None, None, training=True).reshape(weight.shape)
+    return self.bn(F.conv2d(x, mean))
+
+
+def weight_read_elsewhere(self, x):
+    return self.bn(self.conv(x)) + self.conv.weight.sum()
+
+
+def batch_statistics(self, x):
+    return F.batch_norm(self.conv(x), self.bn.running_mean, self.bn.running_var, training=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "x"),
+    [
+        (two_users, image()),
+        (changed_in_place, image()),
+        (returned_as_well, image()),
+        (called_twice, image()),
+        (norm_called_twice, image()),
+        (standardised, image()),
+        (weight_read_elsewhere, image()),
+        (batch_statistics, image()),
+        (lambda self, x: self.bn(self.conv(x).relu()), image()),
+        (lambda self, x: self.bn(F.max_pool2d(self.conv(x), 2)), image()),
+        (lambda self, x: self.bn(2 * self.conv(x)), image()),
+        # Of these four rows and four channels, and of a grid of four by four, the second dim is another one.
+        (lambda self, x: self.flat(self.linear(x[:, :4])), rows()),
+        (lambda self, x: self.bn(self.conv(x).transpose(1, 2)), image()),
+        (lambda self, x: self.bn(self.conv(x).reshape(2, 4, 4, 4).flip(1)), image()),
+        (lambda self, x: self.bn(x[:, :1].expand(-1, 4, -1, -1)), image()),
+    ],
+)
+def test_no_pair_is_counted(foldable, run, x):
+    assert counted(foldable, run, x) == []
+
+
+def test_a_convolution_that_two_names_hold_is_not_counted(foldable):
+    model = enliven(Model(lambda self, x: self.bn(self.other(self.conv(x))))).eval()
+    assert len(foldable.foldable_pairs(model, (image(),), {})) == 1
+    model.alias = model.other
+    assert foldable.foldable_pairs(model, (image(),), {}) == []
