@@ -122,7 +122,7 @@ class Workshop:
                 run = self._makers[name](inputs)
                 run()
         except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and the row says so
-            return Contender(name, None, _sentence(error), time.perf_counter() - started)
+            return Contender(name, None, sentence_of(error), time.perf_counter() - started)
         return Contender(name, run, "", time.perf_counter() - started)
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -230,7 +230,8 @@ def _compiled(model: nn.Module) -> nn.Module:
     return compiled
 
 
-def _sentence(error: Exception) -> str:
+def sentence_of(error: Exception) -> str:
+    """The class and the first line of an error, in 160 characters at most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 160 else f"{text[:157]}..."
