@@ -21,6 +21,9 @@ from optimizer.written_parameters import kept_values
 # optimize take turns.
 one_at_a_time = threading.RLock()
 
+# What torch.nn.Module keeps its tensors and children in.
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+
 
 @contextmanager
 def random_state(seed: int | None = None) -> Iterator[None]:
@@ -116,18 +119,20 @@ def evaluated(target: Any) -> Iterator[None]:
 def kept_state(target: Any, written: Iterable[str] = ()) -> Iterator[None]:
     """Buffers, tensors among the attributes, and the attributes themselves are afterwards what they were before.
 
-    Tensors that were written to in place get their values back in place. Iterators among the attributes stay where they
+    Tensors that were written to in place get their values back in place. This reaches the modules in lists and other plain
+    containers too. Iterators among the attributes stay where they
     are: a copy runs in their place. `written` names the parameters that the forward is known to write to, which are kept
     too (`optimizer.written_parameters` finds them); no other is copied. Nothing for callables that are no modules.
     """
+    modules = reachable_modules(target) if isinstance(target, nn.Module) else []
     seen: set[int] = set()
-    kept = [_ModuleState(module, seen) for module in modules_of(target)]
+    kept = [_ModuleState(module, seen) for module in modules]
     tensors: dict[int, _TensorState] = {}
     for state in kept:
         for tensor in state.tensors():
             tensors.setdefault(id(tensor), _TensorState(tensor))
     try:
-        with held_iterators(modules_of(target)), kept_values(target, written):
+        with held_iterators(modules), kept_values(target, written):
             yield
     finally:
         for state in kept:
@@ -210,6 +215,34 @@ def _all_copied(value: Any) -> Any:
     if copied is None:
         raise TypeError(f"a {type(value).__name__} can't be copied")
     return copied
+
+
+def reachable_modules(model: nn.Module) -> list[nn.Module]:
+    """All modules of the tree, then those that stand in attributes and plain containers of one, and their trees."""
+    found = dict.fromkeys(model.modules())
+    waiting = list(found)
+    looked_at: set[int] = set()
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name, value in module.__dict__.items():
+            if name in REGISTRIES or id(value) in looked_at:
+                continue
+            looked_at.add(id(value))
+            for hidden in _modules_in(value, depth=3):
+                new = [inner for inner in hidden.modules() if inner not in found]
+                found.update(dict.fromkeys(new))
+                waiting.extend(new)
+    return list(found)
+
+
+def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple | set):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(item, depth - 1)
 
 
 def modules_of(target: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from optimizer.preserve import held_iterators
+from optimizer.preserve import REGISTRIES, held_iterators, reachable_modules
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.side_effects import Snapshot, attributes_of, contents_of, values_in
 from passes.graph.tracing import writes_in_place
@@ -45,7 +45,6 @@ _IMMUTABLE = (
     torch.Size,
 )
 # Dictionaries of hooks: the copy gets its own, with the same hooks in them.
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
@@ -85,7 +84,9 @@ class WorkingCopy:
             return
         done: dict[int, torch.Tensor] = {}
         for module in map(self._twin_of, self.originals.values()):
-            if _is_script(module) or is_atom(module) or isinstance(module, _NormBase):
+            # `eval()` doesn't reach a norm in a plain list: it goes on counting.
+            counts = isinstance(module, _NormBase) and module.training
+            if _is_script(module) or (not counts and (is_atom(module) or isinstance(module, _NormBase))):
                 continue
             graph = graphs.get(id(module))
             if graph is not None and graph.traced and not writes_in_place(graph.graph):
@@ -131,7 +132,7 @@ class _Cloner:
         self.share_parameters = share_parameters
 
     def clone_tree(self, model: nn.Module) -> None:
-        modules = _reachable(model)
+        modules = reachable_modules(model)
         for module in modules:
             self._clone_tensors(module)
         # All shells exist before any attribute is copied, so that a reference from one module to another, in either
@@ -249,34 +250,6 @@ def _slots_of(cls: type) -> Sequence[str]:
     return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
-def _reachable(model: nn.Module) -> list[nn.Module]:
-    """All modules of the tree, then those that stand in attributes and plain containers of one, and their trees."""
-    found = dict.fromkeys(model.modules())
-    waiting = list(found)
-    looked_at: set[int] = set()
-    while waiting:
-        module = waiting.pop()
-        if _is_script(module):
-            continue
-        for name, value in module.__dict__.items():
-            if name in _REGISTRIES or id(value) in looked_at:
-                continue
-            looked_at.add(id(value))
-            for hidden in _modules_in(value, depth=3):
-                new = [inner for inner in hidden.modules() if inner not in found]
-                found.update(dict.fromkeys(new))
-                waiting.extend(new)
-    return list(found)
-
-
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif depth and isinstance(value, dict | list | tuple | set):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(item, depth - 1)
-
-
 def _same_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor of the same class over the same storage, without the history of gradients."""
     if is_lazy(tensor):
@@ -313,7 +286,7 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
         A set that holds, after the block, (id of the module, name) of each buffer or plain tensor that was written to.
     """
     written: set[tuple[int, str]] = set()
-    modules = [module for module in root.modules() if not _is_script(module)]
+    modules = [module for module in reachable_modules(root) if not _is_script(module)]
     snapshot = Snapshot(*modules)
     nested = {id(tensor): (tensor, tensor.detach().clone()) for tensor in _nested_tensors(modules)}
     copies: dict[int, torch.Tensor] = {}
@@ -351,7 +324,7 @@ def _nested_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         id(value): value
         for module in modules
         for name, value in module.__dict__.items()
-        if name not in _REGISTRIES and isinstance(value, dict | list | tuple)
+        if name not in REGISTRIES and isinstance(value, dict | list | tuple)
     }
     for container in containers.values():
         for item in container.values() if isinstance(container, dict) else container:

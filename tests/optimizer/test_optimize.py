@@ -614,3 +614,29 @@ def test_two_threads_take_turns():
     assert done == [4, 4, 4]
     assert torch.get_default_dtype() is torch.float32
     assert nn.Module.__call__ is call
+
+
+class _Listed(nn.Module):
+    """BatchNorms in a plain list and dict, which `eval()` doesn't reach: they go on counting."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.layers = [nn.BatchNorm2d(4)]
+        self.by_name = {"norms": [nn.BatchNorm2d(4)]}
+
+    def forward(self, x):
+        return self.by_name["norms"][0](self.layers[0](self.conv(x)))
+
+
+@pytest.mark.parametrize("passes", [[], None])
+def test_modules_in_plain_lists_are_left_as_they_were(passes):
+    model, x = enliven(_Listed()).eval(), torch.randn(2, 3, 8, 8)
+    norms = [model.layers[0], model.by_name["norms"][0]]
+    before = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
+    fast = optimize(model, passes, example_inputs=(x,))
+    fast(x)
+    for norm, state in zip(norms, before, strict=True):
+        for name, value in norm.state_dict().items():
+            assert torch.equal(value, state[name]), name
+    assert (fast(x) - model(x)).abs().max() < 1e-5

@@ -893,10 +893,6 @@ def _fitting(pair: Pair) -> Pair:
     if pair.style == "keywords":
         extra = "none" if pair.extra == "hook before norm" else pair.extra
         pair = replace(pair, norm=replace(pair.norm, activated=False), extra=extra)
-    if pair.style == "hidden":
-        # Any run changes what the tree doesn't hold: statistics in training, weights that a hook sets at each call.
-        extra = "none" if pair.extra.startswith("old") else pair.extra
-        pair = replace(pair, norm=replace(pair.norm, training=False), extra=extra)
     if pair.style in ("norm twice", "norm first"):
         pair = replace(pair, wide=False)
     if pair.style == "functional":
