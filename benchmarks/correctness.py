@@ -23,7 +23,7 @@ import torch
 from contenders import FUSE, JIT, LABELS, OURS, sentence_of
 from hard_cases import CASES, Case, Inputs
 from measure import caption, environment, positive
-from table import Table, write
+from table import Table, publish
 from torch import nn
 from torch.autograd import profiler_legacy
 from torch.fx.experimental.optimization import fuse
@@ -437,9 +437,7 @@ def main() -> int:
         "missed": missed,
         "results": results,
     }
-    for table in tables:
-        table.show()
-    write(tables, data, arguments.json, arguments.markdown)
+    publish(tables, data, arguments.json, arguments.markdown)
     return 1 if missed and arguments.check else 0
 
 

@@ -22,7 +22,7 @@ import torch
 from measure import Spread, Stopwatch, caption, environment, interleaved, numbers, positive, ratios, seconds_of
 from memory import CASES
 from synthetic import OPERATIONS, SHAPES, example_of_graph, graph_of
-from table import Table, mebibytes, seconds, write
+from table import Table, mebibytes, publish, seconds
 from torch import nn
 from torch.fx.experimental.optimization import fuse
 
@@ -253,9 +253,7 @@ def main() -> int:
         "growth": growths,
         "memory": memory,
     }
-    for table in tables:
-        table.show()
-    write(tables, data, arguments.json, arguments.markdown)
+    publish(tables, data, arguments.json, arguments.markdown)
     return 1 if missed and arguments.check else 0
 
 

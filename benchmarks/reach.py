@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from foldable import foldable_pairs
 from measure import caption, environment, positive
-from table import Table, write
+from table import Table, publish
 from torch import fx, nn
 from torch.fx.experimental.optimization import fuse
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -179,9 +179,7 @@ def main() -> int:
     )
     tables[-1].caption.append(caption(where))
     data = {"benchmark": "reach", "environment": where, "goal": GOAL, "total": total, "models": results}
-    for table in tables:
-        table.show()
-    write(tables, data, arguments.json, arguments.markdown)
+    publish(tables, data, arguments.json, arguments.markdown)
     return 1 if arguments.check and not met else 0
 
 

@@ -63,6 +63,13 @@ def write(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None,
         json_path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def publish(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
+    """Print the tables, and write them and the figures where they are asked for."""
+    for table in tables:
+        table.show()
+    write(tables, data, json_path, markdown_path)
+
+
 def seconds(value: float) -> str:
     """Seconds in a unit that leaves three digits: `12.3 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -147,10 +147,10 @@ def prove(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
     Raises:
         RouteRefused: it fails, or gives other shapes, dtypes or values than the model.
     """
-    errors = [
-        _compare(evidence, loaded, inputs, expected)
-        for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True)
-    ]
+    errors = []
+    for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True):
+        outputs = _compare(evidence, loaded, inputs, expected)
+        errors.append([_relative_error(*pair) for pair in zip(expected, outputs, strict=True)])
     return tuple(map(max, zip(*errors, strict=True)))
 
 
@@ -238,8 +238,8 @@ def _compare(
     inputs: tuple[torch.Tensor, ...],
     expected: tuple[torch.Tensor, ...],
     errors: Sequence[float] | None = None,
-) -> tuple[float, ...]:
-    """How far each output of the file is off, relative to its largest value; `errors` are those seen at the calls."""
+) -> Sequence[torch.Tensor]:
+    """What the file gives, where it is what the model gives; `errors` are how far each output was off at the calls."""
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     with refusing(f"the file fails on inputs of {sizes}"):
         outputs = loaded(*clones(inputs))
@@ -249,7 +249,7 @@ def _compare(
         allowed = None if errors is None else _allowed_beyond(ours.dtype, errors[index])
         if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
             raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
-    return tuple(_relative_error(*pair) for pair in zip(expected, outputs, strict=True))
+    return outputs
 
 
 def _allowed_beyond(dtype: torch.dtype, error: float) -> float:
@@ -260,19 +260,19 @@ def _allowed_beyond(dtype: torch.dtype, error: float) -> float:
 
 
 def _relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    error, scale = _largest(expected, got)
+    if expected.shape != got.shape or not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0
+    left, right = (_as_float64(tensor) for tensor in (expected, got))
+    error, scale = _largest(left, right, torch.isfinite(left))
     return error / scale if scale else 0.0
 
 
-def _largest(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
-    """The largest error and the largest value of float tensors, where the expected value is finite; 0 for others."""
-    if expected.shape != got.shape or not (expected.is_floating_point() or expected.is_complex()):
+def _largest(expected: torch.Tensor, got: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
+    """The largest error and the largest expected value of float64 tensors where the bool one says; 0 for nowhere."""
+    if not where.any():
         return 0.0, 0.0
-    left, right = (_as_float64(tensor) for tensor in (expected, got))
-    finite = torch.isfinite(left)
-    if not finite.any():
-        return 0.0, 0.0
-    return (left[finite] - right[finite]).abs().max().item(), left[finite].abs().max().item()
+    left, right = expected[where], got[where]
+    return (left - right).abs().max().item(), left.abs().max().item()
 
 
 def difference(
@@ -296,7 +296,7 @@ def difference(
     finite = torch.isfinite(left)
     if not torch.equal(torch.nan_to_num(left[~finite]), torch.nan_to_num(right[~finite])):
         return "NaN or infinity stand in other places"
-    error, scale = _largest(expected, got)
+    error, scale = _largest(left, right, finite)
     allowed = _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) if allowed is None else allowed
     # Written so that a NaN is not within the bound.
     within = error <= allowed * scale + 1e-30

@@ -16,13 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optimizer.written_parameters import kept_values
+from passes.graph.side_effects import REGISTRIES, holds_no_module
 
 # The numeric settings, the random state and the patches of a recorded run are the process's: two threads that measure or
 # optimize take turns.
 one_at_a_time = threading.RLock()
-
-# What torch.nn.Module keeps its tensors and children in.
-REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
@@ -120,9 +118,9 @@ def kept_state(target: Any, written: Iterable[str] = ()) -> Iterator[None]:
     """Buffers, tensors among the attributes, and the attributes themselves are afterwards what they were before.
 
     Tensors that were written to in place get their values back in place. This reaches the modules in lists and other plain
-    containers too. Iterators among the attributes stay where they
-    are: a copy runs in their place. `written` names the parameters that the forward is known to write to, which are kept
-    too (`optimizer.written_parameters` finds them); no other is copied. Nothing for callables that are no modules.
+    containers too. Iterators among the attributes stay where they are: a copy runs in their place. `written` names the
+    parameters that the forward is known to write to, which are kept too (`optimizer.written_parameters` finds them); no
+    other is copied. Nothing for callables that are no modules.
     """
     modules = reachable_modules(target) if isinstance(target, nn.Module) else []
     seen: set[int] = set()
@@ -227,7 +225,7 @@ def reachable_modules(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, torch.jit.ScriptModule):
             continue
         for name, value in module.__dict__.items():
-            if name in REGISTRIES or id(value) in looked_at:
+            if holds_no_module(value) or name in REGISTRIES or id(value) in looked_at:
                 continue
             looked_at.add(id(value))
             for hidden in _modules_in(value, depth=3):

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from optimizer.preserve import REGISTRIES, held_iterators, reachable_modules
+from optimizer.preserve import held_iterators, reachable_modules
 from passes.graph.capture import ModuleGraph, is_atom
-from passes.graph.side_effects import Snapshot, attributes_of, contents_of, values_in
+from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, values_in
 from passes.graph.tracing import writes_in_place
 
 Mode = Literal["inference", "training"]
@@ -84,9 +84,7 @@ class WorkingCopy:
             return
         done: dict[int, torch.Tensor] = {}
         for module in map(self._twin_of, self.originals.values()):
-            # `eval()` doesn't reach a norm in a plain list: it goes on counting.
-            counts = isinstance(module, _NormBase) and module.training
-            if _is_script(module) or (not counts and (is_atom(module) or isinstance(module, _NormBase))):
+            if _is_script(module) or _only_reads(module):
                 continue
             graph = graphs.get(id(module))
             if graph is not None and graph.traced and not writes_in_place(graph.graph):
@@ -173,7 +171,7 @@ class _Cloner:
     def _attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         if isinstance(value, _IMMUTABLE):
             return value
-        if name in ("_parameters", "_buffers", "_modules"):
+        if name in REGISTRIES:
             return {key: self.memo.get(id(item), item) if item is not None else None for key, item in value.items()}
         if name.endswith(_HOOKS) and isinstance(value, dict):
             return type(value)() if not value else self._hooks(module, value)
@@ -230,6 +228,14 @@ def _answer_for_copy(value: Any, seen: dict[int, int], depth: int) -> Iterator[A
 
 def _is_script(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
+
+
+def _only_reads(module: nn.Module) -> bool:
+    """Whether a layer of torch.nn's own leaves its buffers as they are."""
+    if isinstance(module, _NormBase):
+        # `eval()` doesn't reach one in a plain list: it goes on counting.
+        return not module.training
+    return is_atom(module)
 
 
 def _copies_itself(module: nn.Module) -> bool:

@@ -53,8 +53,6 @@ class ChannelsLast(GraphPass):
         some = any(reason is None and path not in dear for path, reason in reasons.items())
         for path, module in convolutions.items():
             reason = reasons[path]
-            if is_kept_contiguous(module):
-                continue
             if path in dear:
                 _keep_contiguous(graph, path, module) if some else graph.skip_module(path, _TOO_DEAR)
             elif reason is None:
@@ -137,7 +135,8 @@ def _too_dear(
     steps = [(paths[key], maps) for key, maps in program.recordings.maps.items() if key in paths]
     costs = [_costs(convolutions[path], reasons[path], *maps) for path, maps in steps]
     formats = _cheapest_formats(costs)
-    return frozenset(path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
+    dear = (path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
+    return frozenset(path for path in dear if not is_kept_contiguous(convolutions[path]))
 
 
 def _costs(module: nn.Module, reason: str | None, read: int, written: int) -> _Costs:
@@ -145,8 +144,9 @@ def _costs(module: nn.Module, reason: str | None, read: int, written: int) -> _C
         return _Costs(math.inf, 0, read)
     weight = module._parameters["weight"]
     assert weight is not None
-    # In both formats at once where the kernel has one element only.
-    has_choice = (reason is None or weight.is_contiguous()) and not reason and is_stock(module, STOCK_CONVOLUTIONS)
+    # A weight that needs no change is in both formats at once where its kernel has one element.
+    is_free = reason is None or (reason == "" and weight.is_contiguous())
+    has_choice = is_free and is_stock(module, STOCK_CONVOLUTIONS)
     return _Costs(weight.numel(), read + written if has_choice else math.inf, read)
 
 

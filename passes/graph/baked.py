@@ -20,7 +20,7 @@ from torch import nn
 
 from passes.graph.fingerprint import ABSENT, UNKNOWN, TooMuch, cannot_change, fingerprint, is_of
 from passes.graph.outside import content_of, is_dunder, named_outside
-from passes.graph.side_effects import names_in
+from passes.graph.side_effects import REGISTRIES, names_in
 
 # What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
@@ -104,7 +104,7 @@ class Baked:
         Where a pass put another parameter, buffer or child, or none, the graph of now goes with what is there now.
         """
         home = self.home()
-        registries = ("_parameters", "_buffers", "_modules") if isinstance(home, nn.Module) else ()
+        registries = REGISTRIES if isinstance(home, nn.Module) else ()
         registry = next((each for each in registries if self.name in getattr(home, each)), "")
         if not registry:
             return self

@@ -26,6 +26,7 @@ from passes.graph.fingerprint import TooMuch
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.side_effects import (
+    REGISTRIES,
     Snapshot,
     contains,
     forget,
@@ -432,7 +433,7 @@ def _places_in(root: nn.Module) -> list[tuple[nn.Module, str]]:
         (module, name)
         for module in root.modules()
         for name, value in module.__dict__.items()
-        if name not in ("_parameters", "_buffers", "_modules") and contains(value, fx.Proxy)
+        if name not in REGISTRIES and contains(value, fx.Proxy)
     ]
 
 

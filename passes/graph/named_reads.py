@@ -11,7 +11,6 @@ import dis
 import functools
 import itertools
 import types
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from passes.graph.guards import SHAPE_AND_KIND
-from passes.graph.side_effects import PLAIN, contents_of, names_in, package_of, values_in, with_helpers
+from passes.graph.side_effects import contents_of, holds_no_module, names_in, package_of, values_in, with_helpers
 from passes.graph.tracing import function_of
 
 # What gives many tensors at once, or one by a name that is a value.
@@ -228,15 +227,10 @@ class NamedReads:
 _OWN = frozenset({"_modules", "_parameters", "_buffers", "forward"})
 
 
-# Most of what a layer has is plain or empty.
-_WITHOUT_MODULES = PLAIN - {tuple}
-_EMPTY_OR_NOT = frozenset({dict, OrderedDict, list, set, tuple})
-
-
 def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
     for value in values:
         kind = type(value)
-        if kind in _WITHOUT_MODULES or (kind in _EMPTY_OR_NOT and not value):
+        if holds_no_module(value):
             continue
         if issubclass(kind, nn.Module):
             yield value

@@ -142,9 +142,9 @@ class _Recorder(TorchFunctionMode):
     def around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = self.frames[-1] if self.frames else None
         frame = _Frame(module, is_atom(module))
-        structure = self._structure(module, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        shapes = self._shapes(module, structure, args, kwargs)
+        structure, named = self._structure(module, args, kwargs)
+        shapes = tuple(tensor.shape for tensor in (tensors if named is None else named))
         arguments = None if caller is None else self._arguments(caller, (args, kwargs))
         for index, tensor in enumerate(tensors):
             frame.keep(tensor, frame.graph.placeholder(f"input_{index}"))
@@ -162,22 +162,19 @@ class _Recorder(TorchFunctionMode):
             self._keep(caller, outputs, node)
         return outputs
 
-    def _structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallStructure | str:
+    def _structure(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallStructure | str, list[Any] | None]:
+        """The structure of a call, and its tensors in the order of that; the reason and None where it has none."""
         try:
             signature, binder = self._signature(module)
-            return CallStructure.of_call(signature, args, kwargs, binder)
+            bound = binder(*args, **kwargs)
+            structure = CallStructure.of_call(signature, args, kwargs, bound)
         except Unstructured as error:
-            return f"its forward is called with what a graph can't hold: {error}"
+            return f"its forward is called with what a graph can't hold: {error}", None
         except TypeError as error:
-            return f"its forward is called with arguments that don't fit its signature ({error})"
-
-    def _shapes(
-        self, module: nn.Module, structure: CallStructure | str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Size, ...]:
-        if isinstance(structure, str):
-            return tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        _, binder = self._signature(module)
-        return tuple(tensor.shape for tensor in structure.tensors_of(binder(*args, **kwargs)))
+            return f"its forward is called with arguments that don't fit its signature ({error})", None
+        return structure, structure.tensors_of(bound)
 
     def _signature(self, module: nn.Module) -> tuple[inspect.Signature, Callable[..., dict[str, Any]]]:
         key: Any = id(module) if "forward" in module.__dict__ else type(module)

@@ -36,9 +36,12 @@ _OPAQUE = (
 )
 # What objects of these packages hold belongs to other threads as well: putting it back would have one wait forever.
 _SHARED = frozenset({"threading", "queue", "logging", "concurrent", "multiprocessing", "asyncio"})
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+# What torch.nn.Module keeps its tensors and children in.
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Most attributes of modules are of these types, which hold nothing that could be put back.
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, torch.Tensor, torch.Size, nn.Parameter})
+# The values of these types hold no module either.
+_WITHOUT_MODULES = PLAIN - {tuple}
 # Most containers of a module are empty and of these types, whose own methods are those of the containers.
 _STOCK = frozenset({OrderedDict, dict, list, set})
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
@@ -61,7 +64,7 @@ class Snapshot:
             self._descend(module.__dict__, 1)
             for name, value in module.__dict__.items():
                 if type(value) not in PLAIN:
-                    self._descend(value, 1 if name in _REGISTRIES else 2)
+                    self._descend(value, 1 if name in REGISTRIES else 2)
         for function in functions:
             for value in named_values(function):
                 self._descend(value, 1)
@@ -232,6 +235,12 @@ def slots_of(value: Any) -> dict[str, Any]:
         with suppress(AttributeError):
             found[name] = read(value)
     return found
+
+
+def holds_no_module(value: Any) -> bool:
+    """Whether that shows at once: most of what a layer has is plain or empty."""
+    kind = type(value)
+    return kind in _WITHOUT_MODULES or ((kind in _STOCK or kind is tuple) and not value)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

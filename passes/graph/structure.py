@@ -117,14 +117,14 @@ class CallStructure:
         signature: inspect.Signature,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        binder: Callable[..., dict[str, Any]] | None = None,
+        bound: Mapping[str, Any] | None = None,
     ) -> CallStructure:
-        """The structure of one call, as `binder_of(signature)`, made here where it isn't given, binds it.
+        """The structure of one call; `bound` are its arguments by name, as `binder_of(signature)` gives them.
 
         Raises:
             Unstructured: an argument is neither a tensor, a constant, nor a container of them that pytree knows.
         """
-        bound = (binder or binder_of(signature))(*args, **kwargs)
+        bound = binder_of(signature)(*args, **kwargs) if bound is None else bound
         flat, spec = pytree.tree_flatten(bound)
         leaves = tuple(TENSOR if is_plain(leaf) else leaf for leaf in flat)
         for leaf in leaves:

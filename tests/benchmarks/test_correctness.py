@@ -2,24 +2,21 @@
 
 import importlib
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_runs import BENCHMARKS, run_benchmark
 from torch import nn
 
 from exporters.torchscript_deprecation import torchscript_allowed
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPT = BENCHMARKS / "correctness.py"
 CASES = ["conv2d", "conv called twice", "branch on data"]
 
 
-def run(*options):
-    command = [sys.executable, str(SCRIPT), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+run = partial(run_benchmark, "correctness")
 
 
 @pytest.fixture(scope="module")

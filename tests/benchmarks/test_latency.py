@@ -1,19 +1,15 @@
 """The benchmark of the latency on one small model: every row is there, and tells what is right."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from benchmark_runs import run_benchmark
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "latency.py"
 CONTENDERS = ["eager", "ours", "ours-torchscript", "ours-onnx", "fuse", "jit", "onnx"]
 
 
-def run(*options):
-    command = [sys.executable, str(SCRIPT), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+run = partial(run_benchmark, "latency")
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from benchmark_runs import run_benchmark
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
-
-
-def run(*options):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120, check=False
-    )
+run = partial(run_benchmark, "overhead", timeout=120)
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,12 @@
 """The benchmark of the reach on two small models: what it counts is exact."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from benchmark_runs import run_benchmark
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reach.py"
-
-
-def run(*options):
-    command = [sys.executable, str(SCRIPT), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+run = partial(run_benchmark, "reach")
 
 
 @pytest.fixture(scope="module")

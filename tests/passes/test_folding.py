@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import BatchNormAct, Functional, Head, Pair, Stem, image
+from folding_models import BatchNormAct, Functional, Head, Pair, Reader, Stem, image
 from pass_contract import captured, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -106,18 +106,8 @@ class StatisticRead(Pair):
 class WeightReadByOther(Pair):
     """A child reads the weight of its sibling; its branch on data keeps it from being traced."""
 
-    class Reader(nn.Module):
-        def __init__(self, conv: nn.Module) -> None:
-            super().__init__()
-            self.convs = [conv]
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x.sum() > 1e6:
-                return x
-            return x * self.convs[0].weight.mean()
-
     def more(self) -> None:
-        self.reader = self.Reader(self.conv)
+        self.reader = Reader(self.conv)
 
     def forward(self, x: Tensor) -> Any:
         return self.reader(self.bn(self.conv(x)))

@@ -37,6 +37,7 @@ _LCNET_V4 = {
     ],
     "stem_channels": [3, 8, 16],
 }
+_HGNET_BACKBONE = {"model_type": "hgnet_v2", **_HGNET}
 _RTDETR = {
     "encoder_hidden_dim": 16,
     "encoder_in_channels": [16, 16, 16],
@@ -293,12 +294,7 @@ _NORMED: dict[str, _Family] = {
         "DFineModel",
         "DFineConfig",
         {
-            "backbone_config": {
-                "model_type": "hgnet_v2",
-                **_HGNET,
-                "out_features": _STAGES[1:],
-                "return_idx": [1, 2, 3],
-            },
+            "backbone_config": {**_HGNET_BACKBONE, "out_features": _STAGES[1:], "return_idx": [1, 2, 3]},
             **_RTDETR,
         },
         _image,
@@ -541,7 +537,7 @@ _NORMED: dict[str, _Family] = {
         "PPOCRV5ServerDetForObjectDetection",
         "PPOCRV5ServerDetConfig",
         {
-            "backbone_config": {"model_type": "hgnet_v2", **_HGNET, "out_features": _STAGES},
+            "backbone_config": {**_HGNET_BACKBONE, "out_features": _STAGES},
             "neck_out_channels": 16,
             "intraclass_block_config": _INTRACLASS,
             "scale_factor_list": [1, 2, 4, 8],
@@ -553,7 +549,7 @@ _NORMED: dict[str, _Family] = {
         "PPOCRV5ServerRecForTextRecognition",
         "PPOCRV5ServerRecConfig",
         {
-            "backbone_config": {"model_type": "hgnet_v2", **_HGNET},
+            "backbone_config": _HGNET_BACKBONE,
             "hidden_size": 16,
             "num_attention_heads": 2,
             "head_out_channels": 19,
@@ -786,12 +782,7 @@ _NORMED: dict[str, _Family] = {
         "Deimv2Model",
         "Deimv2Config",
         {
-            "backbone_config": {
-                "model_type": "hgnet_v2",
-                **_HGNET,
-                "out_features": _STAGES[1:],
-                "return_idx": [1, 2, 3],
-            },
+            "backbone_config": {**_HGNET_BACKBONE, "out_features": _STAGES[1:], "return_idx": [1, 2, 3]},
             **_RTDETR,
         },
         _image,
@@ -800,7 +791,7 @@ _NORMED: dict[str, _Family] = {
         "PPDocLayoutV2Model",
         "PPDocLayoutV2Config",
         {
-            "backbone_config": {"model_type": "hgnet_v2", **_HGNET, "out_features": _STAGES[1:]},
+            "backbone_config": {**_HGNET_BACKBONE, "out_features": _STAGES[1:]},
             "freeze_backbone_batch_norms": False,
             **_RTDETR,
         },
@@ -810,7 +801,7 @@ _NORMED: dict[str, _Family] = {
         "PPDocLayoutV3Model",
         "PPDocLayoutV3Config",
         {
-            "backbone_config": {"model_type": "hgnet_v2", **_HGNET, "out_features": _STAGES},
+            "backbone_config": {**_HGNET_BACKBONE, "out_features": _STAGES},
             "freeze_backbone_batch_norms": False,
             "mask_feature_channels": [8, 8],
             "x4_feat_dim": 16,
@@ -823,7 +814,7 @@ _NORMED: dict[str, _Family] = {
         "PPDocLayoutV4Model",
         "PPDocLayoutV4Config",
         {
-            "backbone_config": {"model_type": "hgnet_v2", **_HGNET, "out_features": _STAGES[1:]},
+            "backbone_config": {**_HGNET_BACKBONE, "out_features": _STAGES[1:]},
             "freeze_backbone_batch_norms": False,
             **{name: value for name, value in _RTDETR.items() if name != "d_model"},
             "hidden_size": 16,

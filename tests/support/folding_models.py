@@ -311,3 +311,16 @@ FOLDED = [
     Pair, WithAct, KeptForward, Direct, Functional, TorchFunctions, FunctionalBias, ThroughIdentity, AcrossModules,
     Nested, SharedBlock, TwoNorms, Island, IslandAsksShape,
 ]  # fmt: skip
+
+
+class Reader(nn.Module):
+    """Reads a weight of its sibling, and can't be traced."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.convs = [conv]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e6:
+            return x
+        return x * (1 + self.convs[0].weight.mean())

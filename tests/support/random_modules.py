@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from folding_models import BatchNormAct
+from folding_models import BatchNormAct, Reader
 from hypothesis import strategies as st
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -325,19 +325,6 @@ class NormRead(Joined):
         if self.norm.running_var is not None:
             y = y * self.norm.running_var.mean()
         return self.act(y)
-
-
-class Reader(nn.Module):
-    """Reads a weight of its sibling, and can't be traced."""
-
-    def __init__(self, conv: nn.Module) -> None:
-        super().__init__()
-        self.convs = [conv]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 1e6:
-            return x
-        return x * (1 + self.convs[0].weight.mean())
 
 
 class ReadBySibling(Joined):
