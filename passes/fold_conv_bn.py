@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from passes.base import GraphPass
-from passes.folding import are_finite, float64, out_channels, scale_of, why_not
+from passes.folding import are_finite, float64, scale_of, why_not
 from passes.graph.match import BatchNorm, Convolution, TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -22,11 +22,13 @@ class FoldConvBn(GraphPass):
 
         (conv(x; W) + b - mean) * s + c  ==  conv(x; W * s) + (b - mean) * s + c
 
-    Computed in float64 and cast back once.
+    Computed in float64 and cast back once. Operations between the two that only move values (transpose, permute,
+    flatten, view, dropout in eval) stay where they are.
 
     Does not handle: a BatchNorm on batch statistics, a BatchNorm before the convolution, a linear layer on input of
-    more than two dims, an output with other users, shared or parametrized modules, modules with hooks, tensors that
-    something else reads or may read in a branch of its code, folded weights that aren't finite.
+    more than two dims whose features nothing brings to the second, an output with other users, shared or parametrized
+    modules, modules with hooks, tensors that something else reads or may read in a branch of its code, folded weights
+    that aren't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bn"
@@ -60,7 +62,7 @@ def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None
 def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
     weight, bias = tensors
     what = f"folded into {graph.program.where(conv.node)}"
-    with graph.change(graph.program.where(norm.node), what, (conv.node, norm.node)) as change:
+    with graph.change(graph.program.where(norm.node), what, (conv.node, *norm.moves, norm.node)) as change:
         change.sources += [conv.weight, *([conv.bias] if conv.bias and conv.bias_value is not None else [])]
         change.sources += norm.tensors
         graph.set_tensor(change, conv.weight, weight)
@@ -72,7 +74,6 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
     """Weight, in the layout and dtype of the old one, and bias, (out,), of the convolution that does both."""
     weight = conv.weight.value
     assert weight is not None
-    channels = out_channels(conv)
     mean = _float64(norm.mean)
     assert mean is not None
     scale = scale_of(norm)
@@ -86,7 +87,7 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
     wide = float64(weight)
     if conv.transposed:
         # (in, out / groups, …): the input channels of group g make the g-th run of output channels.
-        per_group = scale.reshape(conv.groups, 1, channels // conv.groups, *[1] * conv.dims)
+        per_group = scale.reshape(conv.groups, 1, conv.channels // conv.groups, *[1] * conv.dims)
         wide = (wide.reshape(conv.groups, -1, *wide.shape[1:]) * per_group).reshape(wide.shape)
     else:
         wide = wide * scale.reshape(-1, *[1] * (wide.dim() - 1))

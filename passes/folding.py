@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -15,11 +16,14 @@ from passes.graph.match import (
     Node,
     TensorRef,
     can_be_sealed,
+    channels_behind,
     has_global_hooks,
     has_hooks,
+    is_moving,
     is_parametrized,
     is_stock,
     modules_between,
+    uses_values,
 )
 from passes.graph.program import Program
 
@@ -43,11 +47,14 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
 
 
 def _why_not_value(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    others = [user for user in program.users(conv.node) if user is not norm.node]
-    if others:
-        return f"its output is also used by {_name_of_user(program, others[0])}"
-    if conv.node.meta.get("escapes"):
-        return "its output is kept somewhere outside of the graph"
+    way = (conv.node, *norm.moves, norm.node)
+    for value, following in itertools.pairwise(way):
+        others = (user for user in program.users(value) if user is not following)
+        other = next((user for user in others if uses_values(program, user, value)), None)
+        if other is not None:
+            return f"its output is also used by {_name_of_user(program, other)}"
+        if value.meta.get("escapes"):
+            return "its output is kept somewhere outside of the graph"
     for module in modules_between(program, conv, norm):
         if reason := _why_not_through(program, module):
             return reason
@@ -62,6 +69,8 @@ def _why_not_through(program: Program, module: nn.Module) -> str | None:
         return None
     if isinstance(module, nn.Identity):
         return None if is_stock(module, (nn.Identity,)) else f"its output passes {path}, which is no plain Identity"
+    if is_moving(program, module):
+        return None
     if not program.graphs[id(module)].traced:
         return f"its output passes {path}, whose forward can't be traced"
     return None
@@ -158,11 +167,12 @@ def _path_of(program: Program, ref: TensorRef) -> str:
 
 
 def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    if reason := _why_not_rank(program, conv):
+    reason = _why_not_moved(program, conv, norm) if norm.moves else _why_not_rank(program, conv)
+    if reason:
         return reason
     sizes = {ref.value.numel() for ref in norm.tensors if ref.value is not None}
-    if sizes and sizes != {out_channels(conv)}:
-        return f"its {out_channels(conv)} channels are not those of the BatchNorm"
+    if sizes and sizes != {conv.channels}:
+        return f"its {conv.channels} channels are not those of the BatchNorm"
     return None
 
 
@@ -178,6 +188,20 @@ def _why_not_rank(program: Program, conv: Convolution) -> str | None:
         return f"the rank of its input isn't known, and BatchNorm takes the second dim for channels behind a {kind}" + (
             ": give example inputs" if program.recordings is None else ""
         )
+    return None
+
+
+def _why_not_moved(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    way = ", ".join(program.where(node) for node in norm.moves)
+    if program.rank_of_input(conv.node) is None:
+        return f"its output passes {way}, and the rank of its input isn't known" + (
+            ": give example inputs" if program.recordings is None else ""
+        )
+    channels = channels_behind(program, conv, norm.moves)
+    if channels is None:
+        return f"its output passes {way}, behind which its channels aren't known"
+    if channels.dim != 1:
+        return f"its output passes {way}, behind which its channels are not those of the BatchNorm"
     return None
 
 
@@ -240,13 +264,6 @@ def _why_not_code(program: Program, conv: Convolution, norm: BatchNorm) -> str |
         if reader is not None:
             return f"{_path_of(program, ref)} may be read by the code of {reader or 'the root'}, in a branch of its own"
     return None
-
-
-def out_channels(conv: Convolution) -> int:
-    """How many channels the convolution makes."""
-    weight = conv.weight.value
-    assert weight is not None
-    return int(weight.shape[1]) * conv.groups if conv.transposed else int(weight.shape[0])
 
 
 def scale_of(norm: BatchNorm) -> torch.Tensor:

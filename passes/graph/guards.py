@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
+from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 
 # The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
 # (0, 2, 3, 1) channels_last.
@@ -52,20 +53,29 @@ class FoldedPair:
 
     Attributes:
         conv_path, norm_path: where the two stand in the tree.
-        rank: the dims of the inputs that both were seen to take for one thing: on others the BatchNorm's channels may
-            not be the convolution's.
+        rank: the dims of the convolution's input that both were seen to take for one thing: on others the BatchNorm's
+            channels may not be the convolution's.
+        dim: the one that holds the channels of the convolution's output.
     """
 
-    def __init__(self, conv_path: str, norm_path: str, rank: int) -> None:
+    def __init__(self, conv_path: str, norm_path: str, rank: int, dim: int = 1) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
         self.rank = rank
+        self.dim = dim
 
     def other_rank(self, input: torch.Tensor) -> UnseenCall:
         """The error where the convolution is given an input of other dims."""
         return UnseenCall(
             f"{self.conv_path} was folded together with {self.norm_path} for {self.rank}-D input and is given"
             f" {input.dim()}-D input: leave the pass out."
+        )
+
+    def other_dim(self, dim: int) -> UnseenCall:
+        """The error where the channels of the convolution come to the BatchNorm in another dim than its own."""
+        return UnseenCall(
+            f"{self.conv_path} was folded together with {self.norm_path}, which takes dim 1 for the channels, and they"
+            f" come to it in dim {dim}: give optimize() example inputs that take this branch, or leave the pass out."
         )
 
     def went_astray(self) -> UnseenCall:
@@ -110,29 +120,53 @@ class SealedOutput:
 
     It is no tensor, so that no operation of torch computes on it by any way. `isinstance` in Python code takes it for
     one, as it does the tensor; functions written in C that test its class before they read its memory must not.
+
+    What only moves the values gives one that is sealed likewise.
+
+    Attributes:
+        sealed_value: the output.
+        sealed_by: the convolution and its BatchNorm.
+        sealed_dim: the one that holds the channels.
     """
 
-    __slots__ = ("sealed_by", "sealed_value")
+    __slots__ = ("sealed_by", "sealed_dim", "sealed_value")
 
-    def __init__(self, value: torch.Tensor, pair: FoldedPair) -> None:
+    def __init__(self, value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> None:
         self.sealed_value = value
         self.sealed_by = pair
+        self.sealed_dim = dim
 
     def __getattr__(self, name: str) -> Any:
         # While it is being copied, it has nothing yet.
-        if name.startswith("__") or name in ("sealed_value", "sealed_by"):
+        if name.startswith("__") or name.startswith("sealed_"):
             raise AttributeError(name)
+        if name in METHODS:
+            return functools.partial(self._moved, name, getattr(self.sealed_value, name))
         if name not in SHAPE_AND_KIND:
             raise self.sealed_by.went_astray()
         return getattr(self.sealed_value, name)
 
     @classmethod
     def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs or {}))
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
         sealed = next(leaf for leaf in leaves if isinstance(leaf, SealedOutput))
-        if getattr(func, "__name__", "") not in SHAPE_AND_KIND:
-            raise sealed.sealed_by.went_astray()
-        return func(sealed.sealed_value)
+        name = getattr(func, "__name__", "")
+        if name in SHAPE_AND_KIND:
+            return func(sealed.sealed_value)
+        if name in SHAPED_AS and len(args) == 2 and isinstance(args[0], torch.Tensor) and args[1] is sealed:
+            return func(args[0], sealed.sealed_value)
+        move = move_named(func)
+        if move is not None and args and args[0] is sealed:
+            return sealed._moved(move, functools.partial(func, sealed.sealed_value), *args[1:], **kwargs)
+        raise sealed.sealed_by.went_astray()
+
+    def _moved(self, name: str, move: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> SealedOutput:
+        value, pair, dim = self.sealed_value, self.sealed_by, self.sealed_dim
+        behind = Channels(value.dim(), dim, value.shape[dim]).behind(name, args, kwargs)
+        if behind is None:
+            raise pair.went_astray()
+        return SealedOutput(move(*args, **kwargs), pair, behind.dim)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -215,7 +249,7 @@ class FoldedConvForward(InstanceForward):
             raise pair.other_tensors(pair.conv_path)
         if input.dim() != pair.rank:
             raise pair.other_rank(input)
-        return SealedOutput(type(owner).forward(owner, input), pair)
+        return SealedOutput(type(owner).forward(owner, input), pair, pair.dim)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution alone, with nobody looking where its output goes."""
@@ -242,6 +276,8 @@ class FoldedNormForward(InstanceForward):
     def __call__(self, input: Any) -> torch.Tensor:
         if not isinstance(input, SealedOutput) or input.sealed_by is not self.pair:
             raise self.pair.came_from_elsewhere()
+        if input.sealed_dim != 1:
+            raise self.pair.other_dim(input.sealed_dim)
         if not self.carried:
             return self.compute(input.sealed_value)
         # `functional_call` and the like put tensors in place that no hook sees.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from passes.graph.guards import FoldedConvForward, FoldedNormForward, carries_another, inner_forward, is_carried
+from passes.graph.guards import (
+    SHAPE_AND_KIND,
+    FoldedConvForward,
+    FoldedNormForward,
+    carries_another,
+    inner_forward,
+    is_carried,
+)
+from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.graph.program import Program
 
 # What code outside of this package knows of FX: a place in the program.
@@ -68,6 +76,13 @@ class Convolution:
         """The bias, (out,), or None."""
         return None if self.bias is None else self.bias.value
 
+    @property
+    def channels(self) -> int:
+        """How many channels it makes."""
+        weight = self.weight.value
+        assert weight is not None
+        return int(weight.shape[1]) * self.groups if self.transposed else int(weight.shape[0])
+
 
 @dataclass(frozen=True)
 class BatchNorm:
@@ -80,6 +95,8 @@ class BatchNorm:
         eps: added to the variance.
         uses_batch_statistics: whether this call normalises by the statistics of the batch.
         updates_statistics: whether this call moves the running statistics.
+        moves: in `conv_bn_chains`, what the convolution's output passes on its way here that moves its values and
+            changes none, in order.
     """
 
     node: fx.Node
@@ -92,6 +109,7 @@ class BatchNorm:
     uses_batch_statistics: bool
     updates_statistics: bool
     module: nn.Module | None
+    moves: tuple[fx.Node, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
@@ -114,6 +132,9 @@ _BATCH_NORM_ARGUMENTS: Mapping[Any, tuple[str, ...]] = {
 }
 STOCK_CONVOLUTIONS: tuple[type[_ConvNd], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_DROPOUTS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 _ACTIVATION_MODULES: Mapping[type[nn.Module], str] = {
     nn.ReLU: "relu", nn.ReLU6: "relu6", nn.GELU: "gelu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
@@ -210,9 +231,73 @@ def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
         norm = batch_norm_at(program, node)
         if norm is None:
             continue
-        conv = convolution_at(program, program.producer(norm.input))
+        source, moves = _source_of(program, norm.input)
+        conv = convolution_at(program, source)
         if conv is not None:
-            yield conv, norm
+            yield conv, replace(norm, moves=moves)
+
+
+def _source_of(program: Program, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """What makes the value, and the moves behind that, in order."""
+    moves: list[fx.Node] = []
+    source = program.producer(node)
+    while _move_at(program, source) is not None:
+        moves.append(source)
+        source = program.producer(source.all_input_nodes[0])
+    return source, tuple(reversed(moves))
+
+
+def _move_at(program: Program, node: fx.Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
+    """The move that the node makes of its first argument, with the others; None for other nodes."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.op == "call_module":
+        return _module_move(program, program.module_of(node)) if len(node.args) == 1 and not node.kwargs else None
+    if node.op == "call_method":
+        name = str(node.target) if node.target in METHODS else None
+    else:
+        name = move_named(node.target) if node.op == "call_function" else None
+    if name is None or (name == "dropout" and program.mode == "training"):
+        return None
+    return name, node.args[1:], node.kwargs
+
+
+def _module_move(program: Program, module: nn.Module | None) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
+    if module is None:
+        return None
+    if is_stock(module, (nn.Flatten,)):
+        return "flatten", (module.start_dim, module.end_dim), {}
+    if is_stock(module, _DROPOUTS) and program.mode == "inference":
+        return "dropout", (), {"training": module.training}
+    return None
+
+
+def is_moving(program: Program, module: nn.Module) -> bool:
+    """Whether the module only moves values, or gives them as they are."""
+    return _module_move(program, module) is not None
+
+
+def channels_behind(program: Program, conv: Convolution, moves: Sequence[fx.Node]) -> Channels | None:
+    """Where the channels of the convolution's output stand behind the moves; None where that isn't known."""
+    rank = program.rank_of_input(conv.node)
+    if rank is None or rank <= conv.dims:
+        return None
+    channels: Channels | None = Channels(rank, rank - conv.dims - 1, conv.channels)
+    for node in moves:
+        move = _move_at(program, node)
+        channels = None if move is None or channels is None else channels.behind(*move)
+    return channels
+
+
+def uses_values(program: Program, user: fx.Node, value: fx.Node) -> bool:
+    """Whether an operation that is given the value does more than ask for its shape and kind."""
+    if user.op == "call_function" and user.target is getattr:
+        return user.args[1] not in SHAPE_AND_KIND
+    if user.op != "call_method":
+        return True
+    if user.target in SHAPED_AS:
+        return program.producer(user.all_input_nodes[0]) is value or len(user.args) != 2 or user.args[0] is user.args[1]
+    return user.target not in SHAPE_AND_KIND
 
 
 def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
@@ -234,16 +319,20 @@ def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> lis
     node = norm.input
     while node is not conv.node:
         module = program.module_of(node)
-        if module is None:
+        if node in norm.moves:
+            source = node.all_input_nodes[0]
+        elif module is None:
             # It comes in from outside.
             module = program.home(node).module
             (call,) = program.calls_of(module)
-            node = call.all_input_nodes[0]
+            source = call.all_input_nodes[0]
         elif isinstance(module, nn.Identity) or is_carried(module):
-            node = node.all_input_nodes[0]
+            source = node.all_input_nodes[0]
         else:
-            node = _output_of(program, module).all_input_nodes[0]
-        found.append(module)
+            source = _output_of(program, module).all_input_nodes[0]
+        if module is not None:
+            found.append(module)
+        node = source
     return found
 
 

@@ -260,9 +260,14 @@ class Rewriter:
 
     def _hold_ranks(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Nothing else would say that the BatchNorm's channels aren't the convolution's on input of other dims."""
-        ranks = {conv.input: conv.dims + 2} if conv.input.op == "placeholder" else {}
+        rank = self._rank(conv)
+        ranks = {conv.input: rank} if conv.input.op == "placeholder" else {}
         for node, rank in (self.program.inputs_behind(norm.input) | ranks).items():
             self._do(change, MetaEdit(node.meta, RANK, rank))
+
+    def _rank(self, conv: Convolution) -> int:
+        """The dims of the convolution's input; where no run shows them, those by which its channels are in dim 1."""
+        return self.program.rank_of_input(conv.node) or conv.dims + 2
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Both are right only together now: where both are modules, that is checked at every call.
@@ -278,7 +283,8 @@ class Rewriter:
     def _guard(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
         assert conv.module is not None
         assert norm.module is not None
-        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node), conv.dims + 2)
+        rank = self._rank(conv)
+        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node), rank, rank - conv.dims - 1)
         self.set_forward(change, conv.module, FoldedConvForward(conv.module, pair))
         self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
         caller = self.program.home(norm.node)

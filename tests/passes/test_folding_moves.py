@@ -1,0 +1,325 @@
+"""Folding over what stands between a layer and its BatchNorm, moves its values and changes none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_models import image
+from pass_contract import captured, sentences_of
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import check_parity, export, optimize, report_of
+from passes import FoldConvBias, FoldConvBn
+from passes.errors import UnseenCall
+from passes.graph.guards import SealedOutput
+
+
+class Moved(nn.Module):
+    """A linear layer whose features a move brings to dim 1, where the BatchNorm takes the channels."""
+
+    example = image(2, 7, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module = nn.Linear(5, 6)
+        self.norm: nn.Module = nn.BatchNorm1d(6)
+        self.more()
+        enliven(self)
+
+    def more(self) -> None:
+        """What a subclass has besides, or instead."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.layer(x).transpose(1, 2)).relu()
+
+
+class Flattened(Moved):
+    """As in LeViT: all positions in one dim, and back into the shape of the value before."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return self.norm(y.flatten(0, 1)).reshape_as(y)
+
+
+class Viewed(Moved):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return self.norm(y.view(-1, 6)).view(y.shape)
+
+
+class Permuted(Moved):
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(torch.permute(self.layer(x), (0, 2, 1)).contiguous())
+
+
+class Island(Moved):
+    """A branch on data, so that only recorded runs show what the forward does."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        if x.sum() > 1e6:
+            return y
+        return self.norm(y.transpose(1, 2)).transpose(1, 2)
+
+
+class Pixels(Moved):
+    """A convolution whose image is flattened behind it."""
+
+    example = image(2, 3, 8, 8)
+
+    def more(self) -> None:
+        self.layer = nn.Conv2d(3, 6, 3)
+        self.flat = nn.Flatten(2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.flat(self.layer(x)))
+
+
+class Dropped(Pixels):
+    """Dropout stands between, which does nothing in eval."""
+
+    def more(self) -> None:
+        self.layer, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.drop = nn.Dropout2d(0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(F.dropout(self.drop(self.layer(x)), 0.2, self.training))
+
+
+class Across(Moved):
+    """The layer and the move stand in a child, the BatchNorm in another."""
+
+    class Front(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x).transpose(1, 2)
+
+    class Back(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.norm(x.clone())
+
+    def more(self) -> None:
+        self.layer, self.norm = self.Front(), self.Back()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.layer(x))
+
+
+class Function(Moved):
+    """The BatchNorm is a function: nothing seals the value between the two."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x).transpose(1, 2)
+        return F.batch_norm(y, self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias)
+
+
+FOLDED = [Moved, Flattened, Viewed, Permuted, Island, Pixels, Dropped, Across, Function]
+
+
+@pytest.mark.parametrize("kind", FOLDED)
+def test_folds_and_stays_right(kind: type[Moved]) -> None:
+    model = kind().eval()
+    before = copy.deepcopy(model.state_dict())
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(model.example,))
+    assert [(record.status, len(record.changes)) for record in report_of(fast).passes] == [("applied", 1)] * 2
+    report = check_parity(model, fast, (model.example,), batch_sizes=(1, 2, 5))
+    assert report.ok, report.reason
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    x = model.example.clone().requires_grad_()
+    (wanted,), (got,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (model, fast))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Flattened, Pixels, Island])
+def test_what_is_folded_can_be_copied_and_optimized_again(kind: type[Moved]) -> None:
+    model = kind().eval()
+    fast = copy.deepcopy(optimize(model, example_inputs=(model.example,)))
+    again = optimize(fast, example_inputs=(model.example,))
+    assert check_parity(model, again, (model.example,), batch_sizes=(2, 3)).ok
+
+
+@pytest.mark.parametrize("kind", [Flattened, Dropped])
+def test_what_is_folded_can_be_exported(kind: type[Moved], tmp_path: Any) -> None:
+    model = kind().eval()
+    fast = optimize(model, example_inputs=(model.example,))
+    bundle = export(fast, example_inputs=(model.example,), output=tmp_path / "out", formats=("torchscript", "onnx"))
+    assert bundle.parity.ok
+
+
+@pytest.mark.parametrize("kind", [Moved, Flattened, Dropped])
+def test_what_is_folded_can_be_compiled(kind: type[Moved]) -> None:
+    model = kind().eval()
+    fast = optimize(model, example_inputs=(model.example,))
+    compiled = torch.compile(fast, backend="eager")
+    torch.testing.assert_close(compiled(model.example), model(model.example), rtol=1e-4, atol=1e-4)
+
+
+class OtherDim(Moved):
+    """As many positions as features: the BatchNorm takes the positions for channels."""
+
+    example = image(2, 6, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.layer(x).clone())
+
+
+class Merged(Moved):
+    """Positions and features in one dim."""
+
+    def more(self) -> None:
+        self.layer, self.norm = nn.Linear(5, 2), nn.BatchNorm1d(14)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.layer(x).flatten(1))
+
+
+class MoveUsed(Moved):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x).transpose(1, 2)
+        return self.norm(y) + y
+
+
+class ViewWritten(Moved):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x).transpose(1, 2)
+        y[0].zero_()
+        return self.norm(y)
+
+
+class BaseWritten(Moved):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        z = y.transpose(1, 2)
+        y.mul_(2)
+        return self.norm(z)
+
+
+class Reshaped(Moved):
+    """The value itself comes back in another shape, not only its shape is asked for."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return self.norm(y.transpose(1, 2)).transpose(1, 2) + y.reshape_as(x[..., :1].expand(-1, -1, 6))
+
+
+class HookedMove(Pixels):
+    def more(self) -> None:
+        super().more()
+        self.flat.register_forward_hook(lambda module, args, output: None)
+
+
+class DropsStill(Dropped):
+    """It draws in eval too."""
+
+    def forward(self, x: Tensor) -> Any:
+        torch.manual_seed(0)
+        return self.norm(F.dropout(self.layer(x), 0.2, training=True))
+
+
+REFUSED: dict[type[Moved], str] = {
+    OtherDim: "its output passes the root (clone), behind which its channels are not those of the BatchNorm",
+    Merged: "its output passes the root (flatten), behind which its channels aren't known",
+    MoveUsed: "its output is also used by the root (add)",
+    ViewWritten: "its output is also used by the root (getitem)",
+    BaseWritten: "its output is also used by the root (mul_)",
+    Reshaped: "its output is also used by the root (reshape_as)",
+    HookedMove: "its output passes the hooks of flat",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refuses_with_the_reason(kind: type[Moved]) -> None:
+    model = kind().eval()
+    program, context = captured(model, model.example)
+    for each in (FoldConvBn(), FoldConvBias()):
+        done = each.run(program, context)
+        assert done.changes == ()
+        assert any(REFUSED[kind] in text for _, text in sentences_of(done)), list(sentences_of(done))
+    assert torch.equal(program.root(model.example), model(model.example))
+
+
+def test_dropout_that_draws_is_no_move() -> None:
+    model = DropsStill().eval()
+    program, context = captured(model, model.example)
+    assert FoldConvBn().run(program, context).changes == ()
+
+
+def test_without_a_run_the_rank_isnt_known() -> None:
+    program, context = captured(Moved().eval())
+    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    assert "passes the root (transpose), and the rank of its input isn't known: give example inputs" in text
+
+
+class Turning(Moved):
+    """Which dim holds the channels depends on a value."""
+
+    example = image(2, 6, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return self.norm(y if x.sum() > 1e3 else y.transpose(1, 2))
+
+
+class Doubling(Moved):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x).transpose(1, 2)
+        return self.norm(y * 2 if x.sum() > 1e3 else y)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Turning, "they come to it in dim 2"), (Doubling, "used without it")])
+def test_an_unseen_branch_raises(kind: type[Moved], reason: str) -> None:
+    model = kind().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
+    assert report_of(fast).passes[0].status == "applied"
+    torch.testing.assert_close(fast(model.example), model(model.example), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnseenCall, match=reason):
+        fast(model.example + 1e3)
+
+
+def test_other_ranks_raise() -> None:
+    model = Function().eval()
+    for each in (Moved().eval(), model):
+        fast = optimize(each, ["fold-conv-bn"], example_inputs=(each.example,))
+        with pytest.raises(UnseenCall):
+            fast(image(2, 2, 7, 5))
+
+
+def test_a_seal_gives_out_nothing_but_itself_and_its_shape() -> None:
+    model = Moved().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
+    sealed = fast.layer(model.example)
+    other = torch.zeros(2, 6, 7)
+    assert type(sealed.transpose(1, 2)) is SealedOutput
+    assert type(torch.flatten(sealed, 0, 1)) is SealedOutput
+    assert type(F.dropout(sealed, training=False)) is SealedOutput
+    assert other.reshape_as(sealed).shape == (2, 7, 6)
+    for use in (
+        lambda: sealed.transpose(1, 2).sum(),
+        lambda: sealed.flatten(1),
+        lambda: sealed.view(6, -1),
+        lambda: F.dropout(sealed),
+        lambda: torch.squeeze(sealed),
+        lambda: torch.flatten(sealed),
+        lambda: sealed.reshape_as(other),
+        lambda: torch.cat([other, sealed]),
+        lambda: other + sealed.contiguous(),
+    ):
+        with pytest.raises(UnseenCall):
+            _called(use)
+
+
+def _called(use: Callable[[], Any]) -> Any:
+    return use()
