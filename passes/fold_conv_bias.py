@@ -9,7 +9,7 @@ import torch
 
 from passes.base import GraphPass
 from passes.folding import are_finite, float64, scale_of, why_not
-from passes.graph.match import BatchNorm, Convolution, conv_bn_chains
+from passes.graph.match import BatchNorm, Convolution, conv_bn_chains, way_of
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
@@ -68,7 +68,7 @@ def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, moved: torch.Tens
     assert norm.mean is not None
     into = graph.program.where(norm.node)
     what = f"bias moved into the running mean of {into}"
-    with graph.change(graph.program.where(conv.node), what, (conv.node, *norm.moves, norm.node)) as change:
+    with graph.change(graph.program.where(conv.node), what, way_of(conv, norm)) as change:
         change.sources += [conv.bias, norm.mean]
         graph.set_tensor(change, norm.mean, moved)
         graph.drop_bias(change, conv)

@@ -1,7 +1,8 @@
-"""BatchNorm(conv(x)) == conv'(x), with the scale of the one in the weights of the other."""
+"""BatchNorm(conv(x)) == conv'(x), and conv(BatchNorm(x)) == conv'(x) where no zeros are padded in between."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,26 +10,30 @@ import torch
 
 from passes.base import GraphPass
 from passes.folding import are_finite, float64, scale_of, why_not
-from passes.graph.match import BatchNorm, Convolution, TensorRef, conv_bn_chains
+from passes.graph.guards import is_tied
+from passes.graph.match import BatchNorm, Convolution, TensorRef, bn_conv_chains, conv_bn_chains, way_of
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
 class FoldConvBn(GraphPass):
-    """Fold a BatchNorm into the convolution, transposed convolution or linear layer before it.
+    """Fold a BatchNorm into the convolution, transposed convolution or linear layer before it, or else behind it.
 
-    On running statistics a BatchNorm is a scale and a shift of each channel, s = w / sqrt(var + eps):
+    On running statistics a BatchNorm is a scale and a shift of each channel, s = w / sqrt(var + eps) and
+    t = c - mean * s:
 
-        (conv(x; W) + b - mean) * s + c  ==  conv(x; W * s) + (b - mean) * s + c
+        BatchNorm(conv(x; W) + b)  ==  conv(x; W * s over output channels) + b * s + t
+        conv(BatchNorm(x); W) + b  ==  conv(x; W * s over input channels) + b + sum of W * t over all but the outputs
 
-    Computed in float64 and cast back once. Operations between the two that only move values (transpose, permute,
-    flatten, view, dropout in eval) stay where they are.
+    Computed in float64 and cast back once. The second is exact only where the convolution pads no zeros, which would
+    have to be -t / s. Operations between the two that only move values (transpose, permute, flatten, view, dropout in
+    eval) stay where they are.
 
-    Does not handle: a BatchNorm on batch statistics, a BatchNorm before the convolution, a linear layer on input of
-    more than two dims whose features nothing brings to the second, an output with other users, shared or parametrized
-    modules, modules with hooks, tensors that something else reads or may read in a branch of its code, folded weights
-    that aren't finite.
+    Does not handle: a BatchNorm on batch statistics, one in front of a convolution that pads zeros or is transposed, a
+    linear layer on input of more than two dims whose features nothing brings to the second, an output with other users,
+    shared or parametrized modules, modules with hooks, tensors that something else reads or may read in a branch of its
+    code, folded weights that aren't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bn"
@@ -36,7 +41,7 @@ class FoldConvBn(GraphPass):
 
     def rewrite(self, graph: Rewriter) -> None:
         """Fold every BatchNorm that can be folded."""
-        for conv, norm in conv_bn_chains(graph.program):
+        for conv, norm in _pairs(graph.program):
             if reason := _why_not(graph.program, conv, norm):
                 graph.skip(norm.node, reason)
                 continue
@@ -49,20 +54,39 @@ class FoldConvBn(GraphPass):
                 )
 
 
+def _pairs(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
+    """Those behind a convolution first: what is folded there is no BatchNorm in front of the next one any more."""
+    yield from conv_bn_chains(program)
+    yield from bn_conv_chains(program)
+
+
 def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     if norm.uses_batch_statistics:
         return "it uses the statistics of the batch"
     if norm.mean is None or norm.var is None:
         return "it keeps no running statistics"
-    if reason := why_not(program, conv, norm):
-        return f"the convolution {program.where(conv.node)} stays as it is: {reason}"
-    return None
+    where = program.where(conv.node)
+    if norm.leads:
+        reason = _why_not_in_front(program, conv, norm)
+        return None if reason is None else f"it isn't folded into {where} behind it: {reason}"
+    reason = why_not(program, conv, norm)
+    return None if reason is None else f"the convolution {where} stays as it is: {reason}"
+
+
+def _why_not_in_front(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    if conv.transposed:
+        return "the outputs of a transposed convolution near the border are sums of fewer products"
+    if conv.pads:
+        return "the zeros that are padded in between would have to be shifted too"
+    if norm.module is not None and is_tied(norm.module):
+        return "it was folded together with the convolution before it"
+    return why_not(program, conv, norm)
 
 
 def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
     weight, bias = tensors
     what = f"folded into {graph.program.where(conv.node)}"
-    with graph.change(graph.program.where(norm.node), what, (conv.node, *norm.moves, norm.node)) as change:
+    with graph.change(graph.program.where(norm.node), what, way_of(conv, norm)) as change:
         change.sources += [conv.weight, *([conv.bias] if conv.bias and conv.bias_value is not None else [])]
         change.sources += norm.tensors
         graph.set_tensor(change, conv.weight, weight)
@@ -74,6 +98,34 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
     """Weight, in the layout and dtype of the old one, and bias, (out,), of the convolution that does both."""
     weight = conv.weight.value
     assert weight is not None
+    scale, shift = _scale_and_shift(norm)
+    wide, old = float64(weight), _float64(conv.bias)
+    if norm.leads:
+        # (out, in / groups, …): the output channels of group g take the g-th run of input channels.
+        grouped = wide.reshape(conv.groups, -1, *wide.shape[1:])
+        bias = (grouped * _per_input(conv, shift)).flatten(2).sum(2).reshape(-1)
+        wide = (grouped * _per_input(conv, scale)).reshape(wide.shape)
+        bias = bias if old is None else bias + old
+    else:
+        bias = shift if old is None else shift + old * scale
+        if conv.transposed:
+            # (in, out / groups, …): the input channels of group g make the g-th run of output channels.
+            per_group = scale.reshape(conv.groups, 1, conv.channels // conv.groups, *[1] * conv.dims)
+            wide = (wide.reshape(conv.groups, -1, *wide.shape[1:]) * per_group).reshape(wide.shape)
+        else:
+            wide = wide * scale.reshape(-1, *[1] * (wide.dim() - 1))
+    # `empty_like` keeps the strides, and with them a channels_last layout.
+    new = torch.empty_like(weight.detach()).copy_(wide)
+    return new, bias.to(weight)
+
+
+def _per_input(conv: Convolution, values: torch.Tensor) -> torch.Tensor:
+    """One number per input channel, (in,), as (groups, 1, in / groups, …)."""
+    return values.reshape(conv.groups, 1, conv.input_channels // conv.groups, *[1] * conv.dims)
+
+
+def _scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the BatchNorm multiplies each channel by, and adds to it then, both (channels,) in float64."""
     mean = _float64(norm.mean)
     assert mean is not None
     scale = scale_of(norm)
@@ -82,18 +134,7 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
         scale, shift = scale * gain, shift * gain
     if (offset := _float64(norm.bias)) is not None:
         shift = shift + offset
-    if (old := _float64(conv.bias)) is not None:
-        shift = shift + old * scale
-    wide = float64(weight)
-    if conv.transposed:
-        # (in, out / groups, …): the input channels of group g make the g-th run of output channels.
-        per_group = scale.reshape(conv.groups, 1, conv.channels // conv.groups, *[1] * conv.dims)
-        wide = (wide.reshape(conv.groups, -1, *wide.shape[1:]) * per_group).reshape(wide.shape)
-    else:
-        wide = wide * scale.reshape(-1, *[1] * (wide.dim() - 1))
-    # `empty_like` keeps the strides, and with them a channels_last layout.
-    new = torch.empty_like(weight.detach()).copy_(wide)
-    return new, shift.to(weight)
+    return scale, shift
 
 
 def _float64(ref: TensorRef | None) -> torch.Tensor | None:

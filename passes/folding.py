@@ -1,4 +1,4 @@
-"""When a convolution and the BatchNorm behind it may become one."""
+"""When a convolution and the BatchNorm behind it, or in front of it, may become one."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from passes.graph.match import (
     Node,
     TensorRef,
     can_be_sealed,
-    channels_behind,
+    channels_between,
     has_global_hooks,
     has_hooks,
+    in_order,
     is_moving,
     is_parametrized,
     is_stock,
     modules_between,
     uses_values,
+    way_of,
 )
-from passes.graph.program import Program
+from passes.graph.program import Program, operation_name
 
 
 def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """The reason why the two can't be rewritten together, or None.
 
     What is asked here holds for every rewrite of the pair: that nothing else sees the value between them, and that
-    their tensors are theirs alone.
+    their tensors are theirs alone. "It" is the first of the two, whose output goes to the other.
     """
     if has_global_hooks():
         return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
@@ -47,8 +49,7 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
 
 
 def _why_not_value(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    way = (conv.node, *norm.moves, norm.node)
-    for value, following in itertools.pairwise(way):
+    for value, following in itertools.pairwise(way_of(conv, norm)):
         others = (user for user in program.users(value) if user is not following)
         other = next((user for user in others if uses_values(program, user, value)), None)
         if other is not None:
@@ -167,25 +168,31 @@ def _path_of(program: Program, ref: TensorRef) -> str:
 
 
 def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    reason = _why_not_moved(program, conv, norm) if norm.moves else _why_not_rank(program, conv)
+    reason = _why_not_moved(program, conv, norm) if norm.moves else _why_not_rank(program, conv, norm)
     if reason:
         return reason
     sizes = {ref.value.numel() for ref in norm.tensors if ref.value is not None}
-    if sizes and sizes != {conv.channels}:
-        return f"its {conv.channels} channels are not those of the BatchNorm"
+    count = conv.input_channels if norm.leads else conv.channels
+    if sizes and sizes != {count}:
+        if norm.leads:
+            return f"its channels are not the {count} that {program.where(conv.node)} takes"
+        return f"its {count} channels are not those of the BatchNorm"
     return None
 
 
-def _why_not_rank(program: Program, conv: Convolution) -> str | None:
-    """BatchNorm takes the second dim for the channels: behind a layer on other ranks these are not its outputs."""
+def _why_not_rank(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    """BatchNorm takes the second dim for the channels: of a layer on other ranks these are not its inputs or outputs."""
     rank = program.rank_of_input(conv.node)
     kind = "convolution" if conv.dims else "linear layer"
     if rank is not None and rank != conv.dims + 2:
-        return f"its input is {rank}-D, where the BatchNorm's channels are not the outputs of the {kind}"
+        ends = "inputs" if norm.leads else "outputs"
+        owner = f"the input of {program.where(conv.node)}" if norm.leads else "its input"
+        return f"{owner} is {rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
     # Of more dims than one, an unbatched input is no input of BatchNorm2d and BatchNorm3d, and a rare one elsewhere.
     ambiguous = conv.dims == 0 or (conv.dims == 1 and program.recordings is None)
     if rank is None and ambiguous:
-        return f"the rank of its input isn't known, and BatchNorm takes the second dim for channels behind a {kind}" + (
+        side = "in front of" if norm.leads else "behind"
+        return f"the rank of its input isn't known, and BatchNorm takes the second dim for channels {side} a {kind}" + (
             ": give example inputs" if program.recordings is None else ""
         )
     return None
@@ -193,15 +200,17 @@ def _why_not_rank(program: Program, conv: Convolution) -> str | None:
 
 def _why_not_moved(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     way = ", ".join(program.where(node) for node in norm.moves)
-    if program.rank_of_input(conv.node) is None:
+    first, _ = in_order(conv, norm)
+    if program.rank_of_input(first.node) is None:
         return f"its output passes {way}, and the rank of its input isn't known" + (
             ": give example inputs" if program.recordings is None else ""
         )
-    channels = channels_behind(program, conv, norm.moves)
+    channels = channels_between(program, conv, norm)
     if channels is None:
         return f"its output passes {way}, behind which its channels aren't known"
-    if channels.dim != 1:
-        return f"its output passes {way}, behind which its channels are not those of the BatchNorm"
+    if channels.dim != (channels.rank - conv.dims - 1 if norm.leads else 1):
+        taker = program.where(conv.node) if norm.leads else "the BatchNorm"
+        return f"its output passes {way}, behind which its channels are not those of {taker}"
     return None
 
 
@@ -219,12 +228,17 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
     if conv_home.traced and norm_home.traced:
         return None
     if conv_home is not norm_home:
-        return "it and the BatchNorm stand in different modules, of which one can't be traced"
+        return "the two stand in different modules, of which one can't be traced"
     if conv.module is None or norm.module is None:
-        return f"the forward of {conv_home.path or 'the root'} calls it as a function and can't be traced"
-    if carries_another(conv.module, program.where(norm.node)):
+        called = conv if conv.module is None else norm
         return (
-            f"it carries another BatchNorm already, and the forward of {conv_home.path or 'the root'} can't be traced"
+            f"the forward of {conv_home.path or 'the root'} calls {operation_name(called.node)} as a function and can't"
+            " be traced"
+        )
+    if carries_another(conv.module, program.where(norm.node), leads=norm.leads):
+        return (
+            f"{program.where(conv.node)} carries another BatchNorm already, and the forward of"
+            f" {conv_home.path or 'the root'} can't be traced"
         )
     if not isinstance(inner_forward(conv_home.module), SealCheckingForward | None):
         return f"the module {conv_home.path or 'the root'} has a forward of its instance, which can't be traced"

@@ -53,16 +53,41 @@ class FoldedPair:
 
     Attributes:
         conv_path, norm_path: where the two stand in the tree.
+        leads: whether the BatchNorm stands in front of the convolution.
         rank: the dims of the convolution's input that both were seen to take for one thing: on others the BatchNorm's
             channels may not be the convolution's.
-        dim: the one that holds the channels of the convolution's output.
+        dim: the one that holds the channels where the first of the two gives them out.
     """
 
-    def __init__(self, conv_path: str, norm_path: str, rank: int, dim: int = 1) -> None:
+    def __init__(self, conv_path: str, norm_path: str, rank: int, dim: int = 1, *, leads: bool = False) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
+        self.leads = leads
         self.rank = rank
         self.dim = dim
+
+    @property
+    def first(self) -> str:
+        """The path of the one whose output goes to the other."""
+        return self.norm_path if self.leads else self.conv_path
+
+    @property
+    def second(self) -> str:
+        """The path of the other."""
+        return self.conv_path if self.leads else self.norm_path
+
+    def opened(self, value: Any) -> SealedOutput:
+        """What the first one of the pair gave out.
+
+        Raises:
+            UnseenCall: it is anything else.
+        """
+        if not isinstance(value, SealedOutput) or value.sealed_by is not self:
+            raise UnseenCall(
+                f"{self.second} was folded together with {self.first} and is given a value that doesn't come from it:"
+                " give optimize() example inputs that take this branch, or leave the pass out."
+            )
+        return value
 
     def other_rank(self, input: torch.Tensor) -> UnseenCall:
         """The error where the convolution is given an input of other dims."""
@@ -71,25 +96,18 @@ class FoldedPair:
             f" {input.dim()}-D input: leave the pass out."
         )
 
-    def other_dim(self, dim: int) -> UnseenCall:
-        """The error where the channels of the convolution come to the BatchNorm in another dim than its own."""
+    def other_dim(self, dim: int, wanted: int) -> UnseenCall:
+        """The error where the channels come to the second one in another dim than it takes them from."""
         return UnseenCall(
-            f"{self.conv_path} was folded together with {self.norm_path}, which takes dim 1 for the channels, and they"
+            f"{self.first} was folded together with {self.second}, which takes dim {wanted} for the channels, and they"
             f" come to it in dim {dim}: give optimize() example inputs that take this branch, or leave the pass out."
         )
 
     def went_astray(self) -> UnseenCall:
-        """The error where something else than the BatchNorm uses the convolution's output."""
+        """The error where something else than the second one uses the output of the first."""
         return UnseenCall(
-            f"{self.conv_path} was folded together with {self.norm_path}, and its output was used without it: give"
+            f"{self.first} was folded together with {self.second}, and its output was used without it: give"
             " optimize() example inputs that take this branch, or leave the pass out."
-        )
-
-    def came_from_elsewhere(self) -> UnseenCall:
-        """The error where the BatchNorm is given something else than the convolution's output."""
-        return UnseenCall(
-            f"{self.norm_path} was folded together with {self.conv_path} and is given a value that doesn't come from"
-            " it: give optimize() example inputs that take this branch, or leave the pass out."
         )
 
     def other_tensors(self, path: str) -> UnseenCall:
@@ -115,7 +133,7 @@ SHAPE_AND_KIND = frozenset({
 
 
 class SealedOutput:
-    """The output of a folded convolution on the way to its BatchNorm: its shape and kind can be asked for, its values
+    """The output of the first of a folded pair on the way to the second: its shape and kind can be asked for, its values
     can't.
 
     It is no tensor, so that no operation of torch computes on it by any way. `isinstance` in Python code takes it for
@@ -233,23 +251,45 @@ def _starts(code: types.CodeType) -> list[tuple[int | None, int | None]]:
 
 
 class FoldedConvForward(InstanceForward):
-    """The forward of a convolution that was folded together with its BatchNorm."""
+    """The forward of a convolution that was folded together with a BatchNorm behind it, in front of it, or both.
+
+    Attributes:
+        pair: it and the BatchNorm behind it; None without.
+        front: it and the BatchNorm in front of it; None without.
+        dims: its spatial dims, behind that of the channels.
+    """
 
     is_atom = True
 
-    def __init__(self, owner: nn.Module, pair: FoldedPair) -> None:
+    def __init__(
+        self, owner: nn.Module, pair: FoldedPair | None, front: FoldedPair | None = None, *, dims: int = 0
+    ) -> None:
         self.owner = owner
         self.pair = pair
+        self.front = front
+        self.dims = dims
         self.has_bias = owner._parameters.get("bias") is not None
 
-    def __call__(self, input: torch.Tensor) -> SealedOutput:
+    def __call__(self, input: Any) -> Any:
         # The way of every call of every pair: as few steps as there can be.
         owner, pair = self.owner, self.pair
+        if self.front is not None:
+            input = self._from_front(self.front, input)
+        if pair is None:
+            return type(owner).forward(owner, input)
         if not self.has_bias and owner._parameters.get("bias") is not None:
             raise pair.other_tensors(pair.conv_path)
         if input.dim() != pair.rank:
             raise pair.other_rank(input)
         return SealedOutput(type(owner).forward(owner, input), pair, pair.dim)
+
+    def _from_front(self, front: FoldedPair, input: Any) -> torch.Tensor:
+        sealed = front.opened(input)
+        value = sealed.sealed_value
+        wanted = value.dim() - self.dims - 1
+        if sealed.sealed_dim != wanted:
+            raise front.other_dim(sealed.sealed_dim, wanted)
+        return value
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution alone, with nobody looking where its output goes."""
@@ -258,7 +298,7 @@ class FoldedConvForward(InstanceForward):
 
 
 class FoldedNormForward(InstanceForward):
-    """The forward of a BatchNorm that was folded together with its convolution.
+    """The forward of a BatchNorm that was folded together with the convolution before it, or behind it.
 
     Attributes:
         carried: whether the convolution does the BatchNorm's work, and nothing is left of it but the check.
@@ -273,20 +313,31 @@ class FoldedNormForward(InstanceForward):
         self.carried = carried
         self.eps = owner.eps
 
-    def __call__(self, input: Any) -> torch.Tensor:
-        if not isinstance(input, SealedOutput) or input.sealed_by is not self.pair:
-            raise self.pair.came_from_elsewhere()
-        if input.sealed_dim != 1:
-            raise self.pair.other_dim(input.sealed_dim)
+    def __call__(self, input: Any) -> Any:
+        pair = self.pair
+        if pair.leads:
+            return self._to_behind(pair, input)
+        sealed = pair.opened(input)
+        if sealed.sealed_dim != 1:
+            raise pair.other_dim(sealed.sealed_dim, 1)
         if not self.carried:
-            return self.compute(input.sealed_value)
+            return self.compute(sealed.sealed_value)
+        self._check_tensors()
+        return sealed.sealed_value
+
+    def _to_behind(self, pair: FoldedPair, input: Any) -> SealedOutput:
+        if isinstance(input, SealedOutput):
+            raise input.sealed_by.went_astray()
+        self._check_tensors()
+        return SealedOutput(input, pair, pair.dim)
+
+    def _check_tensors(self) -> None:
         # `functional_call` and the like put tensors in place that no hook sees.
-        owner = self.owner
+        owner, pair = self.owner, self.pair
         if owner._parameters.get("weight") is not None or owner._buffers.get("running_mean") is not None:
-            raise self.pair.other_tensors(self.pair.norm_path)
+            raise pair.other_tensors(pair.norm_path)
         if owner.eps != self.eps:
-            raise self.pair.other_eps()
-        return input.sealed_value
+            raise pair.other_eps()
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The BatchNorm alone, wherever the input comes from."""
@@ -471,10 +522,19 @@ def is_carried(module: nn.Module) -> bool:
     return isinstance(forward, FoldedNormForward) and forward.carried
 
 
-def carries_another(conv: nn.Module, norm_path: str) -> bool:
-    """Whether the convolution was folded together with another BatchNorm than the one at the path."""
+def carries_another(conv: nn.Module, norm_path: str, *, leads: bool = False) -> bool:
+    """Whether the convolution was folded together with another BatchNorm than the one at the path, on that side."""
     forward = inner_forward(conv)
-    return isinstance(forward, FoldedConvForward) and forward.pair.norm_path != norm_path
+    if not isinstance(forward, FoldedConvForward):
+        return False
+    pair = forward.front if leads else forward.pair
+    return pair is not None and pair.norm_path != norm_path
+
+
+def is_tied(norm: nn.Module) -> bool:
+    """Whether the BatchNorm is right only behind one convolution, and does its own work there."""
+    forward = inner_forward(norm)
+    return isinstance(forward, FoldedNormForward) and not forward.carried
 
 
 def class_code(module: nn.Module) -> types.CodeType:

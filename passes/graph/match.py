@@ -60,6 +60,7 @@ class Convolution:
         transposed: whether it is a transposed convolution.
         groups: 1 for a linear layer.
         module: the called module; None for a functional call.
+        pads: whether it reads zeros beyond the border of its input, or may.
     """
 
     node: fx.Node
@@ -70,6 +71,7 @@ class Convolution:
     transposed: bool
     groups: int
     module: nn.Module | None
+    pads: bool = False
 
     @property
     def bias_value(self) -> torch.Tensor | None:
@@ -83,6 +85,13 @@ class Convolution:
         assert weight is not None
         return int(weight.shape[1]) * self.groups if self.transposed else int(weight.shape[0])
 
+    @property
+    def input_channels(self) -> int:
+        """How many channels it takes."""
+        weight = self.weight.value
+        assert weight is not None
+        return int(weight.shape[0]) if self.transposed else int(weight.shape[1]) * self.groups
+
 
 @dataclass(frozen=True)
 class BatchNorm:
@@ -95,8 +104,8 @@ class BatchNorm:
         eps: added to the variance.
         uses_batch_statistics: whether this call normalises by the statistics of the batch.
         updates_statistics: whether this call moves the running statistics.
-        moves: in `conv_bn_chains`, what the convolution's output passes on its way here that moves its values and
-            changes none, in order.
+        moves: in a pair, what the value passes between the two that moves its numbers and changes none, in order.
+        leads: in a pair, whether the BatchNorm stands in front of the convolution.
     """
 
     node: fx.Node
@@ -110,6 +119,7 @@ class BatchNorm:
     updates_statistics: bool
     module: nn.Module | None
     moves: tuple[fx.Node, ...] = ()
+    leads: bool = False
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
@@ -168,7 +178,9 @@ def _convolution_module(node: fx.Node, module: nn.Module | None) -> Convolution 
         return Convolution(node, source, weight, bias, 0, False, 1, module)
     assert isinstance(module, _ConvNd)
     dims = len(module.kernel_size)
-    return Convolution(node, source, weight, bias, dims, isinstance(module, _ConvTransposeNd), module.groups, module)
+    transposed = isinstance(module, _ConvTransposeNd)
+    pads = module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice)
+    return Convolution(node, source, weight, bias, dims, transposed, module.groups, module, pads)
 
 
 def _convolution_call(
@@ -182,7 +194,10 @@ def _convolution_call(
         return None
     if given.get("bias") is not None and bias is None:
         return None
-    return Convolution(node, source, weight, bias, dims, transposed, groups, None)
+    padding = given.get("padding", 0)
+    sides = padding if isinstance(padding, list | tuple) else [padding]
+    pads = padding != "valid" and any(type(side) is not int or side != 0 for side in sides)
+    return Convolution(node, source, weight, bias, dims, transposed, groups, None, pads)
 
 
 def batch_norm_at(program: Program, node: fx.Node) -> BatchNorm | None:
@@ -237,6 +252,35 @@ def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
             yield conv, replace(norm, moves=moves)
 
 
+def bn_conv_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
+    """Every convolution or linear layer whose input a batch normalisation makes, wherever the two stand.
+
+    Where that is folded before the next pair is asked for, and another one stands in front of it, that is a pair too.
+    """
+    for node in list(program.nodes()):
+        conv = convolution_at(program, node)
+        seen: set[fx.Node] = set()
+        while conv is not None:
+            source, moves = _source_of(program, conv.input)
+            norm = batch_norm_at(program, source)
+            if norm is None or source in seen:
+                break
+            seen.add(source)
+            yield conv, replace(norm, moves=moves, leads=True)
+            conv = convolution_at(program, node)
+
+
+def in_order(conv: Convolution, norm: BatchNorm) -> tuple[Convolution | BatchNorm, Convolution | BatchNorm]:
+    """The two of a pair, the one first whose output goes to the other."""
+    return (norm, conv) if norm.leads else (conv, norm)
+
+
+def way_of(conv: Convolution, norm: BatchNorm) -> tuple[fx.Node, ...]:
+    """The nodes of a pair, from the first of the two over the moves to the second."""
+    first, second = in_order(conv, norm)
+    return (first.node, *norm.moves, second.node)
+
+
 def _source_of(program: Program, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """What makes the value, and the moves behind that, in order."""
     moves: list[fx.Node] = []
@@ -277,13 +321,18 @@ def is_moving(program: Program, module: nn.Module) -> bool:
     return _module_move(program, module) is not None
 
 
-def channels_behind(program: Program, conv: Convolution, moves: Sequence[fx.Node]) -> Channels | None:
-    """Where the channels of the convolution's output stand behind the moves; None where that isn't known."""
-    rank = program.rank_of_input(conv.node)
-    if rank is None or rank <= conv.dims:
+def channels_between(program: Program, conv: Convolution, norm: BatchNorm) -> Channels | None:
+    """Where the channels stand in what the second of a pair is given; None where that isn't known."""
+    if norm.leads:
+        rank = program.rank_of_input(norm.node)
+        dim, count = 1, conv.input_channels
+    else:
+        rank = program.rank_of_input(conv.node)
+        dim, count = (rank or 0) - conv.dims - 1, conv.channels
+    if rank is None or not 0 <= dim < rank:
         return None
-    channels: Channels | None = Channels(rank, rank - conv.dims - 1, conv.channels)
-    for node in moves:
+    channels: Channels | None = Channels(rank, dim, count)
+    for node in norm.moves:
         move = _move_at(program, node)
         channels = None if move is None or channels is None else channels.behind(*move)
     return channels
@@ -307,17 +356,15 @@ def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
     """
     if conv.module is None or norm.module is None:
         return False
-    return not carries_another(conv.module, program.where(norm.node))
+    return not carries_another(conv.module, program.where(norm.node), leads=norm.leads)
 
 
 def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[nn.Module]:
-    """The modules that the value of the one passes through, into or out of, on its way to the other.
-
-    The two are a pair of `conv_bn_chains`.
-    """
+    """The modules that the value of the first of a pair passes through, into or out of, on its way to the second."""
+    first, second = in_order(conv, norm)
     found: list[nn.Module] = []
-    node = norm.input
-    while node is not conv.node:
+    node = second.input
+    while node is not first.node:
         module = program.module_of(node)
         if node in norm.moves:
             source = node.all_input_nodes[0]

@@ -26,7 +26,7 @@ from passes.graph.guards import (
     inner_forward,
     refuse_checkpoint,
 )
-from passes.graph.match import BatchNorm, Convolution, TensorRef, can_be_sealed
+from passes.graph.match import BatchNorm, Convolution, TensorRef, can_be_sealed, in_order
 from passes.graph.program import Program
 from passes.graph.region import Region
 
@@ -239,9 +239,9 @@ class Rewriter:
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
 
-        Where both are modules, the BatchNorm stays, without tensors, as a check that what the convolution makes goes
-        there and nowhere else: the forwards around them are as they were, and may be called in any way. A BatchNorm
-        that is a function, or a further one behind the same convolution, goes out of the graph.
+        Where both are modules, the BatchNorm stays, without tensors, as a check that what the first of the two makes goes
+        to the second and nowhere else: the forwards around them are as they were, and may be called in any way. A
+        BatchNorm that is a function, or a further one on the same side of a convolution, goes out of the graph.
         """
         if can_be_sealed(self.program, conv, norm):
             self._guard(change, conv, norm, carried=True)
@@ -260,14 +260,15 @@ class Rewriter:
 
     def _hold_ranks(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Nothing else would say that the BatchNorm's channels aren't the convolution's on input of other dims."""
-        rank = self._rank(conv)
-        ranks = {conv.input: rank} if conv.input.op == "placeholder" else {}
-        for node, rank in (self.program.inputs_behind(norm.input) | ranks).items():
+        first, second = in_order(conv, norm)
+        ranks = {first.input: self._rank(conv, norm)} if first.input.op == "placeholder" else {}
+        for node, rank in (self.program.inputs_behind(second.input) | ranks).items():
             self._do(change, MetaEdit(node.meta, RANK, rank))
 
-    def _rank(self, conv: Convolution) -> int:
-        """The dims of the convolution's input; where no run shows them, those by which its channels are in dim 1."""
-        return self.program.rank_of_input(conv.node) or conv.dims + 2
+    def _rank(self, conv: Convolution, norm: BatchNorm) -> int:
+        """The dims of what the first of a pair is given; where no run shows them, as many as the convolution takes."""
+        first, _ = in_order(conv, norm)
+        return self.program.rank_of_input(first.node) or conv.dims + 2
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Both are right only together now: where both are modules, that is checked at every call.
@@ -283,11 +284,17 @@ class Rewriter:
     def _guard(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
         assert conv.module is not None
         assert norm.module is not None
-        rank = self._rank(conv)
-        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node), rank, rank - conv.dims - 1)
-        self.set_forward(change, conv.module, FoldedConvForward(conv.module, pair))
+        rank = self._rank(conv, norm)
+        dim = 1 if norm.leads else rank - conv.dims - 1
+        paths = self.program.where(conv.node), self.program.where(norm.node)
+        pair = FoldedPair(*paths, rank, dim, leads=norm.leads)
+        earlier = inner_forward(conv.module)
+        behind, front = (earlier.pair, earlier.front) if isinstance(earlier, FoldedConvForward) else (None, None)
+        behind, front = (behind, pair) if norm.leads else (pair, front)
+        self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front, dims=conv.dims))
         self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
-        caller = self.program.home(norm.node)
+        _, second = in_order(conv, norm)
+        caller = self.program.home(second.node)
         if not caller.traced:
             # The module that calls both gets its forward at the end, once for all its pairs.
             self._guarded[id(caller.module)] = caller.module

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.capture import ModuleGraph
+from passes.graph.guards import SealedOutput
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.region import Region
@@ -102,6 +103,9 @@ def _given_to(first: Any, region: Region) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, SealedOutput):
+        # Given to a convolution with a BatchNorm in front that was folded before: the region computes on the numbers.
+        value = value.sealed_value
     if not isinstance(value, torch.Tensor):
         return value
     # Inside of `torch.func.vmap` and the like a tensor stands for many, and lives no longer than the call.
