@@ -377,16 +377,23 @@ class SealCheckingForward(InstanceForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._class_forward(*args, **kwargs)
-        leaves = (outputs,) if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
-        for leaf in leaves:
-            if isinstance(leaf, SealedOutput):
-                raise leaf.sealed_by.went_astray()
+        _refuse_seals(outputs, depth=4)
         return outputs
 
     @property
     def __signature__(self) -> inspect.Signature:
         # Code that asks a model for its arguments reads them here.
         return self._class_signature()
+
+
+def _refuse_seals(value: Any, depth: int) -> None:
+    """See that no seal stands in a value, its containers or its dataclasses."""
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, SealedOutput):
+            raise leaf.sealed_by.went_astray()
+        for name in getattr(type(leaf), "__dataclass_fields__", ()) if depth else ():
+            _refuse_seals(getattr(leaf, name, None), depth - 1)
 
 
 class AroundForward(InstanceForward):

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.interception import intercepted_calls
-from passes.graph.structure import CallStructure, Unstructured, binder_of, flatten_outputs, signature_of
+from passes.graph.structure import CallStructure, Unstructured, binder_of, signature_of
 from passes.graph.tracing import METADATA, function_name
 
 
@@ -32,7 +32,7 @@ class RecordedCall:
         structure: the structure of its arguments, or the clause that says why they have none.
         shapes: of each tensor among its arguments, in the order of the structure.
         graph: what its forward did, its children as calls; None for an atom.
-        outputs: the tree of what it returned; None where that can't be named.
+        outputs: the tree of what it returned, in which an object that may hold tensors is a leaf; None for an atom.
         output_shape: of the one tensor that an atom returned; None for anything else.
     """
 
@@ -98,9 +98,11 @@ def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Reco
     recorder = _Recorder(root)
     with intercepted_calls(root, recorder.around), recorder:
         outputs = root(*args, **kwargs)
-    recorder.forget_outputs(outputs)
+    # Tensors in an object of the outputs that can't be named count as kept, as long as the object lives.
+    unnamed = recorder.forget_outputs(outputs)
     del outputs
     recorder.mark_escapes()
+    del unnamed
     return recorder.recording
 
 
@@ -187,10 +189,7 @@ class _Recorder(TorchFunctionMode):
         if frame.atom:
             finished.output_shape = outputs.shape if isinstance(outputs, torch.Tensor) else None
             return
-        try:
-            leaves, finished.outputs = flatten_outputs(outputs, ())
-        except Unstructured:
-            leaves = pytree.tree_leaves(outputs)
+        leaves, finished.outputs = pytree.tree_flatten(outputs)
         frame.graph.output([self._argument(frame, leaf) for leaf in leaves])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,10 +251,12 @@ class _Recorder(TorchFunctionMode):
             if reference() is tensor:
                 node.meta["escapes"] = True
 
-    def forget_outputs(self, outputs: Any) -> None:
-        """The tensors that the root returns don't count as kept somewhere: they are in its output."""
-        for leaf in pytree.tree_leaves(outputs):
+    def forget_outputs(self, outputs: Any) -> list[Any]:
+        """The tensors that the root returns don't count as kept somewhere: they are in its output. Gives the others."""
+        leaves = pytree.tree_leaves(outputs)
+        for leaf in leaves:
             self.values.pop(id(leaf), None)
+        return [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
 
     def mark_escapes(self) -> None:
         """A value that outlives the run was kept somewhere: it has a user that no graph shows."""

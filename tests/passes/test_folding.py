@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import BatchNormAct, Functional, Head, Pair, Reader, Stem, image
+from folding_models import BatchNormAct, Functional, Head, Output, Pair, Reader, Stem, image
 from pass_contract import captured, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -589,6 +590,68 @@ def test_where_runs_disagree_an_unseen_call_raises() -> None:
     assert check_parity(model, fast, (image(),), batch_sizes=(1, 3), draws=1).ok
     with pytest.raises(UnseenCall, match="its output was used without it"):
         fast(image() + 1e6)
+
+
+class _ReturnsObject(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = self.bn(self.conv(x))
+        return Output(y.relu(), {"pooled": y.mean((2, 3))})
+
+
+class _ReturnsRawInObject(Pair):
+    """Where the object is looked at, nobody sees: in its own class, or in one that holds it."""
+
+    kind: Callable[[Any], Any] = Output
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return type(self).kind(self.bn(y)), type(self).kind([type(self).kind(y)])
+
+
+class _ReturnsRawInNamespace(_ReturnsRawInObject):
+    kind = staticmethod(lambda value: types.SimpleNamespace(value=value))
+
+
+class _PassesObjectOn(Pair):
+    """A child that gives its value in an object, to be used by the one above."""
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return Output(self.conv(x))
+
+    def more(self) -> None:
+        self.conv = self.Stem()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x).features
+        return self.bn(y) + y
+
+
+def test_outputs_in_an_object_that_torch_knows_nothing_of() -> None:
+    model = _ReturnsObject().eval()
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
+    assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
+    assert report_of(fast).coverage.reached == 2
+    assert type(fast(image())) is Output
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 2, 5), draws=1).ok
+
+
+@pytest.mark.parametrize("cls", [_ReturnsRawInObject, _ReturnsRawInNamespace])
+def test_a_value_in_an_object_that_is_returned_has_other_users(cls: type[nn.Module]) -> None:
+    program, context = captured(cls().eval(), image())
+    done = FoldConvBn().run(program, context)
+    assert done.changes == ()
+    ((_, text),) = sentences_of(done)
+    assert "its output is kept somewhere outside of the graph" in text
+
+
+def test_a_value_in_an_object_between_modules_is_no_pair() -> None:
+    program, context = captured(_PassesObjectOn().eval(), image())
+    assert FoldConvBn().run(program, context).changes == ()
 
 
 def test_quantized_modules_are_no_convolutions() -> None:

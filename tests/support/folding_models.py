@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -259,6 +260,19 @@ class IslandReturnsBoth(Island):
         return {"z": self.bn(y), "rest": [y]}
 
 
+@dataclass
+class Output:
+    """What a model may return: no container that torch knows."""
+
+    features: Any
+    rest: Any = None
+
+
+class IslandReturnsObject(Island):
+    def otherwise(self, x: Tensor, y: Tensor) -> Any:
+        return Output(self.bn(y), [Output(y)])
+
+
 class IslandFedFromElsewhere(Island):
     def otherwise(self, x: Tensor, y: Tensor) -> Any:
         return self.bn(x.repeat(1, 2, 1, 1)[:, :4])
@@ -301,8 +315,8 @@ class IslandRaises(Island):
 
 
 UNSEEN = [
-    IslandRawOutput, IslandBesides, IslandBesidesReversed, IslandReturnsBoth, IslandFedFromElsewhere, IslandInPlace,
-    IslandReads, IslandKeeps,
+    IslandRawOutput, IslandBesides, IslandBesidesReversed, IslandReturnsBoth, IslandReturnsObject,
+    IslandFedFromElsewhere, IslandInPlace, IslandReads, IslandKeeps,
 ]  # fmt: skip
 # An input that makes an island take the branch that no recorded run took.
 FAR = torch.full((2, 3, 8, 8), 1e5)
