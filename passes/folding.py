@@ -104,6 +104,9 @@ def _why_not_modules(program: Program, conv: Convolution, norm: BatchNorm) -> st
 def _why_not_called_elsewhere(program: Program, place: Convolution | BatchNorm, module: nn.Module) -> str | None:
     """Whether something calls the module that no graph shows."""
     home = program.home(place.node)
+    if not home.whole:
+        # All its calls are of this one kind, however many they are.
+        return None
     count, around = program.calls_in_a_run(module), program.calls_in_a_run(home.module)
     if count is None or around is None:
         holder = program.named_reads.holder_of(module)
@@ -246,7 +249,7 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
 
 
 def _is_closed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
-    """Whether one traced graph holds the pair and a seal guards it, so that the forwards around it need not be known.
+    """Whether one graph holds the pair and a seal guards it, so that the forwards around it need not be known.
 
     Runs that don't agree on those still show who calls the two and who reads their tensors. What no run shows meets the
     seal, and raises.
@@ -255,7 +258,7 @@ def _is_closed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
     return (
         program.recordings is not None
         and home is program.home(norm.node)
-        and home.traced
+        and (home.traced or not home.whole)
         and can_be_sealed(program, conv, norm)
     )
 

@@ -74,6 +74,7 @@ class ModuleGraph:
         outputs: the tree of the outputs.
         traced: true for a trace, which is what the forward does for every call of that structure; false for a recorded
             run, which shows what it did and is never executed.
+        whole: false for a part of what recorded runs did: what its values are made of, and where they go, isn't known.
         flags: the values of `training` that the graph holds for; none for the one that the module has.
         baked: the attributes and globals that a trace read: the graph holds for these values.
     """
@@ -84,6 +85,7 @@ class ModuleGraph:
     structure: CallStructure
     outputs: pytree.TreeSpec
     traced: bool = True
+    whole: bool = True
     flags: tuple[bool, ...] = ()
     baked: tuple[Baked, ...] = ()
 

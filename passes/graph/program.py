@@ -52,6 +52,7 @@ class Program:
         root: the working copy.
         mode: "inference" or "training".
         graphs: for each module with a graph, by identity; recorded ones only where there is no trace.
+        parts: what is known of the modules without one, whose recorded runs agree on this much.
         islands: the modules whose forward couldn't be traced.
         recordings: what recorded runs agree on; None where there were no example inputs.
         made: the parameters that passes have made, by identity: no other module than the working copy's holds them.
@@ -62,6 +63,7 @@ class Program:
     graphs: dict[int, ModuleGraph]
     islands: dict[int, Island]
     recordings: Recordings | None
+    parts: list[ModuleGraph] = field(default_factory=list)
     made: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
     paths: dict[int, list[str]] = field(default_factory=dict)
     _home: dict[fx.Graph, ModuleGraph] = field(default_factory=dict)
@@ -79,7 +81,9 @@ class Program:
         for key, graph in (recordings.graphs if recordings else {}).items():
             if key in captured.islands:
                 graphs.setdefault(key, graph)
-        program = cls(captured.root, mode, graphs, dict(captured.islands), recordings)
+        chains = recordings.chains if recordings else []
+        parts = [part for part in chains if id(part.module) in captured.islands]
+        program = cls(captured.root, mode, graphs, dict(captured.islands), recordings, parts)
         program.refresh()
         return program
 
@@ -94,7 +98,7 @@ class Program:
                 self._tensor_owners[id(tensor)] += 1
         self._home, self._modules, self._sources = {}, {}, {}
         self._calls, self._reads = defaultdict(list), defaultdict(list)
-        for graph in self.graphs.values():
+        for graph in (*self.graphs.values(), *self.parts):
             self._read_graph(graph)
         self._opaque = frozenset(island.path for key, island in self.islands.items() if key not in self.graphs)
 
@@ -117,7 +121,7 @@ class Program:
 
     def nodes(self) -> Iterator[fx.Node]:
         """Every node of every graph, in the order of the tree and of each forward."""
-        for graph in self.graphs.values():
+        for graph in (*self.graphs.values(), *self.parts):
             yield from graph.graph.nodes
 
     def home(self, node: fx.Node) -> ModuleGraph:
@@ -240,7 +244,7 @@ class Program:
     def _argument_outside(self, placeholder: fx.Node) -> fx.Node | None:
         graph = self.home(placeholder)
         calls = self.calls_of(graph.module)
-        if len(calls) != 1 or graph.module is self.root or _only_input(graph.graph) is None:
+        if not graph.whole or len(calls) != 1 or graph.module is self.root or _only_input(graph.graph) is None:
             return None
         sources = calls[0].all_input_nodes
         return sources[0] if len(sources) == 1 else None
@@ -248,7 +252,7 @@ class Program:
     def _only_call(self, output: fx.Node) -> fx.Node | None:
         graph = self.home(output)
         calls = self.calls_of(graph.module)
-        if len(calls) != 1 or graph.module is self.root or _only_output(graph.graph) is None:
+        if not graph.whole or len(calls) != 1 or graph.module is self.root or _only_output(graph.graph) is None:
             return None
         return calls[0]
 

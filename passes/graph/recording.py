@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,8 @@ class Recordings:
         counts: how often each module was called in each run, where the runs agree; -1 where they don't.
         ranks: the number of dims of each module's tensor arguments, where all calls agree.
         graphs: for each module that is no atom, what it did in every one of its calls, where all agree.
+        chains: of the modules without such a graph: the atoms that they call in a row, in every call and in no other way,
+            however often.
         reads: as in `Recording`, over all runs.
         maps: for each atom that takes one tensor and gives one, in the order of the first run, the numbers of elements
             of the two in that run; those of several calls together.
@@ -82,6 +84,7 @@ class Recordings:
     counts: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     graphs: dict[int, ModuleGraph] = field(default_factory=dict)
+    chains: list[ModuleGraph] = field(default_factory=list)
     reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     maps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -271,6 +274,7 @@ class _Recorder(TorchFunctionMode):
 def agree(root: nn.Module, runs: Sequence[Recording]) -> Recordings:
     """What all the runs have in common."""
     result = Recordings()
+    disagreeing: list[tuple[str, nn.Module]] = []
     for path, module in root.named_modules():
         calls = [run.calls.get(id(module), []) for run in runs]
         every = [call for run in calls for call in run]
@@ -285,6 +289,9 @@ def agree(root: nn.Module, runs: Sequence[Recording]) -> Recordings:
         graph = _common_graph(path, module, every)
         if graph is not None and result.counts[id(module)] > 0:
             result.graphs[id(module)] = graph
+        elif not is_atom(module):
+            disagreeing.append((path, module))
+    result.chains = _Chains(runs, disagreeing).graphs()
     for run in runs:
         for place, readers in run.reads.items():
             result.reads.setdefault(place, set()).update(readers)
@@ -325,6 +332,94 @@ def _common_graph(path: str, module: nn.Module, calls: Sequence[RecordedCall]) -
         if call.graph is None or call.outputs != first.outputs or _shape_of(call.graph) != shape:
             return None
     return ModuleGraph(path, module, first.graph, first.structure, first.outputs, traced=False)
+
+
+class _Chains:
+    """Finds the atoms whose values always go from the one to the other, where the rest of the runs differs.
+
+    One feeds another where every call of the first, in all runs, gives its value to a call of the second and to nothing
+    else, and every call of the second has its input from there.
+    """
+
+    def __init__(self, runs: Sequence[Recording], callers: Sequence[tuple[str, nn.Module]]) -> None:
+        self.runs = runs
+        self.callers = callers
+        # For each atom, by identity: what is before it and behind it in each of its calls, 0 where that is no atom.
+        self.before: dict[int, set[int]] = {}
+        self.behind: dict[int, set[int]] = {}
+        self.homes: dict[int, set[int]] = {}
+        self.counts: dict[int, int] = {}
+        self.atoms: dict[int, fx.Node] = {}
+        for number, (_, caller) in enumerate(callers):
+            for call in self._calls_of(caller):
+                for node in call.graph.nodes if call.graph is not None else ():
+                    self._look_at(number, node)
+
+    def _calls_of(self, module: nn.Module) -> Iterator[RecordedCall]:
+        return (call for run in self.runs for call in run.calls.get(id(module), ()))
+
+    def _look_at(self, caller: int, node: fx.Node) -> None:
+        key = _atom(node)
+        if not key:
+            return
+        self.atoms.setdefault(key, node)
+        self.homes.setdefault(key, set()).add(caller)
+        self.counts[key] = self.counts.get(key, 0) + 1
+        self.before.setdefault(key, set()).add(_atom(node.all_input_nodes[0]))
+        user = next(iter(node.users)) if len(node.users) == 1 and not node.meta.get("escapes") else None
+        self.behind.setdefault(key, set()).add(_atom(user))
+
+    def graphs(self) -> list[ModuleGraph]:
+        """One graph for each chain, from the first atom that no other feeds."""
+        following = {key: next(iter(behind)) for key, behind in self.behind.items() if self._feeds(key, behind)}
+        fed = set(following.values())
+        found: list[ModuleGraph] = []
+        for key in following:
+            if key not in fed:
+                chain = [key]
+                while chain[-1] in following:
+                    chain.append(following[chain[-1]])
+                found += self._graph(chain)
+        return found
+
+    def _feeds(self, key: int, behind: set[int]) -> bool:
+        other = next(iter(behind))
+        return (
+            len(behind) == 1
+            and self.before.get(other) == {key}
+            and len(self.homes[key] | self.homes[other]) == 1
+            and self._is_shown(key)
+            and self._is_shown(other)
+        )
+
+    def _is_shown(self, key: int) -> bool:
+        """Whether all calls of the atom are in these graphs, and each gives one tensor."""
+        calls = list(self._calls_of(self.atoms[key].meta["module"]))
+        return len(calls) == self.counts[key] and all(call.output_shape is not None for call in calls)
+
+    def _graph(self, chain: Sequence[int]) -> Iterator[ModuleGraph]:
+        (home,) = self.homes[chain[0]]
+        path, caller = self.callers[home]
+        call = next(self._calls_of(caller))
+        if isinstance(call.structure, str) or call.outputs is None:
+            return
+        graph = fx.Graph()
+        value = graph.placeholder("input_0")
+        for key in chain:
+            node = self.atoms[key]
+            value = graph.create_node("call_module", node.target, (value,))
+            value.meta["module"] = node.meta["module"]
+        graph.output([value])
+        yield ModuleGraph(path, caller, graph, call.structure, call.outputs, traced=False, whole=False)
+
+
+def _atom(node: fx.Node | None) -> int:
+    """The identity of the atom that the node calls on one tensor and nothing else; 0 for any other node."""
+    if node is None or node.op != "call_module" or len(node.args) + len(node.kwargs) != 1:
+        return 0
+    (argument,) = (*node.args, *node.kwargs.values())
+    module = node.meta["module"]
+    return id(module) if isinstance(argument, fx.Node) and is_atom(module) else 0
 
 
 def _shape_of(graph: fx.Graph) -> list[tuple[Any, ...]]:

@@ -592,6 +592,88 @@ def test_where_runs_disagree_an_unseen_call_raises() -> None:
         fast(image() + 1e6)
 
 
+class _Loop(Pair):
+    """As many calls of the pair as there are images: no two batch sizes agree on the rest."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.stack([self.step(row[None]).mean() for row in x])
+
+    def step(self, row: Tensor) -> Tensor:
+        return self.bn(self.conv(row)).relu()
+
+
+class _LoopRaw(_Loop):
+    def step(self, row: Tensor) -> Tensor:
+        y = self.conv(row)
+        return y if row.sum() > 1e6 else self.bn(y)
+
+
+class _LoopFromElsewhere(_Loop):
+    def step(self, row: Tensor) -> Tensor:
+        return self.bn(row[:, :1].expand(-1, 4, -1, -1) if row.sum() > 1e6 else self.conv(row))
+
+
+class _LoopBesides(_Loop):
+    def step(self, row: Tensor) -> Tensor:
+        y = self.conv(row)
+        return self.bn(y) + y
+
+
+class _LoopReadsWeight(_Loop):
+    def step(self, row: Tensor) -> Tensor:
+        return super().step(row) * self.conv.weight.mean()
+
+
+class _LoopReadsWeightInBranch(_Loop):
+    def step(self, row: Tensor) -> Tensor:
+        return row * self.conv.weight.mean() if row.sum() > 1e6 else super().step(row)
+
+
+class _LoopUnderIsland(nn.Module):
+    """What is around the loop differs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Loop()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        for row in x:
+            y = y + row.mean()
+        return y
+
+
+@pytest.mark.parametrize("cls", [_Loop, _LoopUnderIsland])
+def test_a_pair_that_is_called_as_often_as_there_are_images(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
+    assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
+    assert report_of(fast).coverage.reached == 2
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 2, 5), draws=1).ok
+
+
+@pytest.mark.parametrize("cls", [_LoopRaw, _LoopFromElsewhere])
+def test_in_a_loop_an_unseen_call_raises(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 3), draws=1).ok
+    with pytest.raises(UnseenCall, match="give optimize\\(\\) example inputs that take this branch"):
+        fast(image() + 1e6)
+
+
+def test_in_a_loop_the_other_reasons_hold() -> None:
+    program, context = captured(_LoopBesides().eval(), image())
+    assert FoldConvBn().run(program, context).changes == ()
+    for cls, reason in (
+        (_LoopReadsWeight, "conv.weight is also read by the forward of _LoopReadsWeight"),
+        (_LoopReadsWeightInBranch, "conv.weight may be read by the code of the root, in a branch of its own"),
+    ):
+        program, context = captured(cls().eval(), image())
+        ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+        assert reason in text
+
+
 class _ReturnsObject(Pair):
     def forward(self, x: Tensor) -> Any:
         y = self.bn(self.conv(x))

@@ -72,6 +72,66 @@ def test_loops_over_the_batch_dont_agree():
     assert found.counts[id(model.b)] == 1
 
 
+class Loop(nn.Module):
+    """As many calls as there are rows; `step` says what is done with each."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.step = step
+        self.kept = []
+
+    def forward(self, x):
+        return torch.stack([self.step(self, index, row) for index, row in enumerate(x)])
+
+
+def chains(step):
+    model = Loop(step)
+    found = recorded(model, x(2), x(3))
+    assert id(model) not in found.graphs
+    assert not any(chain.traced or chain.whole for chain in found.chains)
+    assert all(chain.module is model for chain in found.chains)
+    return [operations(model, chain) for chain in found.chains]
+
+
+def test_where_runs_dont_agree_they_may_agree_on_what_follows_what():
+    assert chains(lambda self, index, row: self.c(self.b(self.a(row)))) == [["a", "b", "c"]]
+    assert chains(lambda self, index, row: self.c(self.b(self.a(row)).relu())) == [["a", "b"]]
+    assert chains(lambda self, index, row: self.c(self.b(input=self.a(row)) * 2) + 1) == [["a", "b"]]
+    assert chains(lambda self, index, row: self.b(self.a(row)) if index else row) == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda self, index, row: self.b(self.a(row) * 2),
+        lambda self, index, row: (y := self.a(row)) + self.b(y),
+        lambda self, index, row: self.b(self.a(row)) + (self.a(row) if index == 2 else 0),
+        lambda self, index, row: self.b(self.a(row)) + (self.b(row) if index == 2 else 0),
+        lambda self, index, row: (self.c if index == 2 else self.b)(self.a(row)),
+        lambda self, index, row: self.b((self.c if index == 2 else self.a)(row)),
+        lambda self, index, row: self.kept.append(y := self.a(row)) or self.b(y),
+        lambda self, index, row: self.b(self.b(self.a(row))),
+    ],
+)
+def test_what_follows_in_some_calls_only_is_no_chain(step):
+    assert chains(step) == []
+
+
+def test_what_another_module_calls_too_is_no_chain():
+    class Caller(nn.Module):
+        def forward(self, x):
+            return self.held[0](x)
+
+    def step(self, index, row):
+        return self.b(self.a(row)) + self.caller(row)
+
+    model = Loop(step)
+    model.caller = Caller()
+    model.caller.held = (model.a,)
+    assert recorded(model, x(2), x(3)).chains == []
+
+
 def test_modules_called_another_number_of_times_have_no_count():
     model = Net(lambda self, y: torch.stack([self.unused(row) for row in y]))
     found = recorded(model, x(2), x(3))
