@@ -31,7 +31,7 @@ from optimizer.inputs import ExampleInputs, Samples
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
-from optimizer.preserve import one_at_a_time
+from optimizer.preserve import one_at_a_time, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
@@ -389,7 +389,8 @@ def _note_what_was_seen(report: Report, model: nn.Module, mode: Mode, parity: Pa
 
 
 def _sources(copy: WorkingCopy, pipeline: Pipeline) -> tuple[Source, ...]:
-    paths = {id(module): path for path, module in pipeline.original.named_modules()}
+    places = (*unregistered_modules(pipeline.original), *pipeline.original.named_modules())
+    paths = {id(module): path for path, module in places}
     found: dict[int, Source] = {}
     for result in pipeline.kept:
         for ref in (ref for change in result.changes for ref in change.sources):

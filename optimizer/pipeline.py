@@ -17,7 +17,14 @@ from torch.utils import _pytree as pytree
 from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, check_region, float64_mode, judge
-from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state
+from optimizer.preserve import (
+    eager_only,
+    held_iterators,
+    pinned_settings,
+    random_state,
+    reachable_modules,
+    unregistered_modules,
+)
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
@@ -29,7 +36,7 @@ from passes.graph.capture import Capture, Island, ModuleGraph, capture
 from passes.graph.edits import AttributeEdit, in_place, taken_back
 from passes.graph.guards import DimOrder, dim_order, is_carried, ordered_leaves
 from passes.graph.interception import intercepted_calls
-from passes.graph.program import Program
+from passes.graph.program import Program, own_tensors
 from passes.graph.recording import Recordings, agree, record
 from passes.graph.region import Region
 from passes.graph.rewriter import Change
@@ -45,7 +52,7 @@ class _TreeState:
     def __init__(self, root: nn.Module) -> None:
         self.kept = [
             (holder, dict(holder))
-            for module in root.modules()
+            for module in reachable_modules(root)
             if not isinstance(module, torch.jit.ScriptModule)
             for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
         ]
@@ -138,19 +145,19 @@ class Pipeline:
         self._tell("capture", 3, 3, "")
         # Now it is known which forwards may write to what they share with the caller's module.
         self.copy.own_state(captured.graphs)
-        return Program.of(captured, recordings, self.mode)
+        return Program.of(captured, recordings, self.mode, self.copy.unregistered())
 
     def _record(self) -> Recordings | None:
-        root = self.copy.root
+        root, besides = self.copy.root, self.copy.unregistered()
         if not self._calls:
             return None
         with self._quiet(), private_buffers(root, keep_written=self.mode == "inference"):
             try:
-                runs = [record(root, call.args, dict(call.kwargs)) for call in self._fresh_calls()]
+                runs = [record(root, call.args, dict(call.kwargs), besides) for call in self._fresh_calls()]
             except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
                 self.notes.append(f"the runs couldn't be recorded ({type(error).__name__}: {_first_line(error)})")
                 return None
-        return agree(root, runs)
+        return agree(root, runs, besides)
 
     def _fresh_calls(self) -> list[Call]:
         """Copies of the calls, as a forward may write to its inputs."""
@@ -297,7 +304,9 @@ class Pipeline:
         self._done.append(_Done(number, record, result))
 
     def _sources(self) -> list[Source]:
-        named = (*self.original.named_parameters(), *self.original.named_buffers())
+        named = [*self.original.named_parameters(), *self.original.named_buffers()]
+        for path, module in unregistered_modules(self.original):
+            named += ((f"{path}.{name}", tensor) for name, tensor in own_tensors(module).items())
         return [Source.of(name, tensor) for name, tensor in named if not is_lazy(tensor)]
 
     def _refuse_writes(self, item: Pass, before: list[Source]) -> None:

@@ -217,30 +217,44 @@ def _all_copied(value: Any) -> Any:
 
 def reachable_modules(model: nn.Module) -> list[nn.Module]:
     """All modules of the tree, then those that stand in attributes and plain containers of one, and their trees."""
-    found = dict.fromkeys(model.modules())
-    waiting = list(found)
-    looked_at: set[int] = set()
+    return list(dict.fromkeys([*model.modules(), *(module for _, module in unregistered_modules(model))]))
+
+
+def unregistered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that stand in attributes and plain containers alone, and their trees, each with its path.
+
+    The path is how code would reach it: `layers[0].conv`. A module that stands in several places comes as often.
+    """
+    registered = set(model.modules())
+    found: list[tuple[str, nn.Module]] = []
+    waiting = list(model.named_modules())
+    looked_at = set[nn.Module]()
+    held: dict[int, list[tuple[str, nn.Module]]] = {}
     while waiting:
-        module = waiting.pop()
-        if isinstance(module, torch.jit.ScriptModule):
+        path, module = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule) or module in looked_at:
             continue
+        looked_at.add(module)
         for name, value in module.__dict__.items():
-            if holds_no_module(value) or name in REGISTRIES or id(value) in looked_at:
+            if holds_no_module(value) or name in REGISTRIES:
                 continue
-            looked_at.add(id(value))
-            for hidden in _modules_in(value, depth=3):
-                new = [inner for inner in hidden.modules() if inner not in found]
-                found.update(dict.fromkeys(new))
-                waiting.extend(new)
-    return list(found)
+            if id(value) not in held:
+                held[id(value)] = list(_modules_in(value, "", depth=3))
+            for inside, top in held[id(value)]:
+                place = f"{path}.{name}{inside}" if path else f"{name}{inside}"
+                new = [item for item in top.named_modules(prefix=place) if item[1] not in registered]
+                found += new
+                waiting += new
+    return found
 
 
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
-        yield value
+        yield path, value
     elif depth and isinstance(value, dict | list | tuple | set):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(item, depth - 1)
+        keys, items = (value, value.values()) if isinstance(value, dict) else (range(len(value)), value)
+        for key, item in zip(keys, items, strict=False):
+            yield from _modules_in(item, f"{path}[{key!r}]", depth - 1)
 
 
 def modules_of(target: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from optimizer.preserve import held_iterators, reachable_modules
+from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, values_in
 from passes.graph.tracing import writes_in_place
@@ -97,6 +97,13 @@ class WorkingCopy:
     def _twin_of(self, original: nn.Module) -> nn.Module:
         twin: nn.Module = self._memo[id(original)]
         return twin
+
+    def unregistered(self) -> list[tuple[str, nn.Module]]:
+        """The modules that stand in plain containers of the copy and not in its tree, each with its path.
+
+        Those that couldn't be copied are the caller's, and left out.
+        """
+        return [place for place in unregistered_modules(self.root) if id(place[1]) in self.originals]
 
     def source_of(self, module: nn.Module, name: str) -> weakref.ref[torch.Tensor] | None:
         """The caller's tensor behind parameter or buffer `name` of a module of the copy, held weakly."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,16 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 @contextmanager
-def intercepted_calls(root: nn.Module, around: Around) -> Iterator[None]:
+def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Run `around(module, call, args, kwargs)` instead of every call of a module of `root` by this thread.
+
+    `besides` are modules that `root` calls and doesn't register.
 
     `call(*args, **kwargs)` makes the call itself, hooks included. No module is written to: the interception stands in
     `nn.Module` for the time of the block, and lets the calls of other modules and other threads through.
     """
     # The modules themselves keep their identity from being given to others while the forward replaces them.
-    inside = {id(module): module for module in root.modules()}
+    inside = {id(module): module for module in (*root.modules(), *besides)}
     thread = threading.get_ident()
     original_call = nn.Module.__call__
 

@@ -11,7 +11,7 @@ import dis
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,13 +170,14 @@ class NamedReads:
     It is of the tree as the capture found it: what passes put there holds no module, and no code of a user's.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
+        self._unregistered = frozenset(path for path, _ in unregistered)
         self._reads: dict[str, list[_Read]] = {}
         self._holders: dict[int, str] = {}
         self._askers: set[int] = set()
         codes: dict[tuple[types.FunctionType, type], _Code] = {}
         looked_at: set[int] = set()
-        for path, module in root.named_modules():
+        for path, module in (*root.named_modules(), *unregistered):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             values = (value for name, value in module.__dict__.items() if name not in _OWN)
@@ -214,11 +215,13 @@ class NamedReads:
         Args:
             but: modules, by identity, whose forwards are no matter.
         """
+        # Whoever holds the container of one that the tree doesn't register may stand anywhere.
+        anywhere = path in self._unregistered
         for read in self._reads.get(name, ()):
-            if read.module not in but and read.takes_of(path):
+            if read.module not in but and (read.takes_of(path) or (anywhere and read.start is None)):
                 return read.reader
         for read in self._of_many:
-            if read.module not in but and read.takes_below(path):
+            if read.module not in but and (read.takes_below(path) or (anywhere and read.start is None)):
                 return read.reader
         return None
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
 from passes.graph.guards import is_carried
 from passes.graph.named_reads import NamedReads
-from passes.graph.recording import Recordings
+from passes.graph.recording import Places, Recordings
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Program:
         root: the working copy.
         mode: "inference" or "training".
         graphs: for each module with a graph, by identity; recorded ones only where there is no trace.
+        unregistered: the modules that stand in plain containers and not in the tree, with their paths; of what they do,
+            recorded runs alone tell.
         parts: what is known of the modules without one, whose recorded runs agree on this much.
         islands: the modules whose forward couldn't be traced.
         recordings: what recorded runs agree on; None where there were no example inputs.
@@ -63,6 +65,7 @@ class Program:
     graphs: dict[int, ModuleGraph]
     islands: dict[int, Island]
     recordings: Recordings | None
+    unregistered: Places = ()
     parts: list[ModuleGraph] = field(default_factory=list)
     made: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
     paths: dict[int, list[str]] = field(default_factory=dict)
@@ -71,19 +74,23 @@ class Program:
     _calls: dict[int, list[fx.Node]] = field(default_factory=dict)
     _reads: dict[tuple[int, str], list[fx.Node]] = field(default_factory=dict)
     _tensor_owners: dict[int, int] = field(default_factory=dict)
+    _unregistered: frozenset[int] = frozenset()
     _opaque: frozenset[str] = frozenset()
     _named_reads: NamedReads | None = None
     _sources: dict[fx.Graph, dict[fx.Node, frozenset[fx.Node]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, captured: Capture, recordings: Recordings | None, mode: str) -> Program:
-        graphs = dict(captured.graphs)
+    def of(cls, captured: Capture, recordings: Recordings | None, mode: str, unregistered: Places = ()) -> Program:
+        graphs, islands = dict(captured.graphs), dict(captured.islands)
+        for path, module in unregistered:
+            if not is_atom(module):
+                islands.setdefault(id(module), Island(path, module, "the tree doesn't register it"))
         for key, graph in (recordings.graphs if recordings else {}).items():
-            if key in captured.islands:
+            if key in islands:
                 graphs.setdefault(key, graph)
         chains = recordings.chains if recordings else []
-        parts = [part for part in chains if id(part.module) in captured.islands]
-        program = cls(captured.root, mode, graphs, dict(captured.islands), recordings, parts)
+        parts = [part for part in chains if id(part.module) in islands]
+        program = cls(captured.root, mode, graphs, islands, recordings, unregistered, parts)
         program.refresh()
         return program
 
@@ -92,8 +99,11 @@ class Program:
         self.paths = defaultdict(list)
         for path, module in self.root.named_modules(remove_duplicate=False):
             self.paths[id(module)].append(path)
+        for path, module in self.unregistered:
+            self.paths[id(module)].append(path)
+        self._unregistered = frozenset(id(module) for _, module in self.unregistered)
         self._tensor_owners = defaultdict(int)
-        for module in self.root.modules():
+        for module in self.modules():
             for tensor in own_tensors(module).values():
                 self._tensor_owners[id(tensor)] += 1
         self._home, self._modules, self._sources = {}, {}, {}
@@ -118,6 +128,14 @@ class Program:
             return node.meta["owner"], str(node.target)
         path, _, name = str(node.target).rpartition(".")
         return resolve(graph.module, path), name
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Every module once: those of the tree, then those that it doesn't register."""
+        yield from dict.fromkeys((*self.root.modules(), *(module for _, module in self.unregistered)))
+
+    def is_registered(self, module: nn.Module) -> bool:
+        """Whether the module stands in the tree, and not in plain containers alone."""
+        return id(module) not in self._unregistered
 
     def nodes(self) -> Iterator[fx.Node]:
         """Every node of every graph, in the order of the tree and of each forward."""
@@ -157,7 +175,7 @@ class Program:
     def named_reads(self) -> NamedReads:
         """What the code of the forwards can reach; it is read once, in the tree as it was captured."""
         if self._named_reads is None:
-            self._named_reads = NamedReads(self.root)
+            self._named_reads = NamedReads(self.root, self.unregistered)
         return self._named_reads
 
     def calls_in_a_run(self, module: nn.Module) -> int | None:
@@ -266,7 +284,7 @@ class Program:
 
     def coverage(self) -> Coverage:
         """What passes can reach."""
-        owners = [module for module in self.root.modules() if any(p is not None for p in module._parameters.values())]
+        owners = [module for module in self.modules() if any(p is not None for p in module._parameters.values())]
         read = {owner for (owner, _), nodes in self._reads.items() if nodes}
         reached = [m for m in owners if id(m) in read or (self.calls_of(m) and (is_atom(m) or id(m) in self.graphs))]
         if is_atom(self.root):

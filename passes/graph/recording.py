@@ -89,8 +89,12 @@ class Recordings:
     maps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
-    """Run `root` once and keep what its modules did.
+# Modules that stand in plain containers of a tree, with their paths.
+Places = Sequence[tuple[str, nn.Module]]
+
+
+def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], unregistered: Places = ()) -> Recording:
+    """Run `root` once and keep what its modules did, and those that it doesn't register.
 
     No tensor of the run is kept alive by the recording. The caller sees to training flags, gradients, buffers and
     random state.
@@ -98,8 +102,8 @@ def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Reco
     Raises:
         Exception: whatever the forward raises.
     """
-    recorder = _Recorder(root)
-    with intercepted_calls(root, recorder.around), recorder:
+    recorder = _Recorder([*root.named_modules(), *unregistered])
+    with intercepted_calls(root, recorder.around, (module for _, module in unregistered)), recorder:
         outputs = root(*args, **kwargs)
     # Tensors in an object of the outputs that can't be named count as kept, as long as the object lives.
     unnamed = recorder.forget_outputs(outputs)
@@ -127,7 +131,7 @@ class _Frame:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, places: Places) -> None:
         super().__init__()
         self.recording = Recording()
         self.frames: list[_Frame] = []
@@ -136,8 +140,8 @@ class _Recorder(TorchFunctionMode):
         self.signatures: dict[Any, tuple[inspect.Signature, Callable[..., dict[str, Any]]]] = {}
         # The tensors themselves keep their identity from being given to others while the forward replaces them.
         self.owners: dict[int, tuple[nn.Module, str, torch.Tensor]] = {}
-        self.names = {id(module): name for name, module in root.named_modules()}
-        for module in root.modules():
+        self.names = {id(module): name for name, module in places}
+        for _, module in places:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -271,11 +275,11 @@ class _Recorder(TorchFunctionMode):
         self.values.clear()
 
 
-def agree(root: nn.Module, runs: Sequence[Recording]) -> Recordings:
+def agree(root: nn.Module, runs: Sequence[Recording], unregistered: Places = ()) -> Recordings:
     """What all the runs have in common."""
     result = Recordings()
     disagreeing: list[tuple[str, nn.Module]] = []
-    for path, module in root.named_modules():
+    for path, module in {id(place[1]): place for place in (*root.named_modules(), *unregistered)}.values():
         calls = [run.calls.get(id(module), []) for run in runs]
         every = [call for run in calls for call in run]
         if not every:

@@ -156,7 +156,15 @@ class Rewriter:
             self.set_tensor(change, ref, old.detach().contiguous(memory_format=memory_format))
 
     def replace_module(self, change: Change, module: nn.Module, new: nn.Module) -> None:
-        """Put another module in every place of the tree that holds this one; `new` may hold it in turn."""
+        """Put another module in every place of the tree that holds this one; `new` may hold it in turn.
+
+        Raises:
+            RuntimeError: the tree doesn't register it.
+        """
+        if not self.program.is_registered(module):
+            raise RuntimeError(
+                f"{self.program.paths[id(module)][0]} stands in a plain container, and can't be replaced"
+            )
         if self._places is None:
             self._places = {}
             self._note_children(self.program.root)

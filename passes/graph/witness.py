@@ -38,7 +38,7 @@ def witness_inputs(
         Copies of the values, by the region's number.
     """
     watcher = _Watcher(program, regions, graph_of, limit)
-    with intercepted_calls(program.root, watcher.around):
+    with intercepted_calls(program.root, watcher.around, (module for _, module in program.unregistered)):
         run()
     return watcher.seen
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import BatchNormAct, Functional, Head, Output, Pair, Reader, Stem, image
+from folding_models import BatchNormAct, Functional, Head, Island, Output, Pair, Reader, Stem, image
 from pass_contract import captured, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from optimizer import check_parity, optimize, report_of
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
 from passes.folding import are_finite
+from passes.graph.program import own_tensors
+from passes.graph.rewriter import Rewriter
 
 LOG: list[Any] = []
 
@@ -672,6 +676,200 @@ def test_in_a_loop_the_other_reasons_hold() -> None:
         program, context = captured(cls().eval(), image())
         ((_, text),) = sentences_of(FoldConvBn().run(program, context))
         assert reason in text
+
+
+class _Listed(nn.Module):
+    """Modules in a plain list, which the tree doesn't register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = self.make()
+        for layer in self.layers:
+            enliven(layer).eval()
+
+    def make(self) -> list[nn.Module]:
+        return [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)]
+
+    def forward(self, x: Tensor) -> Any:
+        conv, norm = self.layers
+        return norm(conv(x)).relu()
+
+
+class _ListedBlocks(_Listed):
+    """What stands in the list has a tree of its own, and a list in that."""
+
+    def make(self) -> list[nn.Module]:
+        return [Island(), _Listed()]
+
+    def forward(self, x: Tensor) -> Any:
+        island, listed = self.layers
+        return island(x)[:, :3].contiguous() + listed(x).mean()
+
+
+class _NormListed(_Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = enliven(nn.Conv2d(3, 4, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        return {"y": self.layers[1](self.conv(x)), "rest": self.layers[0](x)}
+
+
+class _ListedLoop(_Listed):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat([super(_ListedLoop, self).forward(row[None]) for row in x])
+
+
+class _ListedRaw(_Listed):
+    def forward(self, x: Tensor) -> Any:
+        conv, norm = self.layers
+        y = conv(x)
+        return y if x.sum() > 1e6 else norm(y)
+
+
+class _ListedInTraining(_Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].train()
+
+
+class _ListedReader(_Listed):
+    """A child that holds the list, too, and reads the weight in a branch that no run takes."""
+
+    class Reader(nn.Module):
+        def __init__(self, layers: list[nn.Module]) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.layers[0].weight.mean() if x.sum() > 1e6 else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = self.Reader(self.layers)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.reader(x))
+
+
+class _ListedReaderElsewhere(_ListedReader):
+    """The list comes to it in another one, so that it is found under the one path alone."""
+
+    class Reader(_ListedReader.Reader):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.found().layers[0].weight.mean() if x.sum() > 1e6 else x
+
+        def found(self) -> Any:
+            return self.layers[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader.layers = [lambda: self]
+
+
+class _ListedTied(_NormListed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight = self.conv.weight
+
+
+class _ListedTwice(_Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = {"conv": self.layers[0]}
+
+
+class _Uncopied(list[nn.Module]):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("this list stays where it is")
+
+
+class _ListedUncopied(_Listed):
+    def make(self) -> list[nn.Module]:
+        return _Uncopied(super().make())
+
+
+def _state_of(model: _Listed) -> dict[str, Any]:
+    modules = {path: module for layer in model.layers for path, module in layer.named_modules(prefix=str(id(layer)))}
+    return {
+        f"{path}.{name}": value
+        for path, module in modules.items()
+        for name, value in (*own_tensors(module).items(), ("forward", module.__dict__.get("forward")))
+    }
+
+
+def _is_as_before(model: _Listed, before: dict[str, Any]) -> bool:
+    after = _state_of(model)
+    return after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("cls", "places"),
+    [
+        (_Listed, ["layers[1]"]),
+        (_ListedBlocks, ["layers[0].bn", "layers[1].layers[1]"]),
+        (_NormListed, ["layers[1]"]),
+        (_ListedLoop, ["layers[1]"]),
+    ],
+)
+def test_modules_in_plain_lists(cls: type[_Listed], places: list[str]) -> None:
+    model = cls().eval()
+    before = _state_of(model)
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
+    changes = [change.where for change in report_of(fast).passes[1].changes]
+    assert sorted(changes) == places
+    assert report_of(fast).coverage.share == 1
+    for twin in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert check_parity(model, twin, (image(),), batch_sizes=(1, 2, 5), draws=1).ok
+    assert fast.state_dict().keys() <= model.state_dict().keys()
+    assert _is_as_before(model, before)
+
+
+def test_modules_in_plain_lists_and_an_unseen_branch() -> None:
+    model = _ListedRaw().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    with pytest.raises(UnseenCall, match=r"layers\[0\] was folded together with layers\[1\]"):
+        fast(image() + 1e6)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (_ListedInTraining, "it uses the statistics of the batch"),
+        (_ListedReader, "stands in the tree under two names"),
+        (_ListedReaderElsewhere, "layers[0].weight may be read by the code of reader"),
+        (_ListedTied, "conv.weight is shared with another module"),
+        (_ListedTwice, "stands in the tree under two names, layers[0] and by_name['conv']"),
+    ],
+)
+def test_modules_in_plain_lists_are_refused_for_the_same_reasons(cls: type[_Listed], reason: str) -> None:
+    program, context = captured(cls().eval(), image())
+    done = FoldConvBn().run(program, context)
+    assert done.changes == ()
+    ((_, text),) = sentences_of(done)
+    assert reason in text
+
+
+def test_modules_in_a_list_that_is_shared_with_the_original_are_left_alone() -> None:
+    model = _ListedUncopied().eval()
+    before = _state_of(model)
+    fast = optimize(model, example_inputs=(image(),))
+    assert fast.layers is model.layers
+    assert all(record.status == "unchanged" for record in report_of(fast).passes)
+    assert _is_as_before(model, before)
+
+
+def test_a_module_in_a_list_cannot_be_replaced() -> None:
+    program, _ = captured(_Listed().eval(), image())
+    rewriter = Rewriter(program)
+    with (
+        pytest.raises(RuntimeError, match=r"layers\[1\] stands in a plain container, and can't be replaced"),
+        rewriter.change("", "replaced") as change,
+    ):
+        rewriter.replace_module(change, program.root.layers[1], nn.Identity())
 
 
 class _ReturnsObject(Pair):
