@@ -15,6 +15,9 @@ from passes.graph.match import BatchNorm, Convolution, TensorRef, bn_conv_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
+# How much of a weight is computed in float64 at a time: 2 MiB.
+_ELEMENTS = 1 << 18
+
 
 @dataclass(frozen=True)
 class FoldConvBn(GraphPass):
@@ -99,29 +102,19 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
     weight = conv.weight.value
     assert weight is not None
     scale, shift = _scale_and_shift(norm)
-    wide, old = float64(weight), _float64(conv.bias)
+    old = _float64(conv.bias)
     if norm.leads:
-        # (out, in / groups, …): the output channels of group g take the g-th run of input channels.
-        grouped = wide.reshape(conv.groups, -1, *wide.shape[1:])
-        bias = (grouped * _per_input(conv, shift)).flatten(2).sum(2).reshape(-1)
-        wide = (grouped * _per_input(conv, scale)).reshape(wide.shape)
-        bias = bias if old is None else bias + old
+        bias = torch.zeros(conv.channels, dtype=torch.float64, device=shift.device) if old is None else old.clone()
     else:
         bias = shift if old is None else shift + old * scale
-        if conv.transposed:
-            # (in, out / groups, …): the input channels of group g make the g-th run of output channels.
-            per_group = scale.reshape(conv.groups, 1, conv.channels // conv.groups, *[1] * conv.dims)
-            wide = (wide.reshape(conv.groups, -1, *wide.shape[1:]) * per_group).reshape(wide.shape)
-        else:
-            wide = wide * scale.reshape(-1, *[1] * (wide.dim() - 1))
     # `empty_like` keeps the strides, and with them a channels_last layout.
-    new = torch.empty_like(weight.detach()).copy_(wide)
+    new = torch.empty_like(weight.detach())
+    for rows in _row_slices(weight):
+        wide = float64(weight[rows])
+        new[rows] = wide * _factors(conv, norm, scale, rows)
+        if norm.leads:
+            bias[rows] += (wide * _factors(conv, norm, shift, rows)).flatten(1).sum(1)
     return new, bias.to(weight)
-
-
-def _per_input(conv: Convolution, values: torch.Tensor) -> torch.Tensor:
-    """One number per input channel, (in,), as (groups, 1, in / groups, …)."""
-    return values.reshape(conv.groups, 1, conv.input_channels // conv.groups, *[1] * conv.dims)
 
 
 def _scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +128,26 @@ def _scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     if (offset := _float64(norm.bias)) is not None:
         shift = shift + offset
     return scale, shift
+
+
+def _row_slices(weight: torch.Tensor) -> Iterator[slice]:
+    """The rows of a weight in slices: what is computed of one in float64 is small beside a large weight."""
+    count = max(1, _ELEMENTS * len(weight) // max(1, weight.numel()))
+    return (slice(start, start + count) for start in range(0, len(weight), count))
+
+
+def _factors(conv: Convolution, norm: BatchNorm, values: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Of one number for each channel of the BatchNorm, (channels,), those that belong to some rows of the weight."""
+    weight = conv.weight.value
+    assert weight is not None
+    if norm.leads == conv.transposed:
+        # The rows are its channels.
+        found = values[rows]
+    else:
+        # The columns are: the rows of group g go with the g-th run of its channels.
+        groups = torch.arange(len(weight), device=values.device)[rows] // (len(weight) // conv.groups)
+        found = values.reshape(conv.groups, -1)[groups]
+    return found.reshape(*found.shape, *[1] * (weight.dim() - found.dim()))
 
 
 def _float64(ref: TensorRef | None) -> torch.Tensor | None:
