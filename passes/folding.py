@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from passes.graph.guards import SealCheckingForward, carries_another, inner_forward, is_carried
+from passes.graph.guards import SealCheckingForward, inner_forward, is_carried
 from passes.graph.match import (
     BatchNorm,
     Convolution,
@@ -24,6 +24,7 @@ from passes.graph.match import (
     is_parametrized,
     is_stock,
     modules_between,
+    opened_between,
     uses_values,
     way_of,
 )
@@ -227,24 +228,24 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
                 else "the recorded runs don't agree on what it does"
             )
             return f"the forward of {opaque or 'the root'} around it can't be traced, and {unknown}"
-    conv_home, norm_home = program.home(conv.node), program.home(norm.node)
-    if conv_home.traced and norm_home.traced:
+    opened = opened_between(program, conv, norm)
+    if opened is not None and program.home(opened) is not program.home(norm.node):
+        return f"{program.where(conv.node)} carries another BatchNorm already, which stands in another module"
+    for place in (conv, norm):
+        home = program.home(place.node)
+        if not home.traced and place.module is None:
+            called = operation_name(place.node)
+            return f"the forward of {home.path or 'the root'} calls {called} as a function and can't be traced"
+        if not home.traced and place is norm and opened is not None:
+            return (
+                f"{program.where(conv.node)} carries another BatchNorm already, and the forward of"
+                f" {home.path or 'the root'} can't be traced"
+            )
+    around = program.innermost_around(conv.node, norm.node)
+    if around is None or around.traced:
         return None
-    if conv_home is not norm_home:
-        return "the two stand in different modules, of which one can't be traced"
-    if conv.module is None or norm.module is None:
-        called = conv if conv.module is None else norm
-        return (
-            f"the forward of {conv_home.path or 'the root'} calls {operation_name(called.node)} as a function and can't"
-            " be traced"
-        )
-    if carries_another(conv.module, program.where(norm.node), leads=norm.leads):
-        return (
-            f"{program.where(conv.node)} carries another BatchNorm already, and the forward of"
-            f" {conv_home.path or 'the root'} can't be traced"
-        )
-    if not isinstance(inner_forward(conv_home.module), SealCheckingForward | None):
-        return f"the module {conv_home.path or 'the root'} has a forward of its instance, which can't be traced"
+    if not isinstance(inner_forward(around.module), SealCheckingForward | None):
+        return f"the module {around.path or 'the root'} has a forward of its instance, which can't be traced"
     return None
 
 
@@ -265,17 +266,18 @@ def _is_closed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
 
 def _why_not_code(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """Whether a branch that nothing showed may read what the rewrite changes, or ask what the sealed value is."""
-    homes = [program.home(conv.node), program.home(norm.node)]
-    replaced = frozenset[int]()
+    # Their graphs stand in for their forwards.
+    replaced = frozenset(id(program.home(place.node).module) for place in (conv, norm) if place.module is None)
     if can_be_sealed(program, conv, norm):
-        asking = [home for home in homes if program.named_reads.asks_for_types(home.module)]
+        homes = [program.home(place.node) for place in (conv, norm)]
+        asked = (home for home in homes if id(home.module) not in replaced)
+        asking = [home for home in asked if program.named_reads.asks_for_types(home.module)]
         if asking:
             return (
                 f"the forward of {asking[0].path or 'the root'} asks for the type of a value, which may be its output"
             )
     else:
-        # Their graphs stand in for their forwards then.
-        replaced = frozenset(id(home.module) for home in homes)
+        replaced |= {id(program.home(norm.node).module)}
     for ref in (conv.weight, *([conv.bias] if conv.bias else []), *norm.tensors):
         reader = program.named_reads.reader_of(program.paths[id(ref.owner)][0], ref.name, but=replaced)
         if reader is not None:

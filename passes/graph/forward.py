@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.baked import Baked, BakedShape, found_again, portable
-from passes.graph.guards import class_code, inner_forward
+from passes.graph.guards import SealedOutput, class_code, inner_forward
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
 _numbers = itertools.count()
+# What is given to a graph without a look at the structure of the call, which most of all calls are.
+_AS_THEY_ARE = frozenset({torch.Tensor, SealedOutput})
 
 
 class GraphForward:
@@ -82,7 +84,7 @@ class GraphForward:
                     f" {self._name()}: put it back, or change it in the original model and optimize that again."
                 )
         tensors: Sequence[Any]
-        if self._plain and not kwargs and len(args) == self._arity and all(type(a) is torch.Tensor for a in args):
+        if self._plain and not kwargs and len(args) == self._arity and all(type(a) in _AS_THEY_ARE for a in args):
             tensors = args
         else:
             tensors = self._tensors(args, kwargs)

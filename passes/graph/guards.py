@@ -216,6 +216,38 @@ class SealedOutput:
     __hash__ = object.__hash__
 
 
+def sealed_for(value: torch.Tensor, pair: FoldedPair) -> SealedOutput:
+    """What the first of a pair gives out, where that is a function in a graph.
+
+    Raises:
+        UnseenCall: it has other dims than in the runs that were seen.
+    """
+    if isinstance(value, SealedOutput):
+        raise value.sealed_by.went_astray()
+    if not pair.leads and value.dim() != pair.rank:
+        raise pair.other_rank(value)
+    return SealedOutput(value, pair, pair.dim)
+
+
+def opened_from(value: Any, pair: FoldedPair, dims: int | None) -> torch.Tensor:
+    """What the second of a pair is given, where that is a function in a graph.
+
+    Args:
+        value: what comes to it.
+        pair: the two.
+        dims: the spatial dims of a convolution, behind that of the channels; None for a BatchNorm.
+
+    Raises:
+        UnseenCall: it isn't what the first one gave out, or its channels stand in another dim.
+    """
+    sealed = pair.opened(value)
+    opened = sealed.sealed_value
+    wanted = 1 if dims is None else opened.dim() - dims - 1
+    if sealed.sealed_dim != wanted:
+        raise pair.other_dim(sealed.sealed_dim, wanted)
+    return opened
+
+
 # Modules that ask a seal for its class and mean the seal, or get the same answer for both: it is no parameter.
 _INTERNAL = (
     "passes.", "optimizer.", "exporters.", "torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx",
@@ -274,7 +306,7 @@ class FoldedConvForward(InstanceForward):
         # The way of every call of every pair: as few steps as there can be.
         owner, pair = self.owner, self.pair
         if self.front is not None:
-            input = self._from_front(self.front, input)
+            input = opened_from(input, self.front, self.dims)
         if pair is None:
             return type(owner).forward(owner, input)
         if not self.has_bias and owner._parameters.get("bias") is not None:
@@ -282,14 +314,6 @@ class FoldedConvForward(InstanceForward):
         if input.dim() != pair.rank:
             raise pair.other_rank(input)
         return SealedOutput(type(owner).forward(owner, input), pair, pair.dim)
-
-    def _from_front(self, front: FoldedPair, input: Any) -> torch.Tensor:
-        sealed = front.opened(input)
-        value = sealed.sealed_value
-        wanted = value.dim() - self.dims - 1
-        if sealed.sealed_dim != wanted:
-            raise front.other_dim(sealed.sealed_dim, wanted)
-        return value
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution alone, with nobody looking where its output goes."""
@@ -316,20 +340,13 @@ class FoldedNormForward(InstanceForward):
     def __call__(self, input: Any) -> Any:
         pair = self.pair
         if pair.leads:
-            return self._to_behind(pair, input)
-        sealed = pair.opened(input)
-        if sealed.sealed_dim != 1:
-            raise pair.other_dim(sealed.sealed_dim, 1)
+            self._check_tensors()
+            return sealed_for(input, pair)
+        opened = opened_from(input, pair, None)
         if not self.carried:
-            return self.compute(sealed.sealed_value)
+            return self.compute(opened)
         self._check_tensors()
-        return sealed.sealed_value
-
-    def _to_behind(self, pair: FoldedPair, input: Any) -> SealedOutput:
-        if isinstance(input, SealedOutput):
-            raise input.sealed_by.went_astray()
-        self._check_tensors()
-        return SealedOutput(input, pair, pair.dim)
+        return opened
 
     def _check_tensors(self) -> None:
         # `functional_call` and the like put tensors in place that no hook sees.
@@ -527,15 +544,6 @@ def is_carried(module: nn.Module) -> bool:
     """Whether the module is a BatchNorm that its convolution carries, which gives its input as it is."""
     forward = inner_forward(module)
     return isinstance(forward, FoldedNormForward) and forward.carried
-
-
-def carries_another(conv: nn.Module, norm_path: str, *, leads: bool = False) -> bool:
-    """Whether the convolution was folded together with another BatchNorm than the one at the path, on that side."""
-    forward = inner_forward(conv)
-    if not isinstance(forward, FoldedConvForward):
-        return False
-    pair = forward.front if leads else forward.pair
-    return pair is not None and pair.norm_path != norm_path
 
 
 def is_tied(norm: nn.Module) -> bool:

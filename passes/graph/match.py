@@ -17,9 +17,10 @@ from passes.graph.guards import (
     SHAPE_AND_KIND,
     FoldedConvForward,
     FoldedNormForward,
-    carries_another,
     inner_forward,
     is_carried,
+    opened_from,
+    sealed_for,
 )
 from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.graph.program import Program
@@ -352,34 +353,62 @@ def uses_values(program: Program, user: fx.Node, value: fx.Node) -> bool:
 def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
     """Whether the two can check at every call that the value of the one goes to the other, and nowhere else.
 
-    Otherwise the graphs that they stand in have to be the forwards of their modules.
+    Otherwise it is one graph that shows it, which has to be the forward of its module.
     """
-    if conv.module is None or norm.module is None:
+    if conv.module is None and norm.module is None and program.home(conv.node) is program.home(norm.node):
         return False
-    return not carries_another(conv.module, program.where(norm.node), leads=norm.leads)
+    return opened_between(program, conv, norm) is None
+
+
+def opened_between(program: Program, conv: Convolution, norm: BatchNorm) -> fx.Node | None:
+    """Where the value between the two is given free by another pair, of which one is the convolution; None for nowhere.
+
+    Of several such places, the one that is nearest to the BatchNorm.
+    """
+    found = [node for node in nodes_between(program, conv, norm) if _opens(program, node, norm)]
+    if not found:
+        return None
+    return found[-1] if norm.leads else found[0]
+
+
+def _opens(program: Program, node: fx.Node, norm: BatchNorm) -> bool:
+    """Whether a pair ends at the node, or begins there that has the BatchNorm in front."""
+    module = program.module_of(node)
+    if module is not None:
+        return is_carried(module)
+    return node.target is (sealed_for if norm.leads else opened_from)
+
+
+def nodes_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[fx.Node]:
+    """What the value of the first of a pair passes on its way to the second, from there back.
+
+    Operations that move it or give it as it is, calls of modules that it comes out of, and inputs of graphs that it goes
+    into.
+    """
+    first, second = in_order(conv, norm)
+    found: list[fx.Node] = []
+    node = second.input
+    while node is not first.node:
+        found.append(node)
+        module = program.module_of(node)
+        if node in norm.moves or program.is_identity(node):
+            node = node.all_input_nodes[0]
+        elif module is None:
+            # It comes in from outside.
+            (call,) = program.calls_of(program.home(node).module)
+            node = call.all_input_nodes[0]
+        else:
+            node = _output_of(program, module).all_input_nodes[0]
+    return found
 
 
 def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[nn.Module]:
     """The modules that the value of the first of a pair passes through, into or out of, on its way to the second."""
-    first, second = in_order(conv, norm)
     found: list[nn.Module] = []
-    node = second.input
-    while node is not first.node:
-        module = program.module_of(node)
-        if node in norm.moves:
-            source = node.all_input_nodes[0]
-        elif module is None:
-            # It comes in from outside.
-            module = program.home(node).module
-            (call,) = program.calls_of(module)
-            source = call.all_input_nodes[0]
-        elif isinstance(module, nn.Identity) or is_carried(module):
-            source = node.all_input_nodes[0]
-        else:
-            source = _output_of(program, module).all_input_nodes[0]
+    for node in nodes_between(program, conv, norm):
+        module = program.home(node).module if node.op == "placeholder" else program.module_of(node)
         if module is not None:
             found.append(module)
-        node = source
     return found
 
 

@@ -5,6 +5,7 @@ A `fx.Node` is a place in the program: a call of a module, of a function or of a
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
-from passes.graph.guards import is_carried
+from passes.graph.guards import is_carried, opened_from, sealed_for
 from passes.graph.named_reads import NamedReads
 from passes.graph.recording import Places, Recordings
 
@@ -77,6 +78,7 @@ class Program:
     _unregistered: frozenset[int] = frozenset()
     _opaque: frozenset[str] = frozenset()
     _named_reads: NamedReads | None = None
+    _by_path: dict[str, ModuleGraph] = field(default_factory=dict)
     _sources: dict[fx.Graph, dict[fx.Node, frozenset[fx.Node]]] = field(default_factory=dict)
 
     @classmethod
@@ -110,6 +112,7 @@ class Program:
         self._calls, self._reads = defaultdict(list), defaultdict(list)
         for graph in (*self.graphs.values(), *self.parts):
             self._read_graph(graph)
+        self._by_path = {graph.path: graph for graph in self.graphs.values()}
         self._opaque = frozenset(island.path for key, island in self.islands.items() if key not in self.graphs)
 
     def _read_graph(self, graph: ModuleGraph) -> None:
@@ -145,6 +148,15 @@ class Program:
     def home(self, node: fx.Node) -> ModuleGraph:
         """The graph that the node stands in."""
         return self._home[node.graph]
+
+    def innermost_around(self, first: fx.Node, second: fx.Node) -> ModuleGraph | None:
+        """The graph of the innermost module that both nodes stand in, or in modules below it; None where it has none."""
+        home, other = self.home(first), self.home(second)
+        if home is other:
+            return home
+        both = zip(home.path.split("."), other.path.split("."), strict=False)
+        common = [part for part, _ in itertools.takewhile(lambda parts: parts[0] == parts[1], both)]
+        return self._by_path.get(".".join(common))
 
     def module_of(self, node: fx.Node) -> nn.Module | None:
         """The module that the node calls; None for other nodes."""
@@ -190,24 +202,31 @@ class Program:
         return next((path for path in around if path in self._opaque), None)
 
     def rank_of_input(self, node: fx.Node) -> int | None:
-        """The number of dims of the one tensor that the called module is given; None where it isn't known."""
+        """The number of dims of the one tensor that the node is given; None where it isn't known.
+
+        It is known of called modules, and of functions on an input of their graph, where every recorded run agrees on it.
+        """
         module = self.module_of(node)
-        if module is None or self.recordings is None:
+        if self.recordings is None:
             return None
-        ranks = self.recordings.ranks.get(id(module), ())
-        return ranks[0] if len(ranks) == 1 else None
+        if module is not None:
+            ranks = self.recordings.ranks.get(id(module), ())
+            return ranks[0] if len(ranks) == 1 else None
+        inputs = [source for source in node.all_input_nodes if source.op == "placeholder"]
+        return self._ranks_of_inputs(self.home(node)).get(inputs[0]) if len(inputs) == 1 else None
 
     def inputs_behind(self, node: fx.Node) -> dict[fx.Node, int]:
         """The inputs of its graph that a value is made of, each with the number of dims that every recorded run gave it."""
         home = self.home(node)
-        inputs = [other for other in home.graph.nodes if other.op == "placeholder"]
-        ranks = self.recordings.ranks.get(id(home.module), ()) if self.recordings else ()
-        if len(ranks) != len(inputs):
-            return {}
         if home.graph not in self._sources:
             self._sources[home.graph] = _sources_in(home.graph)
         behind = self._sources[home.graph].get(node, frozenset())
-        return {other: rank for other, rank in zip(inputs, ranks, strict=True) if other in behind}
+        return {other: rank for other, rank in self._ranks_of_inputs(home).items() if other in behind}
+
+    def _ranks_of_inputs(self, graph: ModuleGraph) -> dict[fx.Node, int]:
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        ranks = self.recordings.ranks.get(id(graph.module), ()) if self.recordings else ()
+        return dict(zip(inputs, ranks, strict=True)) if len(ranks) == len(inputs) else {}
 
     def producer(self, node: fx.Node) -> fx.Node:
         """The operation that makes the value, looked up across the borders of modules that are called once."""
@@ -223,7 +242,7 @@ class Program:
                 if outer is None:
                     return node
                 node = outer
-            elif self._is_identity(node) and len(node.all_input_nodes) == 1:
+            elif self.is_identity(node):
                 node = node.all_input_nodes[0]
             else:
                 return node
@@ -235,7 +254,7 @@ class Program:
         while waiting:
             user = waiting.pop()
             inner = self._inner_graph(user)
-            if self._is_identity(user):
+            if self.is_identity(user):
                 waiting.extend(user.users)
             elif inner is not None and (inside := _only_input(inner.graph)) is not None:
                 waiting.extend(inside.users)
@@ -245,9 +264,12 @@ class Program:
                 found.append(user)
         return found
 
-    def _is_identity(self, node: fx.Node) -> bool:
+    def is_identity(self, node: fx.Node) -> bool:
+        """Whether the node gives its first argument as it is."""
         module = self.module_of(node)
         if module is None:
+            return node.op == "call_function" and node.target in (sealed_for, opened_from)
+        if len(node.all_input_nodes) != 1:
             return False
         if isinstance(module, nn.Identity):
             return type(module).forward is nn.Identity.forward and is_atom(module)

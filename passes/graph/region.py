@@ -61,7 +61,7 @@ class Region:
             gone: for each node that was erased, the node whose value took its place.
         """
         nodes = [step.node for step in self.steps if step.node not in gone]
-        reader = _Reader(program, set(nodes))
+        reader = _Reader(program, set(nodes), {program.producer(node): node for node in self.inputs})
         steps = tuple(reader.step(node) for node in nodes)
         output = self.output
         while output in gone:
@@ -81,9 +81,11 @@ class Region:
 
 
 class _Reader:
-    def __init__(self, program: Program, inside: set[fx.Node]) -> None:
+    def __init__(self, program: Program, inside: set[fx.Node], known: Mapping[fx.Node, fx.Node] = {}) -> None:
         self.program = program
         self.inside = inside
+        # Inputs by what makes their values: a rewrite may have put something in between that gives them as they are.
+        self.known = known
         self.inputs: dict[fx.Node, None] = {}
 
     def step(self, node: fx.Node) -> Step:
@@ -100,6 +102,7 @@ class _Reader:
         source = argument if argument in self.inside else self.program.producer(argument)
         if source in self.inside:
             return source
+        argument = self.known.get(source, argument)
         self.inputs.setdefault(argument)
         return argument
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ from passes.graph.guards import (
     FormattedForward,
     SealCheckingForward,
     inner_forward,
+    opened_from,
     refuse_checkpoint,
+    sealed_for,
 )
 from passes.graph.match import BatchNorm, Convolution, TensorRef, can_be_sealed, in_order
 from passes.graph.program import Program
@@ -247,22 +250,26 @@ class Rewriter:
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
 
-        Where both are modules, the BatchNorm stays, without tensors, as a check that what the first of the two makes goes
-        to the second and nowhere else: the forwards around them are as they were, and may be called in any way. A
-        BatchNorm that is a function, or a further one on the same side of a convolution, goes out of the graph.
+        What the first of the two makes goes to the second and nowhere else, which both check at every call: the forwards
+        around them are as they were, and may be called in any way. A BatchNorm that is a module stays for that, without
+        tensors; for what is a function, its graph checks. Where one graph shows all that there is between the two, the
+        BatchNorm goes out of it.
         """
         if can_be_sealed(self.program, conv, norm):
-            self._guard(change, conv, norm, carried=True)
+            self._seal(change, conv, norm, carried=True)
+        else:
+            self._keep_together(change, conv)
+            self._hold_ranks(change, conv, norm)
+        if norm.module is None:
+            self.bypass(norm.node, norm.node.all_input_nodes[0])
+        elif isinstance(inner_forward(norm.module), FoldedNormForward):
             self._forget_statistics(change, norm)
         else:
-            self._own(conv.node)
-            self._hold_ranks(change, conv, norm)
-            self.bypass(norm.node, norm.input)
-            if norm.module is not None:
-                identity = nn.Identity()
-                identity.training = norm.module.training
-                self.replace_module(change, norm.module, identity)
-                return
+            self.bypass(norm.node)
+            identity = nn.Identity()
+            identity.training = norm.module.training
+            self.replace_module(change, norm.module, identity)
+            return
         for ref in norm.tensors:
             self._take_away(change, ref)
 
@@ -279,33 +286,81 @@ class Rewriter:
         return self.program.rank_of_input(first.node) or conv.dims + 2
 
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
-        """Both are right only together now: where both are modules, that is checked at every call.
+        """Both are right only together now, which is checked at every call.
 
-        Otherwise the graphs become the forwards, and go no other way.
+        Where one graph shows all that there is between the two, it becomes the forward, and goes no other way.
         """
         if can_be_sealed(self.program, conv, norm):
-            self._guard(change, conv, norm, carried=False)
+            self._seal(change, conv, norm, carried=False)
         else:
-            self._own(conv.node)
+            self._keep_together(change, conv)
             self._own(norm.node)
 
-    def _guard(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
-        assert conv.module is not None
-        assert norm.module is not None
+    def _seal(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
         rank = self._rank(conv, norm)
         dim = 1 if norm.leads else rank - conv.dims - 1
-        paths = self.program.where(conv.node), self.program.where(norm.node)
-        pair = FoldedPair(*paths, rank, dim, leads=norm.leads)
-        earlier = inner_forward(conv.module)
-        behind, front = (earlier.pair, earlier.front) if isinstance(earlier, FoldedConvForward) else (None, None)
-        behind, front = (behind, pair) if norm.leads else (pair, front)
-        self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front, dims=conv.dims))
-        self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
-        _, second = in_order(conv, norm)
-        caller = self.program.home(second.node)
-        if not caller.traced:
+        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node), rank, dim, leads=norm.leads)
+        if conv.module is not None:
+            earlier = inner_forward(conv.module)
+            behind, front = (earlier.pair, earlier.front) if isinstance(earlier, FoldedConvForward) else (None, None)
+            behind, front = (behind, pair) if norm.leads else (pair, front)
+            self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front, dims=conv.dims))
+        if norm.module is not None:
+            self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
+        first, second = in_order(conv, norm)
+        if first.module is None:
+            self._seal_in_graph(change, first, pair)
+        if second.module is None:
+            self._open_in_graph(change, second, pair, conv.dims if norm.leads else None)
+        around = self.program.innermost_around(conv.node, norm.node)
+        if around is not None and not around.traced:
             # The module that calls both gets its forward at the end, once for all its pairs.
-            self._guarded[id(caller.module)] = caller.module
+            self._guarded[id(around.module)] = around.module
+
+    def _keep_together(self, change: Change, conv: Convolution) -> None:
+        """Have the convolution go on as it is, where one graph shows what is between it and the BatchNorm."""
+        if conv.module is None:
+            self._own(conv.node)
+            return
+        earlier = inner_forward(conv.module)
+        assert isinstance(earlier, FoldedConvForward)
+        # It looks anew whether there is a bias.
+        forward = FoldedConvForward(conv.module, earlier.pair, earlier.front, dims=earlier.dims)
+        self.set_forward(change, conv.module, forward)
+
+    def _seal_in_graph(self, change: Change, first: Convolution | BatchNorm, pair: FoldedPair) -> None:
+        self._own(first.node)
+        held = self._held_in_graph(change, first.node, pair)
+        sealing = [user for user in first.node.users if user.target is sealed_for]
+        if sealing:
+            # Another pass has folded the two together before.
+            sealing[0].update_arg(1, held)
+            return
+        users = list(first.node.users)
+        with first.node.graph.inserting_after(held):
+            sealed = first.node.graph.call_function(sealed_for, (first.node, held))
+        for user in users:
+            user.replace_input_with(first.node, sealed)
+
+    def _open_in_graph(
+        self, change: Change, second: Convolution | BatchNorm, pair: FoldedPair, dims: int | None
+    ) -> None:
+        self._own(second.node)
+        with second.node.graph.inserting_before(second.node):
+            held = second.node.graph.get_attr(self._hold(change, self.program.home(second.node).module, pair))
+            opened = second.node.graph.call_function(opened_from, (second.input, held, dims))
+        second.node.replace_input_with(second.input, opened)
+
+    def _held_in_graph(self, change: Change, node: fx.Node, pair: FoldedPair) -> fx.Node:
+        with node.graph.inserting_after(node):
+            return node.graph.get_attr(self._hold(change, self.program.home(node).module, pair))
+
+    def _hold(self, change: Change, owner: nn.Module, pair: FoldedPair) -> str:
+        """Put the pair into the `__dict__` of the module whose graph checks it, under a name of its own."""
+        numbers = itertools.count()
+        name = next(name for number in numbers if not hasattr(owner, name := f"_folded_pair_{number}"))
+        self.set_attribute(change, owner, name, pair)
+        return name
 
     def _forget_statistics(self, change: Change, norm: BatchNorm) -> None:
         """Leave nothing of what the BatchNorm counts in a state dict."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
+from passes.graph.guards import SealedOutput
 
 # A value of one of these types may be part of what a graph is made for: it is compared at every call.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
@@ -22,7 +23,10 @@ def is_plain(value: Any) -> bool:
 
     To one of another class, which may do anything when it is used, a forward may answer otherwise than its graph.
     """
-    # Fake tensors, parameters and what else torch itself runs a forward on are tensors to a forward.
+    # Fake tensors, parameters and what else torch itself runs a forward on are tensors to a forward; a sealed one goes
+    # through it as it is.
+    if type(value) is SealedOutput:
+        return True
     return isinstance(value, torch.Tensor) and (
         type(value) is torch.Tensor or type(value).__module__.partition(".")[0] == "torch"
     )
