@@ -4,7 +4,8 @@
 among the arguments, dtype arguments, conversions (`.float()`, `.to(torch.float16)`), factories, and what `x.dtype` says.
 `.double()` on a copy leaves the conversions that are written into a forward; here they are raised too.
 
-- Parameters are cast call by call, so that no more than one of them stands in float64 at a time.
+- Parameters are cast call by call, so that no more than one of them stands in float64 at a time; of a large weight of a
+  convolution or linear layer, no more than some rows.
 - Any other float tensor that isn't float64 yet (a buffer, an attribute) gets one *shadow* in float64 that serves all
   later calls. Writes go to the shadow: the model's own buffers stay as they are.
 - What takes torch's default dtype (`torch.zeros(3)`, `torch.tensor(0.1)`, integers divided by integers) is float64 too. The
@@ -77,6 +78,10 @@ _MASKING = frozenset(
     {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"}
 )
 _ALPHA_DROPOUTS = frozenset({"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"})
+# The layers whose outputs can be computed some at a time, and where these stand among the dims of the output.
+_BY_ROWS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
+# A weight of more elements than these is large, and as many of it are cast at a time: 4 MiB.
+_LARGE = 1 << 19
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
@@ -156,6 +161,8 @@ class Float64Mode(TorchFunctionMode):
             return draw()
         if _only_moves(name, args, kwargs) and self._is_plain_parameter(args[-1 if name == "embedding" else 0]):
             return self._raise_result(name, func(*args, **kwargs))
+        if self._has_large_weight(name, args, kwargs):
+            return self._by_rows(name, func, args, kwargs)
         written = _written(name, args, kwargs)
         new_args = _map(args, functools.partial(self._raise_argument, written=written))
         new_kwargs = _map(kwargs, functools.partial(self._raise_argument, written=written))
@@ -244,6 +251,32 @@ class Float64Mode(TorchFunctionMode):
         """A parameter that is read as it is: neither written to in this run nor held as a float64 leaf."""
         held = self.leaf_parameters or id(tensor) in self._shadows or id(tensor) in self._written
         return isinstance(tensor, nn.Parameter) and not held
+
+    def _has_large_weight(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        weight = _argument(args, kwargs, 1, "weight", None)
+        return (
+            name in _BY_ROWS
+            and self._is_plain_parameter(weight)
+            and weight.dtype in _RAISED
+            and weight.numel() > _LARGE
+            and weight.dim() > 1
+            and _argument(args, kwargs, 6, "groups", 1) == 1
+        )
+
+    def _by_rows(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a layer computes, from as many rows of its weight at a time as may stand in float64."""
+        weight, bias = _argument(args, kwargs, 1, "weight", None), _argument(args, kwargs, 2, "bias", None)
+        given = self._raise(_argument(args, kwargs, 0, "input", None))
+        bias = self._raise(bias)
+        self.saw(weight.dtype)
+        others = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
+        count = max(1, _LARGE * len(weight) // weight.numel())
+        parts = []
+        for start in range(0, len(weight), count):
+            rows = slice(start, start + count)
+            own = weight[rows].to(raised(weight.dtype))
+            parts.append(func(given, own, None if bias is None else bias[rows], *args[3:], **others))
+        return torch.cat(parts, _BY_ROWS[name])
 
     def _raise_argument(self, value: Any, written: tuple[int, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):
@@ -399,8 +432,9 @@ class PerturbedMode(TorchFunctionMode):
 
 def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> torch.Tensor:
     """`value * (1 ± eps)` with the signs (int8, any length) taken in turn from `start` on; differentiable."""
-    eps = torch.finfo(value.dtype).eps
-    return value + (value.detach() * _pattern(value, signs, start)) * eps
+    # In few steps that make another tensor as large: a value may be the weight that most of a model's memory goes to.
+    offset = (value.detach() * _signs(value, signs, start)).mul_(torch.finfo(value.dtype).eps)
+    return value + offset if value.requires_grad else offset.add_(value)
 
 
 def largest_finite(tensor: torch.Tensor) -> float:
@@ -411,8 +445,12 @@ def largest_finite(tensor: torch.Tensor) -> float:
 
 def _pattern(value: torch.Tensor, signs: torch.Tensor, start: int) -> torch.Tensor:
     """Signs in the shape and dtype of `value`, taken in turn from `start` on."""
+    return _signs(value, signs, start).to(value.dtype)
+
+
+def _signs(value: torch.Tensor, signs: torch.Tensor, start: int) -> torch.Tensor:
     repeats = -(-(value.numel() + start) // len(signs))
-    return signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape).to(value.dtype)
+    return signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape)
 
 
 def _shares(result: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -43,7 +43,7 @@ from passes.graph.rewriter import Change
 from passes.graph.witness import witness_inputs
 
 # What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
-_WITNESS_BYTES = 256 << 20
+_WITNESS_BYTES = 64 << 20
 
 
 class _TreeState:

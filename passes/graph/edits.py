@@ -138,10 +138,7 @@ class FormatEdit:
         """Bring the values back into the strides that they had."""
         # Whoever watches for writes to values would take this for one, and keep a copy.
         with torch._C.DisableTorchFunction():
-            values = self.parameter.data
-            self.parameter.data = torch.empty_strided(
-                values.shape, self.strides, dtype=values.dtype, device=values.device
-            ).copy_(values)
+            self.parameter.data = _restrided(self.parameter.data, self.strides)
 
     def keep(self) -> Callable[[], None]:
         """A function that brings the values into the format again."""
@@ -149,7 +146,31 @@ class FormatEdit:
 
     def _convert(self) -> None:
         with torch._C.DisableTorchFunction():
-            self.parameter.data = self.parameter.data.contiguous(memory_format=self.memory_format)
+            values = self.parameter.data
+            strides = torch.empty(values.shape, device="meta", memory_format=self.memory_format).stride()
+            self.parameter.data = _restrided(values, strides)
+
+
+def _restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same values in other strides; where each row stays in its place, in the same memory and row by row."""
+    if not (_lies_in_rows(values.shape, values.stride()) and _lies_in_rows(values.shape, strides)):
+        return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    moved = values.as_strided(values.shape, strides)
+    count = max(1, _ELEMENTS * len(values) // values.numel())
+    for start in range(0, len(values), count):
+        moved[start : start + count] = values[start : start + count].clone()
+    return moved
+
+
+# How many elements are moved at a time: 1 MiB of float32.
+_ELEMENTS = 1 << 18
+
+
+def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether each row fills a place of its own, one behind the other."""
+    row = shape[1:].numel()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
+    return row > 0 and strides[0] == row == reach
 
 
 @dataclass

@@ -8,20 +8,36 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from allocations import LargestResult
 from folding_models import Island, Pair, image
 from pass_contract import tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
-from optimizer import optimize, report_of
+from optimizer import float64, optimize, report_of
 from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.pipeline import _same
-from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, registry
+from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, fold_conv_bn, registry
 from passes.base import Context
 from passes.graph.guards import is_carried
 from passes.graph.match import TensorRef
 from passes.graph.program import Program
 from passes.registry import register
+
+
+def test_of_a_large_weight_no_more_than_some_rows_stand_in_float64(monkeypatch: Any) -> None:
+    """Neither where it is folded, nor where the change and the whole are compared."""
+    rows = 4096
+    monkeypatch.setattr(fold_conv_bn, "_ELEMENTS", rows)
+    monkeypatch.setattr(float64, "_LARGE", rows)
+    layers = [nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(256, 64), nn.BatchNorm1d(64)]
+    model = enliven(nn.Sequential(*layers)).eval()
+    with LargestResult() as largest:
+        fast = optimize(model, ["fold-conv-bn"], example_inputs=(torch.randn(2, 64, 2, 2),))
+    assert len(report_of(fast).passes[0].changes) == 2
+    assert report_of(fast).parity.ok
+    assert largest.of[torch.float64] <= rows
+    assert largest.of[torch.float32] == model[0].weight.numel()
 
 
 class Block(nn.Module):

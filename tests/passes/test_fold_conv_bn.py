@@ -9,13 +9,14 @@ from typing import Any
 import folding_models as models
 import pytest
 import torch
+from allocations import LargestResult
 from folding_models import CONVOLUTIONS, FAR, image, norm_behind
 from pass_contract import captured, check_pass
 from tiny_models import enliven
 from torch import nn
 
 from optimizer import check_parity, optimize, report_of
-from passes import FoldConvBn
+from passes import FoldConvBn, fold_conv_bn
 from passes.errors import UnseenCall
 from passes.fold_conv_bn import folded_tensors
 from passes.graph.guards import is_carried
@@ -115,6 +116,29 @@ def test_the_weight_is_rounded_once() -> None:
     scale = wide.bn.weight / torch.sqrt(wide.bn.running_var + wide.bn.eps)
     assert torch.equal(weight, (wide.conv.weight * scale.reshape(-1, 1, 1, 1)).float())
     assert torch.equal(bias, ((wide.conv.bias - wide.bn.running_mean) * scale + wide.bn.bias).float())
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_is_folded_in_slices_of_its_rows(kind: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """In float64 no more than the slice stands beside it, and what comes out is the same to the bit."""
+    make, shape = CONVOLUTIONS[kind]
+    convolution = make()
+    model = enliven(nn.Sequential(convolution, norm_behind(convolution, shape))).to(dtype).eval()
+    program, _ = captured(model, image(*shape).to(dtype))
+    ((conv, norm),) = conv_bn_chains(program)
+    whole, bias = folded_tensors(conv, norm)
+    before = convolution.weight.clone()
+    row = convolution.weight[0].numel()
+    monkeypatch.setattr(fold_conv_bn, "_ELEMENTS", 2 * row)
+    with LargestResult() as largest:
+        sliced, _ = folded_tensors(conv, norm)
+    assert largest.of[torch.float64] == (
+        convolution.weight.numel() if dtype is torch.float64 else max(2 * row, len(bias))
+    )
+    assert torch.equal(sliced, whole)
+    assert sliced.stride() == whole.stride() == convolution.weight.stride()
+    assert torch.equal(convolution.weight, before)
 
 
 def test_the_identity_is_in_the_mode_of_the_norm() -> None:
