@@ -38,6 +38,9 @@ from passes.registry import make_passes
 LINEAR = 1.5
 # All passes together against symbolic_trace.
 AFFORDABLE = 2.0
+# The live peak of `optimize`, less that of one forward of the model, against the new tensors of the result: what is over
+# them is a copy of one weight, off by one unit in the last place, some rows of it in float64, and the graphs.
+HELD_ONCE = 1.05
 
 # glibc keeps freed blocks of up to 32 MiB for later ones that may not fit; below a fixed threshold of this it doesn't.
 # Other allocators don't read it.
@@ -161,23 +164,46 @@ def growth_table(growths: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def memory_table(results: Sequence[dict[str, Any]]) -> Table:
-    headings = ["", "model", "peak", "of the model", "live peak", "of the model", "new tensors", "their bytes"]
+    headings = [
+        "",
+        "model",
+        "peak",
+        "of the model",
+        "live peak",
+        "of the model",
+        "new tensors",
+        "their bytes",
+        "beyond a forward, of these",
+    ]
     table = Table("Memory", headings)
     for r in results:
         cells = [mebibytes(r["model_bytes"])]
         for peak in (r["peak_bytes"], r["live_peak_bytes"]):
             cells += [mebibytes(peak), f"{100 * peak / r['model_bytes']:.0f} %"]
-        table.add(r["case"], *cells, str(r["new_tensors"]), mebibytes(r["new_bytes"]))
+        beyond = beyond_forward(r, results)
+        share = "" if beyond is None else f"{100 * beyond:.1f} %"
+        table.add(r["case"], *cells, str(r["new_tensors"]), mebibytes(r["new_bytes"]), share)
     table.caption.append(
         "Peaks are above the loaded model; the live one leaves out what the allocator keeps of freed tensors. New tensors"
-        " are those of the result that the model doesn't hold."
+        " are those of the result that the model doesn't hold. The last column is the live peak, less that of one forward of"
+        f" the model, against their bytes: 100 % is what can't be less, the goal is at most {100 * HELD_ONCE:g} %."
     )
     if not all(r["peak_exact"] for r in results):
         table.caption.append("This system keeps the highest mark of a process: a rise below an earlier one isn't seen.")
     return table
 
 
-def misses(results: Sequence[dict[str, Any]], growths: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+def beyond_forward(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> float | None:
+    """The live peak of a case, less that of a forward where it was measured, against its new tensors; None without any."""
+    forward = next((other["live_peak_bytes"] for other in results if other["case"] == "forward"), 0)
+    return (result["live_peak_bytes"] - forward) / result["new_bytes"] if result["new_bytes"] else None
+
+
+def misses(
+    results: Sequence[dict[str, Any]],
+    growths: dict[str, dict[str, dict[str, float]]],
+    memory: Sequence[dict[str, Any]] = (),
+) -> list[str]:
     """A sentence for each goal that was missed."""
     found = []
     for result in results:
@@ -194,6 +220,15 @@ def misses(results: Sequence[dict[str, Any]], growths: dict[str, dict[str, dict[
             for name in (CAPTURE, PASSES, WHOLE)
             if grown[name]["per_operation"] > LINEAR
         ]
+    for result in memory:
+        beyond = beyond_forward(result, memory)
+        if beyond is not None and beyond > HELD_ONCE:
+            found.append(
+                f"{result['case']}: the live peak beyond a forward is {100 * beyond:.1f} % of the new tensors; the goal is"
+                f" {100 * HELD_ONCE:g} %"
+            )
+        if beyond is None and result["case"].startswith("optimize"):
+            found.append(f"{result['case']}: nothing was folded, and the peak is that of something else")
     return found
 
 
@@ -202,7 +237,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=numbers, default=[1000, 4000, 16000], help="operations of the synthetic graphs")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="flat, nested or both")
     parser.add_argument("--repeat", type=positive, default=5, help="rounds")
-    parser.add_argument("--memory-mb", type=int, default=256, help="MiB of weights to measure memory with; 0 for none")
+    parser.add_argument("--memory-mb", type=int, default=1024, help="MiB of weights to measure memory with; 0 for none")
     parser.add_argument(
         "--memory-cases", default=",".join(CASES), help="what to measure memory of (default: %(default)s)"
     )
@@ -241,14 +276,19 @@ def main() -> int:
     tables = [time_table(results)]
     tables += [growth_table(growths)] if growths else []
     tables += [memory_table(memory)] if memory else []
-    missed = misses(results, growths)
+    missed = misses(results, growths, memory)
     tables[-1].caption += missed or ["All goals are met."]
     tables[-1].caption.append(caption(where))
     data = {
         "benchmark": "overhead",
         "environment": where,
         "settings": {"nodes": sizes, "shapes": shapes, "repeat": arguments.repeat, "memory_mb": arguments.memory_mb},
-        "goals": {"per_operation": LINEAR, "passes_to_symbolic_trace": AFFORDABLE, "missed": missed},
+        "goals": {
+            "per_operation": LINEAR,
+            "passes_to_symbolic_trace": AFFORDABLE,
+            "live_peak_to_new_tensors": HELD_ONCE,
+            "missed": missed,
+        },
         "graphs": results,
         "growth": growths,
         "memory": memory,

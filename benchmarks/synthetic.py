@@ -92,6 +92,9 @@ class Weights(nn.Module):
             )
             for _ in range(layers)
         )
+        for layer in self.layers:
+            # By the weights that layers start with, nothing would be left of a value after a hundred of them.
+            nn.init.kaiming_uniform_(layer[0].weight, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
