@@ -214,6 +214,13 @@ def least_noise(dtype: torch.dtype) -> float:
     return 1.0 if dtype in (torch.float16, torch.bfloat16) else 4.0
 
 
+def floors(dtype: torch.dtype, scale: float, rms: float) -> tuple[float, float]:
+    """What an output of that largest magnitude and root mean square may always be off by: at most, and in the root mean
+    square."""
+    least = least_noise(dtype) * unit(dtype)
+    return least * scale, least * rms / 2
+
+
 def special(tensor: torch.Tensor) -> torch.Tensor:
     """0 where a number is finite, else which kind of not finite it is: NaN, +inf, -inf."""
     if all_finite(tensor):

@@ -24,12 +24,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from optimizer.difference import floors
 from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, Samples
@@ -59,6 +60,7 @@ __all__ = [
     "ParityReport",
     "Reference",
     "RegionParity",
+    "RegionReference",
     "Tolerance",
     "check_parity",
     "check_region",
@@ -114,6 +116,66 @@ def check_parity(
     return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol)
 
 
+class RegionReference:
+    """A part of a model, run once on recorded inputs; any number of rewritten parts can be compared with it.
+
+    Attributes:
+        in_float64: whether the truth is the part in float64, and not in its own dtype.
+    """
+
+    def __init__(self, reference: Reference | LoadError) -> None:
+        self._reference = reference
+        self.in_float64 = isinstance(reference, Reference) and reference.truth_in_float64
+
+    @classmethod
+    def measure(cls, f_old: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, seed: int = 0) -> RegionReference:
+        """Run the old part on each of the inputs.
+
+        Raises:
+            UsageError: no inputs.
+        """
+        if not inputs:
+            raise UsageError("A region can't be checked without recorded inputs.")
+        original = Original(f_old, "region", seed)
+        with one_at_a_time, as_run(f_old, "inference") as settings:
+            for number, args in enumerate(inputs):
+                original.run(number, 0, Call(tuple(args), {}), keep_call=True, label=f"recorded input {number}")
+            try:
+                return cls(original.finish(None, settings, 1))
+            except LoadError as error:
+                return cls(error)
+
+    def compare(self, f_new: Callable[..., Any], *, factor: float = FACTOR, by_own_error: bool = False) -> RegionParity:
+        """Whether a rewritten part answers the inputs as the old part does, by the judgement of `judge`.
+
+        Outputs that carry no signal are no failure here: a part may well answer zero.
+
+        Args:
+            by_own_error: leave out of the noise how the old part answers to changes of one unit: what it is off by itself
+                is what the new one may be off by. In float16 and bfloat16 such a change is no rounding error that the old
+                part would have, where its weights are such numbers that their products cancel.
+        """
+        if isinstance(self._reference, LoadError):
+            return RegionParity(False, math.inf, 0.0, math.inf, str(self._reference), "none")
+        measurement = self._reference.compare(f_new)
+        if by_own_error:
+            outputs = (replace(output, noise=_own_error_alone(output.noise)) for output in measurement.outputs)
+            measurement = replace(measurement, outputs=tuple(outputs))
+        report = judge(measurement, factor=factor)
+        failed = report.verdict == "failed"
+        judged = [output for output in report.outputs if output.judged]
+        worst = max(judged, key=lambda output: (not output.ok, output.ratio), default=None)
+        return RegionParity(
+            ok=not failed and worst is not None,
+            error=worst.max_error if worst else 0.0,
+            noise=worst.noise if worst else 0.0,
+            ratio=worst.ratio if worst else 0.0,
+            reason=report.reason if failed or worst is not None else "there is no deterministic output to compare",
+            reference=report.reference,
+            report=report,
+        )
+
+
 def check_region(
     f_old: Callable[..., Any],
     f_new: Callable[..., Any],
@@ -124,34 +186,10 @@ def check_region(
 ) -> RegionParity:
     """Whether a rewritten part of a model answers its recorded inputs as the old part does, by the same judgement.
 
-    Outputs that carry no signal are no failure here: a part may well answer zero.
-
     Raises:
         UsageError: no inputs.
     """
-    if not inputs:
-        raise UsageError("A region can't be checked without recorded inputs.")
-    original = Original(f_old, "region", seed)
-    with one_at_a_time, as_run(f_old, "inference") as settings, as_run(f_new, "inference"):
-        for number, args in enumerate(inputs):
-            original.run(number, 0, Call(tuple(args), {}), keep_call=True, label=f"recorded input {number}")
-        try:
-            reference = original.finish(None, settings, 1)
-        except LoadError as error:
-            return RegionParity(False, math.inf, 0.0, math.inf, str(error), "none")
-        report = judge(reference.compare(f_new), factor=factor)
-    failed = report.verdict == "failed"
-    judged = [output for output in report.outputs if output.judged]
-    worst = max(judged, key=lambda output: (not output.ok, output.ratio), default=None)
-    return RegionParity(
-        ok=not failed and worst is not None,
-        error=worst.max_error if worst else 0.0,
-        noise=worst.noise if worst else 0.0,
-        ratio=worst.ratio if worst else 0.0,
-        reason=report.reason if failed or worst is not None else "there is no deterministic output to compare",
-        reference=report.reference,
-        report=report,
-    )
+    return RegionReference.measure(f_old, inputs, seed=seed).compare(f_new, factor=factor)
 
 
 def compare_golden(
@@ -180,6 +218,13 @@ def compare_golden(
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
     blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, {})
     return judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
+
+
+def _own_error_alone(noise: OutputNoise) -> OutputNoise:
+    """The noise of an output whose answer to changes of one unit isn't looked at."""
+    floor, floor_rms = floors(getattr(torch, noise.dtype), noise.scale, noise.rms)
+    largest, rms = max(noise.own_error, floor), max(noise.own_error_rms, floor_rms)
+    return replace(noise, noise=largest, noise_rms=rms)
 
 
 def _placed(target: Callable[..., Any], device: torch.device | str | None) -> Callable[..., Any]:

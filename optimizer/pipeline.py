@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from optimizer.errors import OptimizeFailed, ParityError
+from optimizer.float64 import off_by_one_ulp
 from optimizer.inputs import Call, Samples
-from optimizer.parity import ParityReport, Reference, RegionParity, check_region, float64_mode, judge
+from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
 from optimizer.preserve import (
     eager_only,
     held_iterators,
@@ -39,9 +40,13 @@ from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program, own_tensors
 from passes.graph.recording import Recordings, agree, record
 from passes.graph.region import Region
-from passes.graph.rewriter import Change
+from passes.graph.rewriter import Change, Place
 from passes.graph.witness import witness_inputs
 
+_HALF = frozenset({torch.float16, torch.bfloat16})
+# So many numbers show how far a part of a model is rounded; one that gives fewer is run again, at most so many times.
+_ENOUGH_NUMBERS = 128
+_MOST_NEIGHBOURS = 32
 # What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
 _WITNESS_BYTES = 64 << 20
 
@@ -71,6 +76,33 @@ class _Done:
     number: int
     record: PassRecord
     result: PassResult
+
+
+@dataclass
+class _Checked:
+    """What the changes of one pass were found to be.
+
+    Attributes:
+        worst: the largest error of a change, in units of the noise there; None where none was compared.
+        wrong: the sentence about a change that computes something else.
+        imprecise: the changes that lose too much to rounding, each with the reason.
+    """
+
+    worst: float | None = None
+    wrong: str | None = None
+    imprecise: dict[Place, str] = field(default_factory=dict)
+
+    def add(self, change: Change, algebra: RegionParity, rounding: RegionParity | None) -> None:
+        """Take in what was found of one change."""
+        self.worst = max(self.worst or 0.0, algebra.ratio)
+        if not algebra.ok:
+            self.wrong = f"{change.where or 'the root'} ({change.what}): {algebra.reason}"
+        elif rounding is not None and not rounding.ok:
+            self.imprecise[change.place] = (
+                f"{change.what}, it loses too much to rounding: {rounding.reason.rstrip('.')}"
+            )
+        elif rounding is not None:
+            self.worst = max(self.worst, rounding.ratio)
 
 
 @dataclass
@@ -270,6 +302,31 @@ class Pipeline:
             self._run_one(program, number, item, context)
 
     def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
+        while True:
+            ran = self._attempt(program, item, context)
+            if ran is None:
+                return
+            record, result = ran
+            found = self._check_changes(program, record, result) if result.changes and self._calls else _Checked()
+            if found.wrong is None and not found.imprecise:
+                self.records.append(record)
+                self._done.append(_Done(number, record, result))
+                return
+            new = {place: reason for place, reason in found.imprecise.items() if place not in context.left_alone}
+            if found.wrong is not None or not new:
+                # A pass that doesn't leave alone what it is told to is taken back as a whole.
+                self.records.append(record)
+                self._roll_back(record, result, found.wrong or next(iter(found.imprecise.values())))
+                return
+            result.rewriter.roll_back()
+            context = replace(context, left_alone={**context.left_alone, **new})
+
+    def _attempt(self, program: Program, item: Pass, context: Context) -> tuple[PassRecord, PassResult] | None:
+        """Run the pass; None where it raises, which is recorded.
+
+        Raises:
+            OptimizeFailed: with `strict`, where it raises; always where it wrote to the caller's weights.
+        """
         started = time.perf_counter()
         tree = _TreeState(self.copy.root)
         sources = self._sources()
@@ -286,7 +343,7 @@ class Pipeline:
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
             if self.strict:
                 raise OptimizeFailed(f"{item.name} failed ({reason}).") from error
-            return
+            return None
         self._refuse_writes(item, sources)
         record = PassRecord(
             item.name,
@@ -296,12 +353,7 @@ class Pipeline:
             skips=tuple(PlaceRecord(skip.where, skip.reason) for skip in result.skips),
             seconds=_since(started),
         )
-        self.records.append(record)
-        wrong = self._check_changes(program, record, result) if result.changes and self._calls else None
-        if wrong is not None:
-            self._roll_back(record, result, wrong)
-            return
-        self._done.append(_Done(number, record, result))
+        return record, result
 
     def _sources(self) -> list[Source]:
         named = [*self.original.named_parameters(), *self.original.named_buffers()]
@@ -318,18 +370,19 @@ class Pipeline:
                 " make a new tensor, so leave it out and load the model's weights again."
             )
 
-    def _check_changes(self, program: Program, record: PassRecord, result: PassResult) -> str | None:
-        """Compare each change with what it replaced, on what the original flow gives it; the first wrong one, or None."""
+    def _check_changes(self, program: Program, record: PassRecord, result: PassResult) -> _Checked:
+        """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
-        worst: float | None = None
+        found = _Checked()
         while regions:
             try:
                 inputs = self._witness(program, result, regions)
             except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
-                if not self._runs_without(result):
-                    # An earlier pass is to blame: the comparison of the whole finds which.
-                    break
-                return f"the run that shows what it is given raises ({type(error).__name__}: {_first_line(error)})"
+                if self._runs_without(result):
+                    text = f"{type(error).__name__}: {_first_line(error)}"
+                    found.wrong = f"the run that shows what it is given raises ({text})"
+                # Else an earlier pass is to blame: the comparison of the whole finds which.
+                return found
             if not inputs:
                 # Never reached in the run: there is nothing to compare.
                 break
@@ -338,14 +391,12 @@ class Pipeline:
                 for number in reversed(range(len(result.changes))):
                     change = result.changes[number]
                     if number in inputs:
-                        found = _check_change(regions.pop(number), change, inputs[number])
-                        worst = max(worst or 0.0, found.ratio)
-                        if not found.ok:
-                            record.parity = worst
-                            return f"{change.where or 'the root'} ({change.what}): {found.reason}"
+                        found.add(change, *_check_change(regions.pop(number), change, inputs[number]))
+                        record.parity = found.worst
+                        if found.wrong is not None:
+                            return found
                     later.enter_context(taken_back(change.edits))
-        record.parity = worst
-        return None
+        return found
 
     def _witness(
         self, program: Program, result: PassResult, regions: dict[int, Region]
@@ -461,8 +512,16 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
         item.check(context)
 
 
-def _check_change(before: Region, change: Change, values: tuple[torch.Tensor, ...]) -> RegionParity:
-    """Whether the region computes with the change what it computed without it."""
+def _check_change(
+    before: Region, change: Change, values: tuple[torch.Tensor, ...]
+) -> tuple[RegionParity, RegionParity | None]:
+    """Whether the region computes with the change what it computed without it; and whether it is as precise.
+
+    A rewrite may sum in another order, and a few elements show too little of what rounding does to judge it by them. In
+    float64 what is left is the algebra, and the rounding of the new weights, which the noise of the old part covers. In
+    float16 and bfloat16 that noise covers too much: there the new part has to be about as close to float64 as the old
+    one. What rounding does otherwise is judged on the whole.
+    """
     after = change.after
     assert after is not None
 
@@ -470,24 +529,35 @@ def _check_change(before: Region, change: Change, values: tuple[torch.Tensor, ..
         with taken_back(change.edits):
             return before(*values)
 
-    return _check_algebra(old, after, values)
-
-
-def _check_algebra(old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...]) -> RegionParity:
-    """Whether both compute the same, the rounding of the new one left out: that is judged on the whole.
-
-    A rewrite may sum in another order, and a few elements show too little of what rounding does to judge it by them. In
-    float64 what is left is the algebra, and the rounding of the new weights, which the noise of the old part covers.
-    """
-
     def in_float64(*values: Any) -> Any:
         with float64_mode():
-            outputs = new(*values)
+            outputs = after(*values)
         dtype = values[0].dtype
         return pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_double(leaf) else leaf, outputs)
 
-    found = check_region(old, in_float64, [values])
-    return found if found.reference == "float64" else check_region(old, new, [values])
+    is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
+    reference = RegionReference.measure(old, [values, *(_neighbours(old, values) if is_half else ())])
+    if not reference.in_float64:
+        return reference.compare(after), None
+    algebra = reference.compare(in_float64)
+    return algebra, reference.compare(after, by_own_error=True) if is_half and algebra.ok else None
+
+
+def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The inputs off by one unit in the last place, as often as it takes to see many rounding errors of the region.
+
+    How far one number is rounded is chance: of few numbers the region's own error may be none at all.
+    """
+    with torch.no_grad():
+        outputs = pytree.tree_leaves(region(*values))
+    numbers = sum(leaf.numel() for leaf in outputs if isinstance(leaf, torch.Tensor))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(min(_MOST_NEIGHBOURS, _ENOUGH_NUMBERS // max(numbers, 1))):
+        signs = torch.randint(0, 2, (65537,), generator=generator, dtype=torch.int8) * 2 - 1
+        yield tuple(
+            off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for value in values
+        )
 
 
 def _rows(call: Call) -> int:

@@ -20,9 +20,9 @@ from optimizer.difference import (
     Slices,
     all_finite,
     distance,
+    floors,
     frontier,
     is_exact,
-    least_noise,
     slice_noise,
     special,
     unit,
@@ -124,6 +124,11 @@ class Reference:
     def batch_sizes(self) -> tuple[int, ...]:
         """The batch sizes at which the original could be run."""
         return self._blank.batch_sizes
+
+    @property
+    def truth_in_float64(self) -> bool:
+        """Whether the truth is the original in float64, and not in its own dtype."""
+        return self._blank.reference == "float64"
 
     @classmethod
     def measure(
@@ -522,9 +527,8 @@ class Original:
         gathered = self.gathered[name]
         sample = next(kept for kept in self.kept if name in kept.own.values)
         own = sample.own.values[name]
-        eps = unit(own.dtype)
         scale, rms = gathered.size.largest, gathered.size.rms
-        floor, floor_rms = least_noise(own.dtype) * eps * scale, least_noise(own.dtype) * eps * rms / 2
+        floor, floor_rms = floors(own.dtype, scale, rms)
         rounding = max(gathered.own_error.largest, gathered.response.largest, floor)
         deterministic = self._repeats(gathered)
         again = gathered.again if deterministic else Pool()

@@ -6,8 +6,8 @@ import dataclasses
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from passes.errors import PassOptionError, RequirementNotMet
 from passes.graph.guards import DimOrder
 from passes.graph.program import Program
-from passes.graph.rewriter import Change, Rewriter, Skip
+from passes.graph.rewriter import Change, Place, Rewriter, Skip
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,15 @@ class Context:
         example_calls: (args, kwargs) at several batch sizes; empty where the user gave no example inputs.
         output_orders: for the tensors that the root returned in runs, in the order of its output leaves, the order of
             their dims in memory; None for what has none; empty where there was no run.
+        left_alone: the changes, of those that an earlier run of the pass made, that it has to leave alone, each with the
+            reason. A `Rewriter` that is given them sees to that.
     """
 
     mode: str
     device: torch.device
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     output_orders: tuple[DimOrder | None, ...] = ()
+    left_alone: Mapping[Place, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class GraphPass(Pass):
 
     def run(self, program: Program, context: Context) -> PassResult:
         """Rewrite the program's graphs and make them the forwards of their modules."""
-        rewriter = Rewriter(program)
+        rewriter = Rewriter(program, context.left_alone)
         try:
             self.rewrite_in(rewriter, context)
             rewriter.finish()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import fx, nn
@@ -47,6 +48,19 @@ class Skip:
     reason: str
 
 
+class Place(NamedTuple):
+    """What tells one change of a pass from its others, also when the pass is run again.
+
+    Attributes:
+        where, what: those of the change.
+        number: of the changes with these words, counted from 0.
+    """
+
+    where: str
+    what: str
+    number: int
+
+
 @dataclass
 class Change:
     """One rewrite.
@@ -54,21 +68,45 @@ class Change:
     Attributes:
         where: the module path.
         what: what was done, in a few words.
+        number: of the changes of the pass with these words, counted from 0.
         region: the nodes that the rewrite replaces, in the order of the run; the first one's inputs go in, the last
             one's value comes out, and it is there that the rewrite is checked.
         edits: what was done to the modules.
         before, after: how the region's value is computed without the rewrite, and with it; both None without a region,
             `after` also where the rewrite takes more than the region's inputs.
         sources: the tensors of the caller's module that new ones were computed from, each with its owner and name.
+        left_alone: whether nothing of it is written.
     """
 
     where: str
     what: str
+    number: int = 0
     region: tuple[fx.Node, ...] = ()
     edits: list[Edit] = field(default_factory=list)
     before: Region | None = None
     after: Region | None = None
     sources: list[TensorRef] = field(default_factory=list)
+    left_alone: bool = False
+
+    @property
+    def place(self) -> Place:
+        """What tells the change from the others of the pass."""
+        return Place(self.where, self.what, self.number)
+
+
+_Arguments = ParamSpec("_Arguments")
+_Write = Callable[Concatenate["Rewriter", _Arguments], None]
+
+
+def _writes(write: _Write[_Arguments]) -> _Write[_Arguments]:
+    """A method that writes: inside of a change that is to be left alone, it does nothing."""
+
+    @functools.wraps(write)
+    def written(self: Rewriter, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        if not self.is_leaving_alone:
+            write(self, *args, **kwargs)
+
+    return written
 
 
 @dataclass
@@ -86,13 +124,16 @@ class Rewriter:
 
     Attributes:
         program: what is there to be read; it follows the edits.
+        left_alone: the changes of which nothing is written, each with the reason: a sentence without its full stop.
         changes, skips: the record.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, left_alone: Mapping[Place, str] | None = None) -> None:
         self.program = program
+        self.left_alone = left_alone or {}
         self.changes: list[Change] = []
         self.skips: list[Skip] = []
+        self._words: Counter[tuple[str, str]] = Counter()
         self._open: Change | None = None
         self._half_done = False
         self._kept: dict[int, _Kept] = {}
@@ -113,6 +154,8 @@ class Rewriter:
     def change(self, where: str, what: str, region: Sequence[fx.Node] = ()) -> Iterator[Change]:
         """Record what is written in the block as one change.
 
+        A change that is among `left_alone` is recorded as a skip: the block is run, and all that it writes is dropped.
+
         An error in the block takes its edits of modules back. What it wrote to graphs goes only with the whole pass:
         `finish` refuses after such an error, and `roll_back` is what is left to do.
 
@@ -121,8 +164,11 @@ class Rewriter:
         """
         if self._open is not None:
             raise RuntimeError("a change is opened inside of another one")
-        change = Change(where, what, tuple(region))
-        change.before = Region.of(self.program, region) if region else None
+        change = Change(where, what, self._words[where, what], tuple(region))
+        self._words[where, what] += 1
+        reason = self.left_alone.get(change.place)
+        change.left_alone = reason is not None
+        change.before = Region.of(self.program, region) if region and reason is None else None
         self._open = change
         try:
             yield change
@@ -136,8 +182,17 @@ class Rewriter:
             raise
         finally:
             self._open = None
-        self.changes.append(change)
+        if reason is None:
+            self.changes.append(change)
+        else:
+            self.skips.append(Skip(where, reason))
 
+    @property
+    def is_leaving_alone(self) -> bool:
+        """Whether the open change is one of those that are left alone."""
+        return self._open is not None and self._open.left_alone
+
+    @_writes
     def set_tensor(self, change: Change, ref: TensorRef, value: torch.Tensor | None) -> None:
         """Put another tensor under the name of a parameter or buffer; None leaves the name without one.
 
@@ -149,6 +204,7 @@ class Rewriter:
             self.program.made[id(value)] = value
         self._do(change, TensorEdit(ref.owner, ref.name, value))
 
+    @_writes
     def set_memory_format(self, change: Change, ref: TensorRef, memory_format: torch.memory_format) -> None:
         """Bring a parameter or buffer into another memory format."""
         old = ref.value
@@ -158,6 +214,7 @@ class Rewriter:
         else:
             self.set_tensor(change, ref, old.detach().contiguous(memory_format=memory_format))
 
+    @_writes
     def replace_module(self, change: Change, module: nn.Module, new: nn.Module) -> None:
         """Put another module in every place of the tree that holds this one; `new` may hold it in turn.
 
@@ -187,14 +244,17 @@ class Rewriter:
                 if child is not None:
                     self._places.setdefault(id(child), []).append((parent, name))
 
+    @_writes
     def set_forward(self, change: Change, module: nn.Module, forward: Any) -> None:
         """Give one module instance another forward; what stands around the one of now stands around that."""
         self.set_attribute(change, module, "forward", _in_place_of(module.__dict__.get("forward"), forward))
 
+    @_writes
     def set_attribute(self, change: Change, module: nn.Module, name: str, value: Any) -> None:
         """Put a value into the `__dict__` of one module instance."""
         self._do(change, AttributeEdit(module, name, value))
 
+    @_writes
     def bypass(self, node: fx.Node, source: fx.Node | None = None) -> None:
         """Take the node out of its graph; whoever used its value uses `source` instead, its first input by default.
 
@@ -208,6 +268,7 @@ class Rewriter:
         self._gone[node] = source
         _erase_unused(readers)
 
+    @_writes
     def set_bias(self, change: Change, conv: Convolution, value: torch.Tensor) -> None:
         """Give the convolution this bias, (out,), whether it had one or not."""
         weight = conv.weight.value
@@ -224,6 +285,7 @@ class Rewriter:
             reader = conv.node.graph.get_attr(_beside(_reader_of(self.program, conv), ref.name))
         _set_bias_argument(conv.node, reader)
 
+    @_writes
     def drop_bias(self, change: Change, conv: Convolution) -> None:
         """Leave the convolution without its bias."""
         assert conv.bias is not None
@@ -243,10 +305,12 @@ class Rewriter:
         with self.change("", "outputs in the memory format of the original") as change:
             self.set_attribute(change, root, "forward", FormattedForward(root, tuple(orders), inner_forward(root)))
 
+    @_writes
     def keep_contiguous(self, change: Change, conv: nn.Module) -> None:
         """Have a convolution compute in contiguous format, whatever format its input comes in."""
         self.set_attribute(change, conv, "forward", ContiguousInput(conv, conv.__dict__.get("forward")))
 
+    @_writes
     def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Take a BatchNorm out whose convolution does its work now.
 
@@ -285,6 +349,7 @@ class Rewriter:
         first, _ = in_order(conv, norm)
         return self.program.rank_of_input(first.node) or conv.dims + 2
 
+    @_writes
     def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
         """Both are right only together now, which is checked at every call.
 

@@ -21,6 +21,7 @@ from optimizer.parity import (
     OutputNoise,
     ParityReport,
     Reference,
+    RegionReference,
     check_parity,
     check_region,
     compare_golden,
@@ -692,6 +693,36 @@ def test_a_region_may_answer_zero_but_not_raise_or_change_shape():
     assert not check_region(lambda x: 1 / 0, lambda x: x, [(image(),)]).ok
     with pytest.raises(UsageError):
         check_region(lambda x: x, lambda x: x, [])
+
+
+def test_a_region_in_half_precision_is_judged_by_what_it_is_off_by_itself():
+    """One unit in the last place of an input is no error that the region makes: for numbers that cancel it is far more."""
+    weight = torch.tensor([1.0, 2.0, -3.0], dtype=torch.bfloat16)
+    rounded = (weight.double() * 1.1).bfloat16()
+    x = (torch.randn(64, 1, generator=torch.Generator().manual_seed(0)) + 1000).expand(64, 3).bfloat16()
+    x = x + torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).bfloat16() * 8
+
+    def old(x):
+        return (x @ weight) * 1.1
+
+    def new(x):
+        return x @ rounded
+
+    reference = RegionReference.measure(old, [(x,)])
+    assert reference.in_float64
+    assert reference.compare(new).ok
+    wrong = reference.compare(new, by_own_error=True)
+    assert not wrong.ok
+    assert wrong.ratio > 8
+    assert reference.compare(old, by_own_error=True).ok
+    assert reference.compare(new, by_own_error=True, factor=1000).ok
+
+
+def test_an_exact_region_in_half_precision_may_be_off_by_its_last_place():
+    x = torch.linspace(1, 2, 64, dtype=torch.bfloat16)
+    reference = RegionReference.measure(lambda x: x * 2, [(x,)])
+    assert reference.compare(lambda x: x * 2 + 2**-5, by_own_error=True).ok
+    assert not reference.compare(lambda x: x * 2 + 2**-3, by_own_error=True).ok
 
 
 # ------------------------------------------------------------------------------------- options

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from allocations import LargestResult
-from folding_models import Island, Pair, image
+from folding_models import Island, Pair, image, let_cancel
 from pass_contract import tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from optimizer.pipeline import _same
 from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, fold_conv_bn, registry
 from passes.base import Context
 from passes.graph.guards import is_carried
-from passes.graph.match import TensorRef
+from passes.graph.match import TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.registry import register
 
@@ -132,6 +132,49 @@ class Bare(Pass):
         return PassResult((), tuple(rewriter.skips), rewriter)
 
 
+class Cancelling(nn.Module):
+    """Two pairs side by side; the products of the first one's weights cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)) for _ in range(2))
+        enliven(self)
+        let_cancel(self.first[0].weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x + 1000).relu(), self.second(x).relu()
+
+
+@dataclass(frozen=True)
+class ScaleMoved(GraphPass):
+    """Take a scale out of each BatchNorm and into its convolution: the same function, but for rounding."""
+
+    name: ClassVar[str] = "scale-moved"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        for conv, norm in conv_bn_chains(graph.program):
+            with graph.change(graph.program.where(norm.node), "scale moved", (conv.node, norm.node)) as change:
+                for ref, factor in ((conv.weight, 0.7), (conv.bias, 0.7), (norm.mean, 0.7), (norm.var, 0.49)):
+                    assert ref is not None
+                    assert ref.value is not None
+                    graph.set_tensor(change, ref, (ref.value.detach().double() * factor).to(ref.value.dtype))
+                if norm.module is not None:
+                    graph.set_attribute(change, norm.module, "eps", norm.eps * 0.49)
+
+
+@dataclass(frozen=True)
+class ScaleMovedBlindly(Pass):
+    """The same with a rewriter of its own, which isn't told what to leave alone."""
+
+    name: ClassVar[str] = "scale-moved-blindly"
+
+    def run(self, program: Program, context: Context) -> PassResult:
+        rewriter = Rewriter(program)
+        ScaleMoved().rewrite(rewriter)
+        rewriter.finish()
+        return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter)
+
+
 X = image(2, 3, 8, 8)
 
 
@@ -148,6 +191,51 @@ def test_one_percent_of_one_weight_in_a_deep_net_is_found_where_it_was_made() ->
     assert "times its rounding noise" in reason
     assert report_of(fast).verified
     assert torch.allclose(fast(X), model(X), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("item", ["fold-conv-bn", ScaleMoved()])
+def test_a_place_where_half_precision_would_lose_too_much_is_left_alone(dtype: torch.dtype, item: Any) -> None:
+    model = Cancelling().to(dtype).eval()
+    fast = optimize(model, [item, "channels-last"], example_inputs=(X.to(dtype),), strict=True)
+    record, later = report_of(fast).passes
+    assert (record.status, later.status) == ("applied", "applied")
+    assert [change.where for change in record.changes] == ["second.1"]
+    (skip,) = record.skips
+    assert skip.where == "first.1"
+    what = "folded into first.0" if item == "fold-conv-bn" else "scale moved"
+    assert skip.text.startswith(f"{what}, it loses too much to rounding: output is off by ")
+    assert skip.text.endswith("(4 times is allowed)")
+    assert len(later.changes) == 3
+    assert report_of(fast).verified
+    # The one that is left alone is as right as it was.
+    torch.testing.assert_close(fast(X.to(dtype))[0], model(X.to(dtype))[0], rtol=0, atol=0)
+    assert record.parity is not None
+    assert record.parity <= 4
+
+
+def test_rounding_is_judged_on_the_whole_in_other_dtypes() -> None:
+    fast = optimize(Cancelling().eval(), ["fold-conv-bn"], example_inputs=(X,))
+    assert [change.where for change in report_of(fast).passes[0].changes] == ["first.1", "second.1"]
+
+
+def test_a_pass_that_leaves_nothing_alone_is_taken_back_as_a_whole() -> None:
+    model = Cancelling().bfloat16().eval()
+    asked = [ScaleMovedBlindly(), "fold-conv-bn"]
+    fast = optimize(model, asked, example_inputs=(X.bfloat16(),))
+    record, later = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert record.reason.startswith("scale moved, it loses too much to rounding: output is off by ")
+    assert [change.where for change in later.changes] == ["second.1"]
+    with pytest.raises(OptimizeFailed, match="scale-moved-blindly was rolled back: scale moved, it loses too much"):
+        optimize(model, asked, example_inputs=(X.bfloat16(),), strict=True)
+
+
+def test_a_wrong_pass_in_half_precision_is_taken_back_as_a_whole() -> None:
+    wrong = ScaleOneWeight("second.0", percent=30.0)
+    fast = optimize(Cancelling().bfloat16().eval(), [wrong, "fold-conv-bn"], example_inputs=(X.bfloat16(),))
+    assert statuses(fast) == [("scale-one-weight", "rolled-back"), ("fold-conv-bn", "applied")]
+    assert report_of(fast).passes[0].reason.startswith("second.0 (scaled by 30.0 percent): ")
 
 
 def test_a_wrong_pass_without_a_region_is_found_by_bisection() -> None:

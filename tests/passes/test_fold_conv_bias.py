@@ -48,6 +48,28 @@ def test_moves_the_bias_in_every_spelling(cls: type[nn.Module]) -> None:
     assert torch.equal(twin(image()), fast(image()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_bias_that_half_precision_needs_where_it_is_stays(dtype: torch.dtype, cancels: bool) -> None:
+    """What the convolution gives without it is rounded to its dtype, and may be far larger than with it."""
+    model = models.Pair().eval()
+    x = image()
+    if cancels:
+        x[:, 0] = 1
+        with torch.no_grad():
+            model.conv.padding = (0, 0)
+            model.conv.weight[:, 0], model.conv.bias[:] = 512 / 9, -512
+    model, x = model.to(dtype), x.to(dtype)
+    with torch.no_grad():
+        model.conv.bias[:] = model.conv.bias if not cancels else -9 * model.conv.weight[:, 0, 0, 0]
+    fast = optimize(model, ["fold-conv-bias"], example_inputs=(x,))
+    (record,) = report_of(fast).passes
+    assert record.status == ("unchanged" if cancels else "applied")
+    text = "bias moved into the running mean of bn, it loses too much to rounding: "
+    assert [skip.text.startswith(text) for skip in record.skips] == [True] * cancels
+    assert (fast.conv.bias is None) != cancels
+
+
 @pytest.mark.parametrize("cls", [models.Functional, models.TorchFunctions])
 def test_nothing_to_move_without_a_bias(cls: type[nn.Module]) -> None:
     done = check_pass(FoldConvBias(), cls().eval(), (image(),))

@@ -3,12 +3,14 @@
 import copy
 import functools
 import pickle
+import random
 import threading
 from typing import Any
 
 import folding_models as models
 import pytest
 import torch
+import torch.nn.functional as F
 from allocations import LargestResult
 from folding_models import CONVOLUTIONS, FAR, image, norm_behind
 from pass_contract import captured, check_pass
@@ -92,6 +94,62 @@ def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
     assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
     assert {tensor.dtype for tensor in fast.parameters()} == {dtype}
     assert fast(x).dtype is dtype
+
+
+def random_pair(seed: int) -> tuple[nn.Module, torch.Tensor]:
+    """A convolution or linear layer and a BatchNorm with the statistics of what it is given."""
+    draw = random.Random(seed)
+    dims, before, behind = draw.choice([0, 1, 2, 2]), draw.choice([3, 8, 16]), draw.choice([2, 8, 16])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        x = torch.randn(draw.choice([1, 2, 4]), before, *[draw.choice([3, 6])] * dims)
+        conv = [nn.Linear, nn.Conv1d, nn.Conv2d][dims](before, behind, *[3] * bool(dims), bias=draw.random() < 0.5)
+        norm = norm_behind(conv, x.shape, momentum=None)
+        model = enliven(nn.Sequential(conv, norm, nn.ReLU()), seed)
+        norm.reset_running_stats()
+        model(torch.randn(64, *x.shape[1:]))
+    return model.eval(), x.relu() if draw.random() < 0.5 else x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(12))
+def test_ordinary_pairs_in_half_precision_are_folded(dtype: torch.dtype, seed: int) -> None:
+    model, x = random_pair(seed)
+    fast = optimize(model.to(dtype), ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x.to(dtype),))
+    folded, reasons = (
+        report_of(fast).passes[1],
+        [str(skip) for record in report_of(fast).passes for skip in record.skips],
+    )
+    assert (folded.status, reasons) == ("applied", [])
+
+
+class CancellingFunctions(nn.Module):
+    """Two pairs of functions in one forward: nothing but their order tells them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.usual, self.cancelling = (nn.Parameter(torch.randn(4, 3, 3, 3, generator=generator)) for _ in range(2))
+        models.let_cancel(self.cancelling)
+        for name in ("first", "second"):
+            self.register_buffer(f"{name}_mean", torch.rand(4, generator=generator))
+            self.register_buffer(f"{name}_var", torch.rand(4, generator=generator) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        usual = F.batch_norm(F.conv2d(x, self.usual), self.first_mean, self.first_var)
+        return usual, F.batch_norm(F.conv2d(x + 1000, self.cancelling), self.second_mean, self.second_var)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_two_pairs_of_functions_only_the_one_that_loses_too_much_is_left_alone(dtype: torch.dtype) -> None:
+    model = CancellingFunctions().to(dtype).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image().to(dtype),))
+    (record,) = report_of(fast).passes
+    assert (len(record.changes), len(record.skips)) == (1, 1)
+    assert "it loses too much to rounding" in record.skips[0].text
+    assert torch.equal(fast.cancelling, model.cancelling)
+    assert not torch.equal(fast.usual, model.usual)
+    assert torch.equal(fast(image().to(dtype))[1], model(image().to(dtype))[1])
 
 
 def test_layout_and_gradient_flags_are_kept() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from folding_models import FunctionalBias, Island, Pair, image
+from folding_models import Functional, FunctionalBias, Island, Pair, image
 from pass_contract import captured, state_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from passes.graph.capture import capture
 from passes.graph.edits import taken_back
 from passes.graph.match import TensorRef, conv_bn_chains
 from passes.graph.program import Program
+from passes.graph.rewriter import Place, Skip
 
 
 def chain(pairs: int) -> nn.Module:
@@ -70,6 +71,43 @@ def test_an_error_inside_a_change_takes_its_edits_back() -> None:
     assert state_of(program) == before
     with pytest.raises(RuntimeError, match="left half-way"):
         graph.finish()
+
+
+@pytest.mark.parametrize("cls", [Pair, Functional, FunctionalBias])
+def test_of_a_change_that_is_left_alone_nothing_is_written(cls: type[nn.Module]) -> None:
+    program = program_of(cls().eval())
+    before = state_of(program)
+    ((conv, norm),) = conv_bn_chains(program)
+    graph = Rewriter(program, {Place("conv", "all that can be written", 0): "it is better as it is"})
+    with graph.change("conv", "all that can be written", (conv.node, norm.node)) as change:
+        graph.set_tensor(change, conv.weight, torch.zeros(4, 3, 3, 3))
+        graph.set_bias(change, conv, torch.zeros(4))
+        if conv.bias_value is not None:
+            graph.drop_bias(change, conv)
+        graph.tie(change, conv, norm)
+        graph.carry_norm(change, conv, norm)
+        graph.set_memory_format(change, conv.weight, torch.channels_last)
+        graph.bypass(norm.node)
+        if conv.module is not None:
+            graph.replace_module(change, conv.module, nn.Identity())
+            graph.set_forward(change, conv.module, torch.relu)
+            graph.keep_contiguous(change, conv.module)
+    assert state_of(program) == before
+    graph.finish()
+    assert state_of(program) == before
+    assert (graph.changes, graph.skips, graph.edits) == ([], [Skip("conv", "it is better as it is")], [])
+
+
+def test_changes_of_the_same_words_are_left_alone_one_by_one() -> None:
+    program = program_of(chain(3))
+    graph = Rewriter(program, {Place("here", "made to nothing", 1): "it is better as it is"})
+    weights = [conv.weight for conv, _ in conv_bn_chains(program)]
+    for weight in weights:
+        with graph.change("here", "made to nothing") as change:
+            graph.set_tensor(change, weight, torch.zeros(2, 2, 1, 1))
+    assert [bool(weight.value.any()) for weight in weights if weight.value is not None] == [False, True, False]
+    assert [change.number for change in graph.changes] == [0, 2]
+    assert len(graph.skips) == 1
 
 
 def test_a_module_is_replaced_in_every_place() -> None:
