@@ -320,6 +320,27 @@ class Tied(Pair):
         return self.bn(self.conv(x)).relu() + self.second(x)
 
 
+@hard_case("tied bias", "two convolutions, one bias, one BatchNorm", folds=0)
+class TiedBias(Pair):
+    def more(self) -> None:
+        self.second = nn.Conv2d(3, 4, 3, padding=1)
+        self.second.bias = self.conv.bias
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)).relu() + self.second(x)
+
+
+@hard_case("tied statistics", "two BatchNorms, one running mean", folds=0)
+class TiedStatistics(Pair):
+    def more(self) -> None:
+        self.second = batch_norm(3)
+        self.third = batch_norm()
+        self.third.running_mean = self.bn.running_mean
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)).relu() + self.third(self.second(x).mean(1, keepdim=True).expand(-1, 4, -1, -1))
+
+
 @hard_case("weight read elsewhere", "the forward reads conv.weight too", folds=0)
 class ReadsWeight(Pair):
     def forward(self, x: Tensor) -> Any:
@@ -330,6 +351,26 @@ class ReadsWeight(Pair):
 class ReadsStatistics(Pair):
     def forward(self, x: Tensor) -> Any:
         return self.bn(self.conv(x)).relu() + self.bn.running_mean.reshape(1, -1, 1, 1)
+
+
+class Reader(nn.Module):
+    """Reads a weight of its sibling, in a branch on data."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.convs = [conv]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.convs[0].weight.mean()) if x.sum() < 1e6 else x
+
+
+@hard_case("weight read by a sibling", "which can't be traced", folds=0)
+class ReadBySibling(Pair):
+    def more(self) -> None:
+        self.reader = Reader(self.conv)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.reader(self.bn(self.conv(x)).relu())
 
 
 @hard_case("hook that changes", "a forward hook on the convolution", folds=0)
@@ -352,6 +393,19 @@ class HookKeeps(Pair):
 class PreHook(Pair):
     def more(self) -> None:
         self.bn.register_forward_pre_hook(lambda module, args: (args[0].clamp(min=0),))
+
+
+@hard_case("hook on a container", "between the convolution and the BatchNorm", folds=0)
+class HookOnContainer(Pair):
+    def more(self) -> None:
+        self.conv = nn.Sequential(nn.Sequential(self.conv))
+        self.conv[0].register_forward_hook(lambda module, args, output: output.tanh())
+
+
+@hard_case("backward hook", "the gradient between the two is looked at", folds=0)
+class BackwardHook(Pair):
+    def more(self) -> None:
+        self.conv.register_full_backward_hook(lambda module, inputs, outputs: None)
 
 
 @hard_case("in-place between", "relu_ on the output of the convolution", folds=0)
@@ -442,6 +496,21 @@ class SpectralNorm(Pair):
 class OldSpectralNorm(Pair):
     def more(self) -> None:
         torch.nn.utils.spectral_norm(self.conv)
+
+
+@hard_case("parametrized BatchNorm", "its weight is made anew at every read", folds=0)
+class ParametrizedNorm(Pair):
+    def more(self) -> None:
+        nn.utils.parametrize.register_parametrization(self.bn, "weight", nn.Softplus())
+
+
+@hard_case("quantization stubs", "which quantize nothing yet", folds=1)
+class Stubs(Pair):
+    def more(self) -> None:
+        self.quantize, self.dequantize = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.dequantize(self.bn(self.conv(self.quantize(x))).relu())
 
 
 @hard_case("lazy modules, initialised", "they became others at their first call", folds=1)
@@ -648,6 +717,38 @@ class Autocast(Pair):
         with torch.autocast("cpu", torch.bfloat16):
             y = self.conv(x)
         return self.bn(y.to(x.dtype)).relu()
+
+
+@hard_case("autocast around a child", "which doesn't show that it runs in bfloat16", folds=0)
+class AutocastAround(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.child(x).to(x.dtype)
+
+
+@hard_case("autocast as a decorator", "of the forward", folds=0)
+class AutocastDecorated(Pair):
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)).to(x.dtype).relu()
+
+
+@hard_case("autocast that is off", "a context manager around the pair that changes nothing", folds=1)
+class AutocastOff(Pair):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.bn(self.conv(x)).relu()
+
+
+@hard_case("inference_mode inside", "a context manager around the pair", folds=1)
+class InferenceMode(Pair):
+    def forward(self, x: Tensor) -> Any:
+        with torch.inference_mode():
+            return self.bn(self.conv(x)).relu()
 
 
 @hard_case("no_grad inside", "a context manager around the pair", folds=1)

@@ -150,7 +150,7 @@ def _optimized(
         after=size_of(program),
         notes=[*copy.notes, *pipeline.notes],
     )
-    _note_what_was_seen(report, model, mode, parity)
+    _note_what_was_seen(report, model, copy.root, parity)
     prepare_forwards(copy.root)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
@@ -379,9 +379,13 @@ def _strip(root: nn.Module) -> None:
         del root.__dict__["train"]
 
 
-def _note_what_was_seen(report: Report, model: nn.Module, mode: Mode, parity: ParityReport | None) -> None:
-    if mode == "inference" and any(module.training for module in model.modules()):
-        report.notes.append("the model is in training mode; the result, and what it was compared with, is in eval")
+def _note_what_was_seen(report: Report, model: nn.Module, root: nn.Module, parity: ParityReport | None) -> None:
+    now = {path: module.training for path, module in root.named_modules()}
+    left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
+    if left:
+        more = f" and {len(left) - 1} more" if left[1:] else ""
+        named = "the model is" if left[0] == "" else f"in a model in eval {left[0]}{more} is"
+        report.notes.append(f"{named} in training mode; the result, and what it was compared with, is in eval")
     if parity is None:
         report.notes.append("nothing was verified: give optimize() example inputs")
     else:

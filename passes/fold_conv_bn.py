@@ -11,7 +11,7 @@ import torch
 from passes.base import GraphPass
 from passes.folding import are_finite, float64, scale_of, why_not
 from passes.graph.guards import is_tied
-from passes.graph.match import BatchNorm, Convolution, TensorRef, bn_conv_chains, conv_bn_chains, way_of
+from passes.graph.match import BatchNorm, Convolution, TensorRef, bn_conv_chains, conv_bn_chains, unlike_layers, way_of
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
@@ -55,6 +55,8 @@ class FoldConvBn(GraphPass):
                 graph.skip(
                     norm.node, f"folded into {graph.program.where(conv.node)}, it gives weights that aren't finite"
                 )
+        for where, reason in unlike_layers(graph.program):
+            graph.skip_module(where, reason)
 
 
 def _pairs(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:

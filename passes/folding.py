@@ -29,6 +29,7 @@ from passes.graph.match import (
     way_of,
 )
 from passes.graph.program import Program, operation_name
+from passes.graph.recording import autocast_dtype
 
 
 def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
@@ -39,11 +40,14 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """
     if has_global_hooks():
         return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
+    if autocast_dtype(ref.value for ref in (conv.weight, *norm.tensors)) is not None:
+        return "optimize() was called under autocast, which changes what is computed in which dtype: call it outside"
     return (
         _why_not_value(program, conv, norm)
         or _why_not_modules(program, conv, norm)
         or _why_not_tensors(program, conv, norm)
         or _why_not_channels(program, conv, norm)
+        or _why_not_autocast(program, conv, norm)
         or _why_not_forward(program, conv, norm)
         or _why_not_code(program, conv, norm)
     )
@@ -95,11 +99,19 @@ def _why_not_modules(program: Program, conv: Convolution, norm: BatchNorm) -> st
             return f"{role} {path} is called {len(program.calls_of(module))} times"
         if reason := _why_not_called_elsewhere(program, conv if module is conv.module else norm, module):
             return f"{role} {path} {reason}"
+        if any(is_lazy(tensor) for tensor in module._parameters.values() if tensor is not None):
+            return f"{role} {path} is not initialised yet: run the model once first"
         if has_hooks(module):
-            return f"{role} {path} has hooks"
+            return f"{role} {path} has hooks{_what_hooks_set(module)}"
         if is_parametrized(module):
             return f"{role} {path} has parametrizations"
     return None
+
+
+def _what_hooks_set(module: nn.Module) -> str:
+    """What the hooks of a module do to its tensors, as a clause: the older weight_norm and spectral_norm are such hooks."""
+    names = [name for name in ("weight", "bias") if isinstance(module.__dict__.get(name), torch.Tensor)]
+    return f", which set its {names[0]} at every call" if names else ""
 
 
 def _why_not_called_elsewhere(program: Program, place: Convolution | BatchNorm, module: nn.Module) -> str | None:
@@ -163,6 +175,15 @@ def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Co
     hidden = {type(island.module).__name__ for key, island in program.islands.items() if key not in program.graphs}
     if unknown := sorted(recorded - (shown - hidden)):
         return f"{path} is also read by the forward of {unknown[0]}"
+    return None
+
+
+def _why_not_autocast(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    for role, node in (("it", conv.node), (f"the BatchNorm {program.where(norm.node)}", norm.node)):
+        dtype = program.autocast_at(node)
+        if dtype is not None:
+            name = str(dtype).removeprefix("torch.")
+            return f"{role} runs under autocast to {name}, where a fold changes what is computed in which dtype"
     return None
 
 

@@ -350,6 +350,45 @@ def uses_values(program: Program, user: fx.Node, value: fx.Node) -> bool:
     return user.target not in SHAPE_AND_KIND
 
 
+def unlike_layers(program: Program) -> Iterator[tuple[str, str]]:
+    """The path of each batch normalisation that stands behind, or in, a layer which only looks like a convolution, and a
+    clause that says so."""
+    for node in program.nodes():
+        norm = batch_norm_at(program, node)
+        if norm is None or convolution_at(program, program.producer(norm.input)) is not None:
+            continue
+        for step in program.way_to_producer(norm.input):
+            module = program.module_of(step)
+            if module is not None and (clause := _unlike(module)):
+                yield program.where(node), f"the layer before it, {program.where(step)}, is {clause}"
+                break
+    for path, module in program.root.named_modules():
+        if _is_quantized(module):
+            for name, child in module.named_children():
+                if isinstance(child, _BatchNorm):
+                    yield (
+                        f"{path}.{name}".lstrip("."),
+                        f"the layer around it, {path or 'the root'}, is {_unlike(module)}",
+                    )
+
+
+def _unlike(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    if _is_quantized(module):
+        return f"the {name} of torch.ao, which works with quantized numbers"
+    if isinstance(module, _ConvNd | nn.Linear) and not is_stock(module, (*STOCK_CONVOLUTIONS, nn.Linear)):
+        return f"of the class {name}, which computes in a way of its own"
+    return None
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Whether the module quantizes, works on quantized tensors, or is being trained for that."""
+    home = type(module).__module__
+    return home.startswith(("torch.ao.nn.", "torch.ao.quantization.fake_quantize")) and any(
+        word in home for word in ("quantized", "qat", "fake_quantize")
+    )
+
+
 def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
     """Whether the two can check at every call that the value of the one goes to the other, and nowhere else.
 

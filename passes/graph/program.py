@@ -18,7 +18,7 @@ from torch import fx, nn
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
 from passes.graph.guards import is_carried, opened_from, sealed_for
 from passes.graph.named_reads import NamedReads
-from passes.graph.recording import Places, Recordings
+from passes.graph.recording import AUTOCAST, Places, Recordings
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,13 @@ class Program:
         count = self.recordings.counts.get(id(module), 0) if self.recordings else -1
         return count if count >= 0 else None
 
+    def autocast_at(self, node: fx.Node) -> torch.dtype | None:
+        """The dtype of the autocast that the operation ran under in some recorded run; None where it ran under none."""
+        if self.recordings is None:
+            return None
+        module = self.module_of(node) or self.home(node).module
+        return self.recordings.autocast.get(id(module), node.meta.get(AUTOCAST))
+
     def opaque_around(self, node: fx.Node) -> str | None:
         """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""
         parts = self.home(node).path.split(".")
@@ -230,22 +237,25 @@ class Program:
 
     def producer(self, node: fx.Node) -> fx.Node:
         """The operation that makes the value, looked up across the borders of modules that are called once."""
-        while True:
-            inner = self._inner_graph(node)
-            if inner is not None:
-                leaf = _only_output(inner.graph)
-                if leaf is None:
-                    return node
-                node = leaf
-            elif node.op == "placeholder":
-                outer = self._argument_outside(node)
-                if outer is None:
-                    return node
-                node = outer
-            elif self.is_identity(node):
-                node = node.all_input_nodes[0]
-            else:
-                return node
+        *_, last = self.way_to_producer(node)
+        return last
+
+    def way_to_producer(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nodes whose value this is, from the node itself to the operation that makes it."""
+        following: fx.Node | None = node
+        while following is not None:
+            yield following
+            following = self._one_step_back(following)
+
+    def _one_step_back(self, node: fx.Node) -> fx.Node | None:
+        inner = self._inner_graph(node)
+        if inner is not None:
+            return _only_output(inner.graph)
+        if node.op == "placeholder":
+            return self._argument_outside(node)
+        if self.is_identity(node):
+            return node.all_input_nodes[0]
+        return None
 
     def users(self, node: fx.Node) -> list[fx.Node]:
         """The operations that use the value, looked up likewise; an `output` node where it leaves the known program."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +57,12 @@ class Recording:
         reads: (id of the owner, name) of each parameter and buffer that something else than its owner's own operation
             reads, with the class names of the readers. A tensor is known as the object that it is: a view of it that was
             made before the run isn't seen, and needn't be. It goes on reading the old storage, which no pass writes to.
+        autocast: the dtype of autocast, for each module, by its identity, that was called under it.
     """
 
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
     reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    autocast: dict[int, torch.dtype] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Recordings:
         chains: of the modules without such a graph: the atoms that they call in a row, in every call and in no other way,
             however often.
         reads: as in `Recording`, over all runs.
+        autocast: as in `Recording`, over all runs.
         maps: for each atom that takes one tensor and gives one, in the order of the first run, the numbers of elements
             of the two in that run; those of several calls together.
     """
@@ -86,7 +89,20 @@ class Recordings:
     graphs: dict[int, ModuleGraph] = field(default_factory=dict)
     chains: list[ModuleGraph] = field(default_factory=list)
     reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    autocast: dict[int, torch.dtype] = field(default_factory=dict)
     maps: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+# In the notes of a node of a recorded graph: the dtype of the autocast that the operation ran under.
+AUTOCAST = "autocast"
+
+
+def autocast_dtype(values: Iterable[Any]) -> torch.dtype | None:
+    """The dtype in which autocast has operations on these values computed; None where it is off for their devices."""
+    for device in {value.device.type for value in values if isinstance(value, torch.Tensor)}:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
 
 
 # Modules that stand in plain containers of a tree, with their paths.
@@ -152,6 +168,8 @@ class _Recorder(TorchFunctionMode):
         caller = self.frames[-1] if self.frames else None
         frame = _Frame(module, is_atom(module))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if (dtype := autocast_dtype(tensors)) is not None:
+            self.recording.autocast[id(module)] = dtype
         structure, named = self._structure(module, args, kwargs)
         shapes = tuple(tensor.shape for tensor in (tensors if named is None else named))
         arguments = None if caller is None else self._arguments(caller, (args, kwargs))
@@ -212,7 +230,10 @@ class _Recorder(TorchFunctionMode):
             return result
         method = is_tensor_method_or_property(func) and function_name(func) != "__get__"
         op, target = ("call_method", function_name(func)) if method else ("call_function", func)
-        self._keep(frame, result, frame.graph.create_node(op, target, *arguments))
+        node = frame.graph.create_node(op, target, *arguments)
+        if (dtype := autocast_dtype(pytree.tree_leaves((args, kwargs)))) is not None:
+            node.meta[AUTOCAST] = dtype
+        self._keep(frame, result, node)
         return result
 
     def _arguments(self, frame: _Frame, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -299,6 +320,7 @@ def agree(root: nn.Module, runs: Sequence[Recording], unregistered: Places = ())
     for run in runs:
         for place, readers in run.reads.items():
             result.reads.setdefault(place, set()).update(readers)
+        result.autocast |= run.autocast
     for key, first_calls in (runs[0].calls if runs else {}).items():
         maps = _elements(first_calls)
         if maps is not None:
@@ -430,6 +452,12 @@ def _shape_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """What must be equal in two runs: operations and who feeds whom, not the numbers that follow the batch size."""
     numbers = {node: index for index, node in enumerate(graph.nodes)}
     return [
-        (node.op, node.target, bool(node.meta.get("escapes")), [numbers[source] for source in node.all_input_nodes])
+        (
+            node.op,
+            node.target,
+            bool(node.meta.get("escapes")),
+            node.meta.get(AUTOCAST),
+            [numbers[source] for source in node.all_input_nodes],
+        )
         for node in graph.nodes
     ]

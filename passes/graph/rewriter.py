@@ -196,11 +196,10 @@ class Rewriter:
     def set_tensor(self, change: Change, ref: TensorRef, value: torch.Tensor | None) -> None:
         """Put another tensor under the name of a parameter or buffer; None leaves the name without one.
 
-        A parameter's place gets a parameter, which needs a gradient if the old one did.
+        A parameter's place gets a parameter, which needs a gradient if the old one, or a source of the change, did.
         """
-        old = ref.value
         if value is not None and ref.name not in ref.owner._buffers and not isinstance(value, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=old.requires_grad if old is not None else False)
+            value = nn.Parameter(value, requires_grad=_needs_gradient(ref, *change.sources))
             self.program.made[id(value)] = value
         self._do(change, TensorEdit(ref.owner, ref.name, value))
 
@@ -271,10 +270,8 @@ class Rewriter:
     @_writes
     def set_bias(self, change: Change, conv: Convolution, value: torch.Tensor) -> None:
         """Give the convolution this bias, (out,), whether it had one or not."""
-        weight = conv.weight.value
-        assert weight is not None
-        needs_gradient = weight.requires_grad if conv.bias_value is None else conv.bias_value.requires_grad
-        parameter = nn.Parameter(value, requires_grad=needs_gradient)
+        like = conv.weight if conv.bias is None or conv.bias_value is None else conv.bias
+        parameter = nn.Parameter(value, requires_grad=_needs_gradient(like, *change.sources))
         if conv.bias is not None:
             self.set_tensor(change, conv.bias, parameter)
             return
@@ -512,6 +509,10 @@ class Rewriter:
         for change in self.changes:
             change.edits = []
         self.program.refresh()
+
+
+def _needs_gradient(*refs: TensorRef) -> bool:
+    return any(ref.value is not None and ref.value.requires_grad for ref in refs)
 
 
 def _in_place_of(earlier: Any, forward: Any) -> Any:

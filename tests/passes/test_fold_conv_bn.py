@@ -154,7 +154,7 @@ def test_of_two_pairs_of_functions_only_the_one_that_loses_too_much_is_left_alon
 
 def test_layout_and_gradient_flags_are_kept() -> None:
     model = models.Pair(bias=False).eval().to(memory_format=torch.channels_last)
-    model.conv.weight.requires_grad_(False)
+    model.requires_grad_(False)
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert fast.conv.weight.stride() == model.conv.weight.stride()
     assert not fast.conv.weight.requires_grad
