@@ -383,9 +383,11 @@ def _note_what_was_seen(report: Report, model: nn.Module, root: nn.Module, parit
     now = {path: module.training for path, module in root.named_modules()}
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
     if left:
-        more = f" and {len(left) - 1} more" if left[1:] else ""
-        named = "the model is" if left[0] == "" else f"in a model in eval {left[0]}{more} is"
-        report.notes.append(f"{named} in training mode; the result, and what it was compared with, is in eval")
+        more = f" and {len(left) - 1} more are" if left[1:] else " is"
+        named = (
+            "the model is in training mode" if left[0] == "" else f"{left[0]}{more} in training mode, the model in eval"
+        )
+        report.notes.append(f"{named}; the result, and what it was compared with, is in eval")
     if parity is None:
         report.notes.append("nothing was verified: give optimize() example inputs")
     else:

@@ -40,7 +40,8 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """
     if has_global_hooks():
         return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
-    if autocast_dtype(ref.value for ref in (conv.weight, *norm.tensors)) is not None:
+    tensors = [ref.value for ref in (conv.weight, *norm.tensors) if ref.value is not None]
+    if autocast_dtype({tensor.device.type for tensor in tensors}) is not None:
         return "optimize() was called under autocast, which changes what is computed in which dtype: call it outside"
     return (
         _why_not_value(program, conv, norm)

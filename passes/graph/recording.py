@@ -97,9 +97,9 @@ class Recordings:
 AUTOCAST = "autocast"
 
 
-def autocast_dtype(values: Iterable[Any]) -> torch.dtype | None:
-    """The dtype in which autocast has operations on these values computed; None where it is off for their devices."""
-    for device in {value.device.type for value in values if isinstance(value, torch.Tensor)}:
+def autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
+    """The dtype in which autocast has operations on these types of devices computed now; None where it is off for them."""
+    for device in devices:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
@@ -163,12 +163,13 @@ class _Recorder(TorchFunctionMode):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self.owners.setdefault(id(tensor), (module, name, tensor))
+        self.devices = {tensor.device.type for _, _, tensor in self.owners.values()}
 
     def around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = self.frames[-1] if self.frames else None
         frame = _Frame(module, is_atom(module))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if (dtype := autocast_dtype(tensors)) is not None:
+        if (dtype := autocast_dtype(self.devices)) is not None:
             self.recording.autocast[id(module)] = dtype
         structure, named = self._structure(module, args, kwargs)
         shapes = tuple(tensor.shape for tensor in (tensors if named is None else named))
@@ -231,7 +232,7 @@ class _Recorder(TorchFunctionMode):
         method = is_tensor_method_or_property(func) and function_name(func) != "__get__"
         op, target = ("call_method", function_name(func)) if method else ("call_function", func)
         node = frame.graph.create_node(op, target, *arguments)
-        if (dtype := autocast_dtype(pytree.tree_leaves((args, kwargs)))) is not None:
+        if (dtype := autocast_dtype(self.devices)) is not None:
             node.meta[AUTOCAST] = dtype
         self._keep(frame, result, node)
         return result

@@ -274,6 +274,38 @@ def test_state_dicts_go_in_and_out():
     assert_close(other(X), fast(X))
 
 
+@pytest.mark.parametrize(
+    ("paths", "note"),
+    [
+        ([], None),
+        ([""], "the model is in training mode"),
+        (["1.norm"], "1.norm is in training mode, the model in eval"),
+        (["1.norm", "2"], "1.norm and 1 more are in training mode, the model in eval"),
+    ],
+)
+def test_what_was_in_training_is_named(paths, note):
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), Block(), nn.BatchNorm2d(4))).eval()
+    for path in paths:
+        model.get_submodule(path).training = True
+    for inputs in ((X,), None):
+        report = report_of(optimize(model, ["fold-conv-bn"], example_inputs=inputs))
+        said = [text for text in report.notes if "in training mode" in text]
+        assert said == ([] if note is None else [f"{note}; the result, and what it was compared with, is in eval"])
+    assert not report_of(optimize(model, ["torch-compile:backend=eager"], mode="training")).notes[:-1]
+
+
+def test_a_module_that_stays_in_training_is_not_said_to_be_in_eval():
+    class Stubborn(nn.BatchNorm2d):
+        def train(self, mode=True):
+            return super().train(True)
+
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), Stubborn(4))).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    assert fast[1].training
+    assert report_of(fast).passes[0].skips[0].text == "it uses the statistics of the batch"
+    assert not any("in training mode" in text for text in report_of(fast).notes)
+
+
 def test_an_inference_result_stays_in_eval_and_says_so_once():
     fast = optimize(net(), example_inputs=(X,))
     parent = nn.Sequential(fast)

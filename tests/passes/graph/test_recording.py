@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.graph.recording import agree, record
+from passes.graph.recording import AUTOCAST, agree, autocast_dtype, record
 from passes.graph.structure import CallStructure
 
 
@@ -47,6 +47,36 @@ def test_who_feeds_whom():
     assert found.ranks[id(model.a)] == (2,)
     assert isinstance(found.structures[id(model)], CallStructure)
     assert not any(node.meta.get("escapes") for node in graph.graph.nodes)
+
+
+def test_what_runs_under_autocast_in_some_run():
+    class Lowered(Net):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=len(x) == 3):
+                y = self.a(x).relu()
+            return self.b(y.float())
+
+    model = Lowered()
+    assert recorded(model, x(2)).autocast == {}
+    found = recorded(model, x(2), x(3))
+    assert found.autocast == {id(model.a): torch.bfloat16}
+    # The runs don't agree on what is done in which dtype.
+    assert id(model) not in found.graphs
+    graph = recorded(model, x(3), x(3)).graphs[id(model)]
+    assert {getattr(n.target, "__name__", n.target): n.meta.get(AUTOCAST) for n in graph.graph.nodes if n.meta} == {
+        "a": None,
+        "b": None,
+        "relu": torch.bfloat16,
+    }
+
+
+def test_autocast_is_that_of_the_device_and_of_now():
+    assert autocast_dtype(["cpu", "meta"]) is None
+    with torch.autocast("cpu", torch.float16):
+        assert autocast_dtype(["meta", "cpu"]) is torch.float16
+        assert autocast_dtype(["cuda"]) is None
+        with torch.autocast("cpu", enabled=False):
+            assert autocast_dtype(["cpu"]) is None
 
 
 def test_maps_are_those_of_the_first_run():
