@@ -258,6 +258,7 @@ class Float64Mode(TorchFunctionMode):
             name in _BY_ROWS
             and self._is_plain_parameter(weight)
             and weight.dtype in _RAISED
+            and weight.layout is torch.strided
             and weight.numel() > _LARGE
             and weight.dim() > 1
             and _argument(args, kwargs, 6, "groups", 1) == 1

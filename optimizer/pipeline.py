@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,14 +18,7 @@ from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
-from optimizer.preserve import (
-    eager_only,
-    held_iterators,
-    pinned_settings,
-    random_state,
-    reachable_modules,
-    unregistered_modules,
-)
+from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
@@ -54,10 +47,10 @@ _WITNESS_BYTES = 64 << 20
 class _TreeState:
     """The attributes, tensors and children of every module, by reference."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.kept = [
             (holder, dict(holder))
-            for module in reachable_modules(root)
+            for module in modules
             if not isinstance(module, torch.jit.ScriptModule)
             for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
         ]
@@ -328,8 +321,8 @@ class Pipeline:
             OptimizeFailed: with `strict`, where it raises; always where it wrote to the caller's weights.
         """
         started = time.perf_counter()
-        tree = _TreeState(self.copy.root)
-        sources = self._sources()
+        tree = _TreeState(program.modules())
+        sources = self._sources(program)
         try:
             result = item.run(program, context)
         except PassesError:
@@ -355,10 +348,11 @@ class Pipeline:
         )
         return record, result
 
-    def _sources(self) -> list[Source]:
+    def _sources(self, program: Program) -> list[Source]:
         named = [*self.original.named_parameters(), *self.original.named_buffers()]
-        for path, module in unregistered_modules(self.original):
-            named += ((f"{path}.{name}", tensor) for name, tensor in own_tensors(module).items())
+        for path, module in program.unregistered:
+            tensors = own_tensors(self.copy.originals[id(module)])
+            named += ((f"{path}.{name}", tensor) for name, tensor in tensors.items())
         return [Source.of(name, tensor) for name, tensor in named if not is_lazy(tensor)]
 
     def _refuse_writes(self, item: Pass, before: list[Source]) -> None:

@@ -225,26 +225,32 @@ def unregistered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     The path is how code would reach it: `layers[0].conv`. A module that stands in several places comes as often.
     """
-    registered = set(model.modules())
+    registered = dict.fromkeys(model.modules())
+    paths: dict[nn.Module, str] = {}
     found: list[tuple[str, nn.Module]] = []
-    waiting = list(model.named_modules())
+    waiting = list(registered)
     looked_at = set[nn.Module]()
     held: dict[int, list[tuple[str, nn.Module]]] = {}
     while waiting:
-        path, module = waiting.pop()
+        module = waiting.pop()
         if isinstance(module, torch.jit.ScriptModule) or module in looked_at:
             continue
         looked_at.add(module)
         for name, value in module.__dict__.items():
             if holds_no_module(value) or name in REGISTRIES:
                 continue
-            if id(value) not in held:
-                held[id(value)] = list(_modules_in(value, "", depth=3))
-            for inside, top in held[id(value)]:
-                place = f"{path}.{name}{inside}" if path else f"{name}{inside}"
-                new = [item for item in top.named_modules(prefix=place) if item[1] not in registered]
+            if (inside := held.get(id(value))) is None:
+                inside = held[id(value)] = list(_modules_in(value, "", depth=3))
+            if inside and not paths:
+                # Most models hold none: their paths needn't be known.
+                paths = {module: path for path, module in model.named_modules()}
+            for place, top in inside:
+                path = f"{paths[module]}.{name}{place}".lstrip(".")
+                new = [item for item in top.named_modules(prefix=path) if item[1] not in registered]
                 found += new
-                waiting += new
+                waiting += (inner for _, inner in new)
+                for inner_path, inner in new:
+                    paths.setdefault(inner, inner_path)
     return found
 
 
@@ -254,7 +260,8 @@ def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Mod
     elif depth and isinstance(value, dict | list | tuple | set):
         keys, items = (value, value.values()) if isinstance(value, dict) else (range(len(value)), value)
         for key, item in zip(keys, items, strict=False):
-            yield from _modules_in(item, f"{path}[{key!r}]", depth - 1)
+            if not holds_no_module(item):
+                yield from _modules_in(item, f"{path}[{key!r}]", depth - 1)
 
 
 def modules_of(target: Any) -> list[nn.Module]:
