@@ -40,6 +40,8 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 # So many numbers show how far a part of a model is rounded; one that gives fewer is run again, at most so many times.
 _ENOUGH_NUMBERS = 128
 _MOST_NEIGHBOURS = 32
+# A pass is run again where some of its changes are to be left alone, which may give way to others.
+_MOST_TRIES = 8
 # What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
 _WITNESS_BYTES = 64 << 20
 
@@ -295,7 +297,7 @@ class Pipeline:
             self._run_one(program, number, item, context)
 
     def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
-        while True:
+        for tries_left in reversed(range(_MOST_TRIES)):
             ran = self._attempt(program, item, context)
             if ran is None:
                 return
@@ -306,8 +308,8 @@ class Pipeline:
                 self._done.append(_Done(number, record, result))
                 return
             new = {place: reason for place, reason in found.imprecise.items() if place not in context.left_alone}
-            if found.wrong is not None or not new:
-                # A pass that doesn't leave alone what it is told to is taken back as a whole.
+            if found.wrong is not None or not new or not tries_left:
+                # A pass that doesn't leave alone what it is told to, or finds ever new words for it, goes as a whole.
                 self.records.append(record)
                 self._roll_back(record, result, found.wrong or next(iter(found.imprecise.values())))
                 return

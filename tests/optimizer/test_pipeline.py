@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Literal
 
@@ -151,9 +151,12 @@ class ScaleMoved(GraphPass):
 
     name: ClassVar[str] = "scale-moved"
 
+    def what(self) -> str:
+        return "scale moved"
+
     def rewrite(self, graph: Rewriter) -> None:
         for conv, norm in conv_bn_chains(graph.program):
-            with graph.change(graph.program.where(norm.node), "scale moved", (conv.node, norm.node)) as change:
+            with graph.change(graph.program.where(norm.node), self.what(), (conv.node, norm.node)) as change:
                 for ref, factor in ((conv.weight, 0.7), (conv.bias, 0.7), (norm.mean, 0.7), (norm.var, 0.49)):
                     assert ref is not None
                     assert ref.value is not None
@@ -229,6 +232,25 @@ def test_a_pass_that_leaves_nothing_alone_is_taken_back_as_a_whole() -> None:
     assert [change.where for change in later.changes] == ["second.1"]
     with pytest.raises(OptimizeFailed, match="scale-moved-blindly was rolled back: scale moved, it loses too much"):
         optimize(model, asked, example_inputs=(X.bfloat16(),), strict=True)
+
+
+@dataclass(frozen=True)
+class ScaleMovedInOtherWords(ScaleMoved):
+    """Calls each of its changes by another name at every run."""
+
+    name: ClassVar[str] = "scale-moved-in-other-words"
+    said: list[str] = field(default_factory=list)
+
+    def what(self) -> str:
+        self.said.append(f"scale moved, change {len(self.said)}")
+        return self.said[-1]
+
+
+def test_a_pass_that_finds_ever_new_words_is_taken_back_too() -> None:
+    fast = optimize(Cancelling().bfloat16().eval(), [ScaleMovedInOtherWords()], example_inputs=(X.bfloat16(),))
+    (record,) = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert "it loses too much to rounding" in record.reason
 
 
 def test_a_wrong_pass_in_half_precision_is_taken_back_as_a_whole() -> None:

@@ -123,6 +123,20 @@ def test_ordinary_pairs_in_half_precision_are_folded(dtype: torch.dtype, seed: i
     assert (folded.status, reasons) == ("applied", [])
 
 
+def test_a_number_that_happens_to_be_exact_is_not_taken_for_the_precision_of_a_layer() -> None:
+    """Of one output, what rounding does to the layer shows at inputs beside it only."""
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, eps=0.0)).bfloat16().eval()
+    with torch.no_grad():
+        # 179/256 + 77/256 is 1, and the BatchNorm makes much of what the sum is off by elsewhere.
+        model[0].weight.copy_(torch.tensor([[179 / 256, 77 / 256]]))
+        model[1].running_mean.fill_(0.984375)
+        model[1].running_var.fill_(8e-4)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    assert torch.equal(model[0](x), torch.ones(1, 1, dtype=torch.bfloat16))
+    (record,) = report_of(optimize(model, ["fold-conv-bn"], example_inputs=(x,))).passes
+    assert (record.status, record.skips) == ("applied", ())
+
+
 class CancellingFunctions(nn.Module):
     """Two pairs of functions in one forward: nothing but their order tells them apart."""
 
