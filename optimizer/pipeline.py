@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,11 +188,7 @@ class Pipeline:
 
     def _fresh_calls(self) -> list[Call]:
         """Copies of the calls, as a forward may write to its inputs."""
-        copied = [
-            pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (c.args, c.kwargs))
-            for c in self._calls
-        ]
-        return [Call(tuple(args), kwargs) for args, kwargs in copied]
+        return [_fresh(call) for call in self._calls]
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -291,10 +287,20 @@ class Pipeline:
 
     def _run_from(self, program: Program, first: int) -> None:
         calls = tuple((call.args, call.kwargs) for call in self._calls)
-        context = Context(self.mode, self.device, calls, self._orders)
+        context = Context(self.mode, self.device, calls, self._orders, self._run_inside if calls else None)
         for number, item in enumerate(self._passes[first:], first):
             self._tell("optimize", number, len(self._passes) + 1, item.name)
             self._run_one(program, number, item, context)
+
+    def _run_inside(self, watch: AbstractContextManager[Any]) -> str | None:
+        """As `Context.run_inside`."""
+        call, root = _fresh(self._calls[0]), self.copy.root
+        try:
+            with self._quiet(), private_buffers(root), watch:
+                root(*call.args, **call.kwargs)
+        except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return None
 
     def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
         for tries_left in reversed(range(_MOST_TRIES)):
@@ -346,6 +352,7 @@ class Pipeline:
             "applied" if result.changes else "unchanged",
             changes=tuple(PlaceRecord(change.where, change.what) for change in result.changes),
             skips=tuple(PlaceRecord(skip.where, skip.reason) for skip in result.skips),
+            remarks=tuple(PlaceRecord(remark.where, remark.text) for remark in result.remarks),
             seconds=_since(started),
         )
         return record, result
@@ -416,7 +423,7 @@ class Pipeline:
 
     def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
         result.rewriter.roll_back()
-        record.status, record.reason = "rolled-back", reason
+        record.status, record.reason, record.remarks = "rolled-back", reason, ()
         if self.strict:
             raise OptimizeFailed(f"{record.name} was rolled back: {reason}")
 
@@ -554,6 +561,11 @@ def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator
             off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for value in values
         )
+
+
+def _fresh(call: Call) -> Call:
+    args, kwargs = pytree.tree_map(_cloned, (call.args, call.kwargs))
+    return Call(tuple(args), kwargs)
 
 
 def _rows(call: Call) -> int:

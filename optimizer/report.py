@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from optimizer.parity import ParityReport
 
 Status = Literal["applied", "unchanged", "rolled-back", "failed"]
+# The costliest come first; the JSON has them all.
+_REMARKS_SHOWN = 5
 STAGES = ("capture", "optimize", "export", "parity", "bundle")
 
 
@@ -61,6 +63,7 @@ class PassRecord:
         status: "applied"; "unchanged": there was nothing to change; "rolled-back": it computed something else, `reason`
             gives the figures; "failed": it raised, `reason` is the error.
         changes, skips: the places; those of a pass that was rolled back are what it had done.
+        remarks: places that cost something and that the user may mend; none of a pass that was rolled back.
         parity: the largest error of its changes, each at its own outputs, in units of the noise there; None where
             nothing was checked.
         seconds: the pass itself, without its checks.
@@ -72,6 +75,7 @@ class PassRecord:
     reason: str = ""
     changes: tuple[PlaceRecord, ...] = ()
     skips: tuple[PlaceRecord, ...] = ()
+    remarks: tuple[PlaceRecord, ...] = ()
     parity: float | None = None
     seconds: float = 0.0
 
@@ -84,6 +88,7 @@ class PassRecord:
             "reason": self.reason,
             "changes": [place.to_json() for place in self.changes],
             "skips": [place.to_json() for place in self.skips],
+            "remarks": [place.to_json() for place in self.remarks],
             "parity": self.parity,
             "seconds": round(self.seconds, 4),
         }
@@ -194,6 +199,7 @@ class Report:
         lines.append(f"reached: {share}" + (f", {islands} forward(s) left as they are" if islands else ""))
         width = max((len(record.name) for record in self.passes), default=0)
         lines += [_pass_line(record, width) for record in self.passes]
+        lines += [line for record in self.passes for line in remark_lines(record.to_json())]
         lines.append(
             f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters,"
             f" {self.before.operations:,} -> {self.after.operations:,} operations"
@@ -201,6 +207,14 @@ class Report:
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def remark_lines(record: Mapping[str, Any]) -> list[str]:
+    """The remarks of one pass, from its record as plain data, a line each; the last one counts what isn't shown."""
+    remarks = record.get("remarks", ())
+    lines = [f"{record['name']}: {each['where'] or 'the root'}: {each['text']}" for each in remarks[:_REMARKS_SHOWN]]
+    rest = len(remarks) - len(lines)
+    return [*lines, f"{record['name']}: {rest} more such places are in the report"] if rest else lines
 
 
 def _pass_line(record: PassRecord, width: int) -> str:

@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from optimizer.report import remark_lines
+
 # Where nobody looks at a terminal, lines are as long as they have to be for `grep` to find them whole.
 _WIDE = 4096
 _STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous": "yellow", "failed": "red"}
@@ -37,6 +39,8 @@ def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableTyp
         return
     if document.get("passes"):
         yield _passes(document["passes"], frames)
+        for line in (line for each in document["passes"] for line in remark_lines(each)):
+            yield Text(line)
         yield ""
     if any("bytes" in artifact for artifact in document.get("artifacts", ())):
         yield _artifacts(document["artifacts"], frames)

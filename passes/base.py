@@ -6,7 +6,8 @@ import dataclasses
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +17,9 @@ from torch import nn
 from passes.errors import PassOptionError, RequirementNotMet
 from passes.graph.guards import DimOrder
 from passes.graph.program import Program
-from passes.graph.rewriter import Change, Place, Rewriter, Skip
+from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
+
+RunInside = Callable[[AbstractContextManager[Any]], str | None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Context:
             their dims in memory; None for what has none; empty where there was no run.
         left_alone: the changes, of those that an earlier run of the pass made, that it has to leave alone, each with the
             reason. A `Rewriter` that is given them sees to that.
+        run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
+            no trace; gives the clause why it couldn't, or None. None where nothing is run.
     """
 
     mode: str
@@ -38,6 +43,7 @@ class Context:
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     output_orders: tuple[DimOrder | None, ...] = ()
     left_alone: Mapping[Place, str] = field(default_factory=dict)
+    run_inside: RunInside | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,13 @@ class PassResult:
         changes: the rewrites, in order.
         skips: the places it left alone.
         rewriter: what the changes were made with; it can take them back.
+        remarks: places that cost something and that the user may mend.
     """
 
     changes: tuple[Change, ...]
     skips: tuple[Skip, ...]
     rewriter: Rewriter
+    remarks: tuple[Remark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class GraphPass(Pass):
         except BaseException:
             rewriter.roll_back()
             raise
-        return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter)
+        return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter, tuple(rewriter.remarks))
 
     def rewrite_in(self, graph: Rewriter, context: Context) -> None:
         """As `rewrite`, for the passes that need to know the run."""

@@ -12,13 +12,12 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, GraphPass
+from passes.base import Context, GraphPass, RunInside
 from passes.graph.guards import is_kept_contiguous
+from passes.graph.layouts import FORMATS, Layouts, LayoutWatch, Loss, is_taken_for_last
 from passes.graph.match import STOCK_CONVOLUTIONS, Node, TensorRef, convolution_at, has_hooks, is_parametrized, is_stock
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,22 @@ class ChannelsLast(GraphPass):
     whole runs in that format from the first convolution on. The root's outputs are brought back to the order of dims in
     memory that the original gives them.
 
+    Inputs of four and five dims: the first convolution converts what it is given. Where several would each convert the
+    same input, or something larger that is made of it, the input is converted once, at the root; a run in which the
+    elements are counted that are moved for the sake of a format decides. The caller's tensor stays as it is: an input
+    that the forward writes to or gives back isn't converted.
+
+    A run with the new formats then shows where channels_last is lost on the way, by the strides in front of and behind
+    each operation: `remarks` of the pass' record name module and operation, and the convolutions that convert anew.
+
     On a CPU, convolutions whose weights are large beside the maps that they read and write stay in contiguous format:
     kernels for channels_last pack a weight anew at every call, and there that costs more than it saves. The maps are
     those of the example inputs.
 
-    Does not handle: shared or parametrized weights; outputs with gaps in memory, such as a slice of every second
-    channel, which come in the strides that they get; it doesn't run without example inputs, since a `view` somewhere in
-    the forward may count on the old format, which only a run shows.
+    Does not handle: shared or parametrized weights; inputs in tuples, lists and dicts, which the convolutions convert;
+    operations that lose the format, which are named and left as they are; outputs with gaps in memory, such as a slice
+    of every second channel, which come in the strides that they get; it doesn't run without example inputs, since a
+    `view` somewhere in the forward may count on the old format, which only a run shows.
     """
 
     name: ClassVar[str] = "channels-last"
@@ -59,6 +67,8 @@ class ChannelsLast(GraphPass):
                 _convert(graph, path, module)
             elif reason:
                 graph.skip_module(path, reason)
+        if some:
+            _audit(graph, context)
         if some and any(context.output_orders):
             graph.keep_output_orders(context.output_orders)
 
@@ -71,7 +81,7 @@ _TOO_DEAR = (
 def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in root.named_modules():
         weight = module._parameters.get("weight") if isinstance(module, _ConvNd) else None
-        if weight is not None and (is_lazy(weight) or weight.dim() in _FORMATS):
+        if weight is not None and (is_lazy(weight) or weight.dim() in FORMATS):
             yield path, module
 
 
@@ -81,7 +91,7 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
     assert weight is not None
     if is_lazy(weight):
         return "its weight is not initialised yet: run the model once first"
-    if weight.is_contiguous(memory_format=_FORMATS[weight.dim()]) or is_kept_contiguous(module):
+    if _needs_no_change(module, weight) or is_kept_contiguous(module):
         return ""
     if not context.example_calls:
         return "only a run shows that no view counts on the old format: give example inputs"
@@ -101,6 +111,17 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
                 f"its weight is also read by {program.home(reader).path or 'the root'}, which may count on the format"
             )
     return None
+
+
+def _needs_no_change(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether the weight is in the format, or in both, so that the convolution goes by that of its input.
+
+    An input of one channel is in both as well: then the strides of the weight decide what the output is in.
+    """
+    assert isinstance(module, _ConvNd)
+    if not weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
+        return False
+    return module.in_channels != 1 or is_taken_for_last(weight)
 
 
 def _convolves(program: Program, user: Node, weight: Node) -> bool:
@@ -171,6 +192,46 @@ def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
     return formats[::-1]
 
 
+def _audit(graph: Rewriter, context: Context) -> None:
+    """Convert the inputs where that moves fewer elements, and tell where the format is lost on the way."""
+    if context.run_inside is None:
+        return
+    layouts, problem = _watched(graph.program.root, context.run_inside)
+    # Below twice its size, as where one convolution reads it behind a padding, there is next to nothing to be gained.
+    names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
+    if names and problem is None:
+        change = graph.convert_inputs(names)
+        converted, problem_then = _watched(graph.program.root, context.run_inside)
+        if problem_then is None and converted.moved < layouts.moved:
+            layouts = converted
+        else:
+            graph.withdraw(change)
+    if problem is not None:
+        graph.remark("", f"no run shows where channels_last is lost on the way ({problem})")
+        return
+    for path in layouts.scripted:
+        graph.remark(path, "it is TorchScript: whether channels_last is lost inside of it isn't seen")
+    for loss in layouts.losses:
+        graph.remark(loss.where, _what_is_lost(loss))
+
+
+def _watched(root: nn.Module, run_inside: RunInside) -> tuple[Layouts, str | None]:
+    watch = LayoutWatch(root)
+    problem = run_inside(watch)
+    return watch.layouts, problem
+
+
+def _what_is_lost(loss: Loss) -> str:
+    first, *others = loss.convolutions or [""]
+    which = f"{first} and {len(others)} more" if others else first
+    if not loss.is_seen:
+        return f"its input comes in contiguous format from what no run shows: {loss.converted:,} elements are converted"
+    lost = f"channels_last is lost here for {loss.elements:,} elements"
+    if loss.converted:
+        return f"{lost}: {which} convert{'' if others else 's'} {loss.converted:,} anew"
+    return f"{lost}: what follows runs in contiguous format"
+
+
 def _keep_contiguous(graph: Rewriter, path: str, module: nn.Module) -> None:
     with graph.change(path, "kept in contiguous format", _region(graph, module)) as change:
         graph.keep_contiguous(change, module)
@@ -179,7 +240,7 @@ def _keep_contiguous(graph: Rewriter, path: str, module: nn.Module) -> None:
 def _convert(graph: Rewriter, path: str, module: nn.Module) -> None:
     weight = module._parameters["weight"]
     assert weight is not None
-    memory_format = _FORMATS[weight.dim()]
+    memory_format = FORMATS[weight.dim()]
     what = f"weight in {str(memory_format).removeprefix('torch.')}"
     with graph.change(path, what, _region(graph, module)) as change:
         change.sources.append(TensorRef(module, "weight"))

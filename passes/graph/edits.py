@@ -173,6 +173,11 @@ def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     return row > 0 and strides[0] == row == reach
 
 
+def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """A copy with the strides of the format, also of what `contiguous` takes to be in it already: one input channel."""
+    return torch.empty_like(values, memory_format=memory_format).copy_(values)
+
+
 @dataclass
 class AttributeEdit(_DictEdit):
     """Another value of an instance attribute, such as `forward`."""

@@ -453,6 +453,75 @@ class ContiguousInput(AroundForward):
         return self._inner_forward(input.contiguous())
 
 
+class ChannelsLastInputs(AroundForward):
+    """The forward of a root that brings some of its inputs into channels_last, once for all that read them.
+
+    The caller's tensors stay as they are. Where the forward writes to a copy the caller's tensor gets its values, and
+    where it returns one it returns the caller's tensor: in the recorded runs it did neither.
+
+    Attributes:
+        inputs: the names of the parameters.
+    """
+
+    def __init__(self, owner: nn.Module, inputs: frozenset[str], inner: Any) -> None:
+        self.owner = owner
+        self.inputs = inputs
+        self.inner = inner
+        names = positional_names(owner)
+        self._positions = frozenset(number for number, name in enumerate(names) if name in inputs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Compiled and exported programs choose the formats themselves.
+            return self._inner_forward(*args, **kwargs)
+        lent: list[_Lent] = []
+        given = [_lend(arg, lent) if number in self._positions else arg for number, arg in enumerate(args)]
+        named = {name: _lend(arg, lent) if name in self.inputs else arg for name, arg in kwargs.items()}
+        outputs = self._inner_forward(*given, **named)
+        for original, copied, version in lent:
+            if copied._version != version:
+                original.copy_(copied)
+        return pytree.tree_map(lambda leaf: _own_of(leaf, lent), outputs, is_leaf=_is_size) if lent else outputs
+
+
+# The caller's tensor, the copy that the forward is given, and how often that was written to before.
+_Lent = tuple[torch.Tensor, torch.Tensor, int]
+_CHANNELS_LAST_ORDERS: Mapping[int, DimOrder] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+
+
+def _lend(value: Any, lent: list[_Lent]) -> Any:
+    """A copy of a map in channels_last, noted in `lent`; anything else, and what is in that format, as it is."""
+    order = _CHANNELS_LAST_ORDERS.get(value.dim()) if _is_dense(value) else None
+    if order is None:
+        return value
+    copied = _counting_writes(value, order)
+    if copied is not value:
+        lent.append((value, copied, copied._version))
+    return copied
+
+
+def _counting_writes(value: torch.Tensor, order: DimOrder) -> Any:
+    if not torch.is_inference_mode_enabled():
+        return _ordered(value, order)
+    # A tensor that is made in inference mode doesn't count the writes to it.
+    with torch.inference_mode(False), torch.no_grad():
+        return _ordered(value, order)
+
+
+def _own_of(leaf: Any, lent: Sequence[_Lent]) -> Any:
+    return next((original for original, copied, _ in lent if copied is leaf), leaf)
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of the module's forward that can be given by position."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
 class FormattedForward(AroundForward):
     """The forward of a root, with the dims of the outputs in memory in the order that the original gives them.
 

@@ -14,10 +14,11 @@ import torch
 from torch import fx, nn
 
 from passes.graph.capture import RANK, ModuleGraph
-from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit
+from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit, in_format
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
     AroundForward,
+    ChannelsLastInputs,
     ContiguousInput,
     DimOrder,
     FoldedConvForward,
@@ -59,6 +60,19 @@ class Place(NamedTuple):
     where: str
     what: str
     number: int
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A place that costs something and that the user may mend.
+
+    Attributes:
+        where: the module path, with the operation where one is meant: "encoder.layer1 (view)".
+        text: a sentence without its full stop.
+    """
+
+    where: str
+    text: str
 
 
 @dataclass
@@ -125,7 +139,7 @@ class Rewriter:
     Attributes:
         program: what is there to be read; it follows the edits.
         left_alone: the changes of which nothing is written, each with the reason: a sentence without its full stop.
-        changes, skips: the record.
+        changes, skips, remarks: the record.
     """
 
     def __init__(self, program: Program, left_alone: Mapping[Place, str] | None = None) -> None:
@@ -134,6 +148,7 @@ class Rewriter:
         self.changes: list[Change] = []
         self.skips: list[Skip] = []
         self._words: Counter[tuple[str, str]] = Counter()
+        self.remarks: list[Remark] = []
         self._open: Change | None = None
         self._half_done = False
         self._kept: dict[int, _Kept] = {}
@@ -149,6 +164,10 @@ class Rewriter:
     def skip_module(self, path: str, reason: str) -> None:
         """Leave a module alone that no graph calls."""
         self.skips.append(Skip(path, reason))
+
+    def remark(self, where: str, text: str) -> None:
+        """Tell the user of a place that isn't the pass' to change."""
+        self.remarks.append(Remark(where, text))
 
     @contextmanager
     def change(self, where: str, what: str, region: Sequence[fx.Node] = ()) -> Iterator[Change]:
@@ -211,7 +230,7 @@ class Rewriter:
         if isinstance(old, nn.Parameter) and self.program.made.get(id(old)) is old and _fills_its_storage(old):
             self._do(change, FormatEdit(old, memory_format))
         else:
-            self.set_tensor(change, ref, old.detach().contiguous(memory_format=memory_format))
+            self.set_tensor(change, ref, in_format(old.detach(), memory_format))
 
     @_writes
     def replace_module(self, change: Change, module: nn.Module, new: nn.Module) -> None:
@@ -299,8 +318,27 @@ class Rewriter:
         This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
         """
         root = self.program.root
+        inner = root.__dict__.get("forward")
+        if isinstance(inner, FormattedForward):
+            inner = inner.inner
         with self.change("", "outputs in the memory format of the original") as change:
-            self.set_attribute(change, root, "forward", FormattedForward(root, tuple(orders), inner_forward(root)))
+            self.set_attribute(change, root, "forward", FormattedForward(root, tuple(orders), inner))
+
+    def convert_inputs(self, names: Sequence[str]) -> Change:
+        """Bring the root's arguments of these names into channels_last; the outputs' order goes around that."""
+        root = self.program.root
+        with self.change("", f"input {' and '.join(names)} brought into channels_last once") as change:
+            forward = ChannelsLastInputs(root, frozenset(names), inner_forward(root))
+            self.set_attribute(change, root, "forward", forward)
+        return change
+
+    def withdraw(self, change: Change) -> None:
+        """Take back the last change, one that wrote to no graph."""
+        if self._open is not None or not self.changes or self.changes[-1] is not change or change.region:
+            raise RuntimeError("only the last change can be withdrawn, and none that replaces nodes")
+        for edit in reversed(change.edits):
+            edit.undo()
+        self.changes.pop()
 
     @_writes
     def keep_contiguous(self, change: Change, conv: nn.Module) -> None:

@@ -395,6 +395,20 @@ def test_the_result_table(run):
     ]
 
 
+def test_remarks_stand_below_the_passes():
+    remarks = [{"where": f"layer{number} (view)", "text": "something is lost here"} for number in range(7)]
+    remarks[1]["where"] = ""
+    passes = [{**DONE["passes"][0], "remarks": remarks}, DONE["passes"][1]]
+    lines = as_text({**DONE, "passes": passes}, terminal=False).splitlines()
+    assert lines[3:10] == [
+        "fold-conv-bn: layer0 (view): something is lost here",
+        "fold-conv-bn: the root: something is lost here",
+        *(f"fold-conv-bn: layer{number} (view): something is lost here" for number in (2, 3, 4)),
+        "fold-conv-bn: 2 more such places are in the report",
+        "",
+    ]
+
+
 def test_tables_fit_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "dumb")  # no colours, which would count as characters here

@@ -4,13 +4,14 @@ import copy
 import dataclasses
 import itertools
 import math
+import pickle
 import random
 from typing import Any
 
 import pytest
 import torch
 from folding_models import Direct, Pair, StandardisedConv, image
-from pass_contract import captured, check_pass, sentences_of
+from pass_contract import captured, check_pass, check_same, sentences_of, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,6 +20,7 @@ from optimizer import optimize, report_of
 from passes import ChannelsLast
 from passes.channels_last import _cheapest_formats, _Costs
 from passes.graph.guards import is_kept_contiguous
+from passes.graph.layouts import LayoutWatch
 
 
 class Many(Pair):
@@ -263,3 +265,259 @@ def _total(costs: list[_Costs], formats: Any) -> float:
     return changes + sum(
         cost.channels_last if is_last else cost.contiguous for cost, is_last in zip(costs, formats, strict=True)
     )
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two convolutions read what the pixels are brought to; what else happens to them is said by `how`."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 5, padding=2)
+        self.how = how
+
+    def forward(self, pixels: Tensor, mask: Tensor | None = None, how: str = "") -> Any:
+        how = how or self.how
+        if how == "written":
+            pixels.mul_(2)
+        if how == "padded":
+            pixels = torch.nn.functional.pad(pixels, (2, 2, 2, 2))
+        scaled = (pixels - 0.5) / 0.25
+        y = self.a(scaled).relu() + self.b(scaled)
+        if mask is not None:
+            y = y * mask
+        return {"y": y, "rest": (pixels[:, :1] if how == "looked at" else pixels if how == "given back" else None,)}
+
+
+CONVERTED = "input pixels brought into channels_last once"
+
+
+def texts_of(done: Any) -> list[str]:
+    return [change.what for change in done.changes]
+
+
+@pytest.mark.parametrize("how", ["", "padded"])
+def test_an_input_that_several_convolutions_read_is_converted_once(how: str) -> None:
+    x, mask = image(), (torch.rand(2, 1, 8, 8) > 0.5).float()
+    if how == "padded":
+        mask = (torch.rand(2, 1, 12, 12) > 0.5).float()
+    model = enliven(Branches(how)).eval()
+    done = check_pass(ChannelsLast(), model, (x, mask))
+    assert texts_of(done) == [
+        *["weight in channels_last"] * 2,
+        CONVERTED,
+        "outputs in the memory format of the original",
+    ]
+    fast = optimize(model, ["channels-last"], example_inputs=(x, mask))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    seen: list[bool] = []
+    fast.a.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    for twin in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(optimize(model, example_inputs=(x, mask))))):
+        for kwargs in ({"pixels": x, "mask": mask}, {"pixels": x[:1], "mask": None}):
+            kept = x.clone()
+            got, wanted = twin(**kwargs), model(**kwargs)
+            assert torch.allclose(got["y"], wanted["y"], atol=1e-4)
+            assert strides_of(got) == strides_of(wanted)
+            assert torch.equal(x, kept)
+            assert x.is_contiguous()
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.parametrize("how", ["written", "given back", "looked at"])
+def test_an_input_that_has_to_be_the_callers_own_is_not_converted(how: str) -> None:
+    model = enliven(Branches(how)).eval()
+    done = check_pass(ChannelsLast(), model, (image(),))
+    assert CONVERTED not in texts_of(done)
+    assert done.changes
+
+
+def test_a_branch_that_no_run_took_gets_a_copy_and_the_caller_what_it_makes_of_it() -> None:
+    model = enliven(Branches()).eval()
+    fast = optimize(model, ["channels-last"], example_inputs=(image(),))
+    assert CONVERTED in [change.text for change in report_of(fast).passes[0].changes]
+    mine, theirs = image(), image()
+    assert torch.allclose(fast(mine, how="written")["y"], model(theirs, how="written")["y"], atol=1e-4)
+    assert torch.equal(mine, theirs)
+    assert fast(mine, how="given back")["rest"][0] is mine
+
+
+def test_an_input_that_one_convolution_reads_is_left_to_it() -> None:
+    """In front of it the image is as small as behind it, or smaller."""
+    for model in (
+        image_net(nn.ReLU(), nn.Conv2d(3, 4, 3)),
+        image_net(nn.MaxPool2d(2), nn.Conv2d(3, 4, 3)),
+        image_net(nn.ZeroPad2d(1), nn.Conv2d(3, 4, 3)),
+    ):
+        done = check_pass(ChannelsLast(), model, (image(2, 3, 12, 12),))
+        assert len(done.changes) == 2
+    enlarging = image_net(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3))
+    assert "input input brought into channels_last once" in texts_of(check_pass(ChannelsLast(), enlarging, (image(),)))
+
+
+def test_an_input_whose_format_is_lost_before_the_convolutions_is_left_to_them() -> None:
+    class Normed(Branches):
+        def forward(self, pixels: Tensor) -> Any:
+            normed = torch.nn.functional.instance_norm(pixels)
+            return self.a(normed) + self.b(normed)
+
+    done = check_pass(ChannelsLast(), enliven(Normed()).eval(), (image(),))
+    assert len(done.changes) == 3, "two weights, one output"
+
+
+def test_inputs_that_are_no_maps_stay_as_they_are() -> None:
+    class Mixed(Branches):
+        def forward(self, ids: Tensor, volume: Tensor, *, maps: list[Tensor]) -> Any:
+            y = self.a(maps[0]) + self.b(maps[0])
+            return y * ids.float().mean() + volume.mean(), volume.flatten(2), (ids, y)
+
+    model = enliven(Mixed()).eval()
+    x, ids, volume = image(), torch.arange(6).view(2, 3), torch.randn(2, 3, 2, 2, 2)
+    done = check_pass(ChannelsLast(), model, (ids, volume), example_kwargs={"maps": [x]})
+    assert texts_of(done) == [*["weight in channels_last"] * 2, "outputs in the memory format of the original"]
+    fast = optimize(model, ["channels-last"], example_inputs=(ids, volume), example_kwargs={"maps": [x]})
+    assert strides_of(fast(ids, volume, maps=[x])) == strides_of(model(ids, volume, maps=[x]))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "changed"),
+    [
+        (
+            lambda: nn.Sequential(
+                nn.Conv3d(3, 4, 3), nn.BatchNorm3d(4), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2, stride=2)
+            ),
+            torch.randn(2, 3, 5, 6, 7),
+            ["0", "3"],
+        ),
+        (
+            lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, output_padding=1, stride=2), nn.ConvTranspose2d(4, 2, 3)),
+            torch.randn(2, 3, 6, 6),
+            ["0", "1"],
+        ),
+        (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 9), []),
+        (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)), torch.randn(2, 1, 9, 9), ["0", "1"]),
+        (lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 1)), torch.randn(2, 1, 9, 9, 9), ["0"]),
+    ],
+)
+def test_kinds_of_convolutions(model: Any, x: Tensor, changed: list[str]) -> None:
+    made = enliven(model()).eval()
+    done = check_pass(ChannelsLast(), made, (x,))
+    assert [change.where for change in done.changes if change.where] == changed
+    fast = optimize(made, example_inputs=(x,))
+    assert report_of(fast).verified
+    assert strides_of(fast(x)) == strides_of(made(x))
+
+
+def test_an_image_of_one_channel_is_in_both_formats_and_its_maps_are_not() -> None:
+    """Where only the later convolutions are in channels_last, the second one would convert what it is given."""
+    model = image_net(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    x = torch.randn(2, 1, 9, 9)
+    for order in (["channels-last"], ["fold-conv-bn", "channels-last"], ["channels-last", "fold-conv-bn"]):
+        fast = optimize(model, order, example_inputs=(x,))
+        watch = LayoutWatch(fast)
+        with torch.no_grad(), watch:
+            wanted, got = model(x), fast(x)
+        assert torch.allclose(got, wanted, atol=1e-5)
+        assert watch.layouts.moved == got.numel(), "the output alone is brought back"
+        assert {record.status for record in report_of(fast).passes} == {"applied"}
+
+
+# Where it is lost -----------------------------------------------------------------------------------------------------
+
+
+class Lossy(nn.Module):
+    """A format that is lost twice, once in front of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.ReLU())
+        self.conv = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.stem(x)).softmax(1) * 2
+
+
+def remarks_of(model: nn.Module, x: Tensor, passes: list[str] | None = None) -> list[tuple[str, str]]:
+    records = report_of(optimize(model, passes, example_inputs=(x,))).passes
+    return [(remark.where, remark.text) for record in records for remark in record.remarks]
+
+
+def test_the_report_names_where_the_format_is_lost() -> None:
+    model = enliven(Lossy()).eval()
+    assert remarks_of(model, image()) == [
+        ("stem.1 (instance_norm)", "channels_last is lost here for 576 elements: conv converts 576 anew"),
+        ("the root (softmax)", "channels_last is lost here for 128 elements: what follows runs in contiguous format"),
+    ]
+    fast = optimize(model, example_inputs=(image(),))
+    assert "channels-last: stem.1 (instance_norm): channels_last is lost here" in str(fast.report)
+    (found,) = [record for record in fast.report.to_json()["passes"] if record["name"] == "channels-last"]
+    assert [set(remark) for remark in found["remarks"]] == [{"where", "text"}] * 2
+
+
+def test_nothing_is_lost_in_a_plain_network() -> None:
+    assert remarks_of(net_2d(), image(2, 3, 12, 12)) == []
+    assert remarks_of(narrowing(), image(2, 3, 34, 34)) == [], "a change that is meant is no loss"
+
+
+def test_no_run_is_watched_where_nothing_is_changed() -> None:
+    model = enliven(Lossy()).eval().to(memory_format=torch.channels_last)
+    program, context = captured(model, (image(),))
+
+    def run_inside(watch: Any) -> str | None:
+        raise AssertionError("there is nothing to look at")
+
+    done = ChannelsLast().run(program, dataclasses.replace(context, run_inside=run_inside))
+    assert (done.changes, done.remarks) == ((), ())
+
+
+def test_without_a_run_nothing_is_said() -> None:
+    program, context = captured(enliven(Lossy()).eval(), (image(),))
+    done = ChannelsLast().run(program, dataclasses.replace(context, run_inside=None))
+    assert len(done.changes) == 3
+    assert done.remarks == ()
+
+
+def test_a_pass_that_is_rolled_back_says_nothing_of_formats() -> None:
+    assert remarks_of(Viewed().eval(), image(), ["channels-last"]) == []
+
+
+def test_a_forward_that_bears_no_watch_is_optimized_and_the_report_says_so() -> None:
+    class Hostile(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            if any(type(mode) is LayoutWatch for mode in torch.overrides._get_current_function_mode_stack()):
+                raise ValueError("not under watch\nnever")
+            return self.conv(x).relu()
+
+    model = enliven(Hostile()).eval()
+    fast = optimize(model, ["channels-last"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert remarks_of(model, image(), ["channels-last"]) == [
+        ("", "no run shows where channels_last is lost on the way (ValueError: not under watch)")
+    ]
+
+
+def test_the_watched_run_leaves_no_trace() -> None:
+    class Counting(Lossy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(len(x))
+            return super().forward(x) + torch.rand(()) * 0
+
+    model = enliven(Counting()).eval()
+    program, context = captured(model, (image(),))
+    before, state, draws = tree_of(program.root), copy.deepcopy(program.root.state_dict()), torch.get_rng_state()
+    done = ChannelsLast().run(program, context)
+    assert done.remarks
+    done.rewriter.roll_back()
+    check_same(before, tree_of(program.root), "the watched run left a difference")
+    assert torch.equal(state["calls"], program.root.calls)
+    assert torch.equal(draws, torch.get_rng_state())

@@ -57,7 +57,7 @@ def captured(
     pipeline._calls = [call for call in calls if _runs(clone.root, call)]
     program = pipeline.capture()
     calls = tuple((call.args, call.kwargs) for call in pipeline._calls)
-    return program, Context(mode, device, calls, pipeline._orders)
+    return program, Context(mode, device, calls, pipeline._orders, pipeline._run_inside if calls else None)
 
 
 def _runs(root: nn.Module, call: Call) -> bool:
@@ -210,7 +210,7 @@ def sentences_of(result: PassResult) -> Iterator[tuple[str, str]]:
 
 
 def _check_sentences(result: PassResult) -> None:
-    for where, text in sentences_of(result):
+    for where, text in (*sentences_of(result), *_texts(result.remarks, "text")):
         assert text == text.strip(), f"{where}: {text!r} has blanks around it"
         assert len(text.split()) >= 3, f"{where}: {text!r} says too little"
         assert not text.endswith("."), f"{where}: {text!r} is a clause, without its full stop"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from passes import ChannelsLast, FoldConvBias, FoldConvBn, Rewriter
 from passes.graph.capture import capture
 from passes.graph.edits import taken_back
+from passes.graph.guards import ChannelsLastInputs, FormattedForward
 from passes.graph.match import TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Place, Skip
@@ -287,3 +288,35 @@ def test_work_grows_with_the_model_and_not_with_its_square(passes: Any) -> None:
 
 def test_reading_a_tensor_ref_that_is_gone() -> None:
     assert TensorRef(nn.Conv2d(1, 1, 1, bias=False), "bias").value is None
+
+
+def test_the_last_change_can_be_withdrawn_and_no_other() -> None:
+    program = program_of(Pair().eval())
+    before = state_of(program)
+    graph = Rewriter(program)
+    first = graph.convert_inputs(["x"])
+    second = graph.convert_inputs(["x", "y"])
+    with pytest.raises(RuntimeError, match="only the last change can be withdrawn"):
+        graph.withdraw(first)
+    graph.withdraw(second)
+    assert [change.what for change in graph.changes] == ["input x brought into channels_last once"]
+    with graph.change("", "inside of another one"), pytest.raises(RuntimeError, match="only the last change"):
+        graph.withdraw(first)
+    graph.withdraw(graph.changes[-1])
+    graph.withdraw(first)
+    assert graph.changes == []
+    assert state_of(program) == before
+
+
+def test_the_order_of_outputs_stands_around_the_inputs_format() -> None:
+    program = program_of(Pair().eval())
+    root = program.root
+    graph = Rewriter(program)
+    graph.keep_output_orders([(0, 2, 3, 1)])
+    graph.convert_inputs(["x"])
+    graph.keep_output_orders([(0, 1, 2, 3)])
+    graph.keep_output_orders([(0, 1, 2, 3)])
+    assert type(root.forward) is FormattedForward
+    assert type(root.forward.inner) is ChannelsLastInputs
+    assert root.forward.inner.inner is None
+    assert root(image()).is_contiguous()
