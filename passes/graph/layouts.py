@@ -95,14 +95,17 @@ class _State:
         was_last: whether it is in channels_last, or made of something that was.
         loss: where this map lost the format; None where it didn't, or was meant to, or is no map now.
         source: the name of the input that it is made of, as long as no convolution has read that.
+        is_meant: whether it is a contiguous map that a convolution was kept contiguous to make, or is made of one.
     """
 
     was_last: bool = False
     loss: Loss | None = None
     source: str | None = None
+    is_meant: bool = False
 
 
 _NOTHING = _State()
+_MEANT = _State(is_meant=True)
 
 
 def _unseen(function: _Function) -> _Function:
@@ -244,14 +247,16 @@ class LayoutWatch(TorchFunctionMode):
     def _state_after(self, name: str, made: torch.Tensor, given: list[torch.Tensor], states: list[_State]) -> _State:
         layout = layout_of(made)
         is_view = any(_shares(made, leaf) for leaf in given)
+        if is_kept_contiguous(self._frames[-1]):
+            # This one is meant to leave the format, or to be given what has left it.
+            return _MEANT
         for state in states if layout is not None and not is_view else ():
             if state.loss is not None:
                 state.loss.goes_on = True
         if layout == LAST:
             return _State(was_last=True)
-        if is_kept_contiguous(self._frames[-1]):
-            # This one is meant to leave the format.
-            return _NOTHING
+        if layout == CONTIGUOUS and any(state.is_meant for state in states):
+            return _MEANT
         sources = (state.source for state in states if state.source is not None and name not in _CONVOLUTIONS)
         source = next(sources, None)
         if layout == EITHER or not any(state.was_last for state in states):

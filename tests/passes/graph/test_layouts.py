@@ -200,6 +200,33 @@ def test_a_convolution_that_is_kept_contiguous_is_meant_to_lose_it() -> None:
     assert layouts.moved == 2 * (3 * 64 + 8 * 36 + 8 * 16)
 
 
+def test_a_format_that_is_lost_in_front_of_such_a_convolution_is_what_it_wants() -> None:
+    model = in_last(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax(1), nn.Conv2d(8, 8, 3)))
+    model[2].weight.data = model[2].weight.data.contiguous()
+    assert [loss.where for loss in watched(model, torch.randn(2, 3, 8, 8)).losses] == ["1 (softmax)"]
+    model[2].forward = ContiguousInput(model[2], None)
+    assert watched(model, torch.randn(2, 3, 8, 8)).losses == []
+
+
+def test_what_such_a_convolution_makes_takes_others_with_it() -> None:
+    class Residual(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.operation(self.second(y) + y).relu()
+
+    model = Residual(nn.Identity(), width=8)
+    model.second = nn.Conv2d(8, 8, 3, padding=1)
+    in_last(model)
+    model.second.weight.data = model.second.weight.data.contiguous()
+    model.second.forward = ContiguousInput(model.second, None)
+    assert watched(model, image()).losses == []
+    model.operation = nn.Conv2d(8, 4, 3)
+    in_last(model.operation)
+    layouts = watched(model, image())
+    assert layouts.losses == [], "that the next one converts is what the change of formats costs"
+    assert layouts.moved == image().numel() + 2 * MAP
+
+
 def test_maps_of_three_dims() -> None:
     model = in_last(nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ConvTranspose3d(4, 2, 2)))
     (loss,) = watched(model, torch.randn(2, 3, 4, 5, 6)).losses
