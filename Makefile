@@ -3,7 +3,7 @@
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way, all others with a BatchNorm through optimize (minutes)
-# make bench   the benchmarks (twenty minutes; leave the machine alone meanwhile), then `make docs` shows them
+# make bench   the benchmarks (half an hour; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -45,6 +45,7 @@ bench: $(VENV)/examples
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
+	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
 
 docs: $(VENV)/dev

@@ -74,6 +74,9 @@ class Workshop:
     Args:
         folder: for the files.
         threads: of onnxruntime.
+
+    Attributes:
+        makers: for each name, what makes the run of one batch of inputs.
     """
 
     def __init__(self, subject: Subject, folder: Path, device: str, threads: int) -> None:
@@ -85,15 +88,15 @@ class Workshop:
         self._plain = Plain(self._model).eval()
         self._fast: nn.Module | None = None
         self._made: dict[str, tuple[Any, float]] = {}
-        self._makers: dict[str, Callable[[tuple[torch.Tensor, ...]], Run]] = {
-            EAGER: lambda inputs: _calling(self._plain, inputs),
-            OURS: lambda inputs: _calling(Plain(self._optimized()), inputs),
+        self.makers: dict[str, Callable[[tuple[torch.Tensor, ...]], Run]] = {
+            EAGER: lambda inputs: calling(self._plain, inputs),
+            OURS: lambda inputs: calling(Plain(self._optimized()), inputs),
             OURS_COMPILED: self._ours_compiled,
             OURS_TORCHSCRIPT: lambda inputs: self._artifact("torchscript", inputs),
             OURS_ONNX: lambda inputs: self._artifact("onnx", inputs),
-            FUSE: lambda inputs: _calling(Plain(self._once(FUSE, lambda: fuse(self._model))), inputs),
+            FUSE: lambda inputs: calling(Plain(self._once(FUSE, lambda: fuse(self._model))), inputs),
             JIT: self._jit,
-            COMPILE: lambda inputs: _calling(Plain(_compiled(self._model)), inputs),
+            COMPILE: lambda inputs: calling(Plain(_compiled(self._model)), inputs),
             ONNX: self._plain_onnx,
         }
 
@@ -105,7 +108,7 @@ class Workshop:
         """What the model gives in float64."""
         double = Plain(deepcopy(self._subject.model)).eval().double()
         wide = tuple(t.double() if t.is_floating_point() else t for t in self.inputs(batch))
-        return _calling(double, wide)()
+        return calling(double, wide)()
 
     def contenders(self, batch: int, names: Iterable[str]) -> list[Contender]:
         """One contender for each name, each of them called once."""
@@ -119,7 +122,7 @@ class Workshop:
         try:
             with warnings.catch_warnings(), torchscript_allowed():
                 warnings.simplefilter("ignore")
-                run = self._makers[name](inputs)
+                run = self.makers[name](inputs)
                 run()
         except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and the row says so
             return Contender(name, None, sentence_of(error), time.perf_counter() - started)
@@ -136,7 +139,7 @@ class Workshop:
     def _ours_compiled(self, inputs: tuple[torch.Tensor, ...]) -> Run:
         # On top of the verified result. Without example inputs nothing runs the compiled code before the first call,
         # which so compiles for one batch size, as that of torch.compile does.
-        return _calling(Plain(optimize(self._optimized(), ["torch-compile"])), inputs)
+        return calling(Plain(optimize(self._optimized(), ["torch-compile"])), inputs)
 
     def _artifact(self, form: str, inputs: tuple[torch.Tensor, ...]) -> Run:
         bundle = self._once(form, lambda: self._bundle(form))
@@ -144,7 +147,7 @@ class Workshop:
         path = artifact.path
         if form == "onnx":
             return OnnxRun(path, inputs, self._device, self._threads)
-        return _calling(torch.jit.load(str(path), map_location=self._device).eval(), inputs)
+        return calling(torch.jit.load(str(path), map_location=self._device).eval(), inputs)
 
     def _bundle(self, form: str) -> Any:
         # One bundle for each format: the refusal of one withholds the whole.
@@ -159,7 +162,7 @@ class Workshop:
 
     def _jit(self, inputs: tuple[torch.Tensor, ...]) -> Run:
         traced = torch.jit.trace(self._plain, inputs, check_trace=False)
-        run = _calling(torch.jit.optimize_for_inference(traced), inputs)
+        run = calling(torch.jit.optimize_for_inference(traced), inputs)
         # Its profiling executor settles on the final code in the second call.
         run()
         return run
@@ -216,7 +219,9 @@ def _providers(device: str) -> list[Any]:
     return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
 
 
-def _calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
+def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
+    """The call with these inputs, without gradients, as a function that gives a tuple."""
+
     def run() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             output = call(*inputs)

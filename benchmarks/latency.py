@@ -30,9 +30,9 @@ _SECONDS_OF_A_FIGURE = 0.1
 
 
 def measure_batch(
-    workshop: Workshop, batch: int, names: Sequence[str], rounds: int, device: str
+    workshop: Workshop, batch: int, names: Sequence[str], rounds: int, device: str, base: str = EAGER
 ) -> list[dict[str, Any]]:
-    """All contenders at one batch size, interleaved."""
+    """All contenders at one batch size, interleaved; the others are compared with the one named `base`."""
     truth = workshop.truth(batch)
     made = workshop.contenders(batch, names)
     runs = {contender.name: contender.run for contender in made if contender.run is not None}
@@ -44,11 +44,11 @@ def measure_batch(
         random.Random(number).shuffle(order)
         for name in order:
             figures[name].append(latency_of(runs[name], repeats[name], device))
-    return [_result(contender, figures, errors, repeats) for contender in made]
+    return [_result(contender, figures, errors, repeats, base) for contender in made]
 
 
 def _result(
-    contender: Contender, figures: dict[str, list[float]], errors: dict[str, float], repeats: dict[str, int]
+    contender: Contender, figures: dict[str, list[float]], errors: dict[str, float], repeats: dict[str, int], base: str
 ) -> dict[str, Any]:
     name = contender.name
     result: dict[str, Any] = {"name": name, "set_up_seconds": contender.set_up_seconds}
@@ -59,14 +59,14 @@ def _result(
         "unavailable": None,
         "calls_per_round": repeats[name],
         "seconds": {**Spread.of(figures[name]).to_json(), "values": figures[name]},
-        "speed_up": ratios(figures[EAGER], figures[name]).to_json() if EAGER in figures else None,
+        "speed_up": ratios(figures[base], figures[name]).to_json() if base in figures else None,
         "error": errors[name] if math.isfinite(errors[name]) else None,
-        "error_to_eager": _over(errors[name], errors.get(EAGER)),
+        f"error_to_{base}": _over(errors[name], errors.get(base)),
     }
 
 
-def _over(error: float, eager: float | None) -> float | None:
-    return error / eager if eager and math.isfinite(error) else None
+def _over(error: float, other: float | None) -> float | None:
+    return error / other if other and math.isfinite(error) else None
 
 
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
@@ -90,12 +90,16 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(contender: dict[str, Any]) -> list[str]:
+    ratio = contender["error_to_eager"]
+    return [*time_cells(contender), "" if ratio is None else f"{ratio:.3g}×"]
+
+
+def time_cells(contender: dict[str, Any]) -> list[str]:
+    """Latency, speed-up and error of one contender of `measure_batch`, in five cells."""
     spread, gain, error = contender["seconds"], contender["speed_up"], contender["error"]
     cells = [seconds(spread["median"]), f"{seconds(spread['low'])} – {seconds(spread['high'])}"]
     cells += ["", ""] if gain is None else [f"{gain['median']:.2f}×", f"{gain['low']:.2f} – {gain['high']:.2f}"]
     cells.append("another shape, or not finite" if error is None else f"{error:.1e}")
-    ratio = contender["error_to_eager"]
-    cells.append("" if ratio is None else f"{ratio:.3g}×")
     return cells
 
 
@@ -105,7 +109,7 @@ def main() -> int:
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
     parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=_cpus(), help="of torch and of onnxruntime alike")
+    parser.add_argument("--threads", type=positive, default=cpus(), help="of torch and of onnxruntime alike")
     parser.add_argument("--contenders", default=",".join(LABELS), help="names, by commas; eager is always there")
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -160,7 +164,7 @@ def _measure_model(
     return results
 
 
-def _cpus() -> int:
+def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

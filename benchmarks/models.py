@@ -151,6 +151,65 @@ def resnet18(scale: float) -> Subject:
     return Subject("resnet18", bring_to_life(_PlainResNet(), *_images(96)(8)), _images(_image_size(scale)))
 
 
+def resnet18_small(scale: float) -> Subject:
+    """The same on images of 32 × 32: the weights are large beside the maps."""
+    small = _images(max(16, round(32 * scale / 16) * 16))
+    return Subject("resnet18_small", bring_to_life(_PlainResNet(), *_images(96)(8)), small)
+
+
+def efficientnet_b0(scale: float) -> Subject:
+    """Depthwise convolutions behind a padding of their own, and maps of one place that scale others."""
+    from transformers import EfficientNetConfig, EfficientNetForImageClassification
+
+    config = EfficientNetConfig(width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, num_labels=1000)
+    model = EfficientNetForImageClassification(config)
+    return Subject("efficientnet_b0", bring_to_life(model, *_images(96)(8)), _images(_image_size(scale)))
+
+
+def segformer_b0(scale: float) -> Subject:
+    """Attention between convolutions: tokens are made of maps and maps of tokens, again and again."""
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=150))
+    return Subject("segformer_b0", bring_to_life(model, *_images(64)(4)), _images(_image_size(scale)))
+
+
+class _VolumeNet(nn.Module):
+    """A small U-Net of volumes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_volume_block(before, after) for before, after in ((1, 16), (16, 32), (32, 64)))
+        self.grow = nn.ModuleList(nn.ConvTranspose3d(old, new, 2, 2) for old, new in ((64, 32), (32, 16)))
+        self.up = nn.ModuleList(_volume_block(before, after) for before, after in ((64, 32), (32, 16)))
+        self.head = nn.Conv3d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for level, block in enumerate(self.down):
+            x = block(nn.functional.max_pool3d(x, 2) if level else x)
+            kept.append(x)
+        for grow, block, beside in zip(self.grow, self.up, kept[-2::-1], strict=True):
+            x = block(torch.cat([grow(x), beside], 1))
+        return self.head(x)
+
+
+def _volume_block(before: int, after: int) -> nn.Module:
+    pairs = ((before, after), (after, after))
+    layers = ((nn.Conv3d(*pair, 3, padding=1, bias=False), nn.BatchNorm3d(after), nn.ReLU()) for pair in pairs)
+    return nn.Sequential(*(layer for three in layers for layer in three))
+
+
+def volume_unet(scale: float) -> Subject:
+    """Convolutions of three dims, transposed ones among them."""
+    side = max(8, round(32 * scale / 8) * 8)
+
+    def draw(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 1, side, side, side, generator=torch.Generator().manual_seed(1)),)
+
+    return Subject("volume_unet", bring_to_life(_VolumeNet(), torch.randn(2, 1, 16, 16, 16)), draw)
+
+
 def _image_size(scale: float) -> int:
     # A multiple of 32, by which all of these shrink an image.
     return max(32, round(224 * scale / 32) * 32)
@@ -159,6 +218,14 @@ def _image_size(scale: float) -> int:
 SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, bert_small, resnet18)
 }
+
+# Those that benchmarks/channels_last.py measures: all that convolve maps.
+MAP_SUBJECTS: dict[str, Callable[[float], Subject]] = {
+    make.__name__: make
+    for make in (
+        resnet50, mobilenet_v2, convnext_tiny, resnet18, resnet18_small, efficientnet_b0, segformer_b0, volume_unet,
+    )
+}  # fmt: skip
 
 
 def subject(name: str, scale: float = 1.0) -> Subject:
@@ -169,4 +236,4 @@ def subject(name: str, scale: float = 1.0) -> Subject:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return SUBJECTS[name](scale)
+        return {**SUBJECTS, **MAP_SUBJECTS}[name](scale)

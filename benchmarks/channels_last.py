@@ -1,0 +1,178 @@
+"""What the memory format channels_last gains or costs: per model, beside what a user would do instead.
+
+    python benchmarks/channels_last.py --json build/channels_last.json --markdown build/channels_last.md
+
+All contenders have their BatchNorms folded: what differs is the format. Beside the times stand counts, which are the
+same on every machine: of weights, of places where the format is lost on the way, and of elements that are moved for the
+sake of a format alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import Run, Workshop, calling
+from latency import cpus, measure_batch, time_cells
+from measure import caption, environment, numbers, positive
+from models import MAP_SUBJECTS, Plain, Subject, subject
+from table import Table, write
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from optimizer import optimize
+from passes.graph.guards import is_kept_contiguous
+from passes.graph.layouts import FORMATS, LayoutWatch, is_taken_for_last
+
+FOLD = "fold"
+OURS = "ours"
+USER = "user"
+
+LABELS = {
+    FOLD: "folded",
+    OURS: "folded, channels-last",
+    USER: "folded, model.to(memory_format=…)",
+}
+_FOLDS = ["fold-conv-bias", "fold-conv-bn"]
+
+
+class FormatWorkshop(Workshop):
+    """Makes the contenders for one model: all folded, in different formats.
+
+    Attributes:
+        models: what each contender of the last batch calls.
+    """
+
+    def __init__(self, asked: Subject, folder: Path, device: str, threads: int) -> None:
+        super().__init__(asked, folder, device, threads)
+        self.models: dict[str, nn.Module] = {}
+        self.makers = {FOLD: self._fold, OURS: self._ours, USER: self._user}
+
+    def _run(self, name: str, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Run:
+        self.models[name] = model
+        return calling(Plain(model), inputs)
+
+    def _folded(self) -> nn.Module:
+        return self._once(FOLD, lambda: optimize(self._model, _FOLDS, example_inputs=self.inputs(2)))
+
+    def _fold(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        return self._run(FOLD, self._folded(), inputs)
+
+    def _ours(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        # What is worth converting depends on the size of the maps: each batch size is optimized for.
+        return self._run(OURS, optimize(self._model, [*_FOLDS, "channels-last"], example_inputs=inputs), inputs)
+
+    def _user(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        memory_format = FORMATS[inputs[0].dim()]
+        model = deepcopy(self._folded()).to(memory_format=memory_format)
+        return self._run(USER, model, tuple(tensor.contiguous(memory_format=memory_format) for tensor in inputs))
+
+    def counts(self, name: str, batch: int) -> dict[str, Any]:
+        """What one run of the contender shows of formats."""
+        model, inputs = self.models[name], self.inputs(batch)
+        if name == USER:
+            inputs = tuple(tensor.contiguous(memory_format=FORMATS[tensor.dim()]) for tensor in inputs)
+        watch = LayoutWatch(model)
+        with torch.no_grad(), watch:
+            model(*inputs)
+        convolutions = [module for module in model.modules() if isinstance(module, _ConvNd)]
+        return {
+            "convolutions": len(convolutions),
+            "channels_last": sum(_is_last(module) for module in convolutions),
+            "kept_contiguous": sum(map(is_kept_contiguous, convolutions)),
+            "lost": [
+                {"where": loss.where, "elements": loss.elements, "converted": loss.converted}
+                for loss in watch.layouts.losses
+            ],
+            "moved": watch.layouts.moved,
+        }
+
+
+def _is_last(module: _ConvNd) -> bool:
+    return module.weight.dim() in FORMATS and is_taken_for_last(module.weight)
+
+
+def measure_model(name: str, batches: Sequence[int], rounds: int, scale: float, device: str, threads: int) -> Any:
+    """The results of one model, one for each batch size."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        workshop = FormatWorkshop(subject(name, scale), Path(folder), device, threads)
+        for batch in batches:
+            print(f"{time.strftime('%H:%M:%S')}  {name}, batch {batch} …", file=sys.stderr)
+            contenders = measure_batch(workshop, batch, list(LABELS), rounds, device, base=FOLD)
+            for contender in contenders:
+                if contender["unavailable"] is None:
+                    contender["counts"] = workshop.counts(contender["name"], batch)
+            results.append({"model": name, "batch": batch, "contenders": contenders})
+    return results
+
+
+def table_of(results: Sequence[dict[str, Any]]) -> Table:
+    headings = [
+        "model", "batch", "contender", "latency", "quartiles", "speed-up", "quartiles", "error", "in channels_last",
+        "kept contiguous", "lost", "moved",
+    ]  # fmt: skip
+    table = Table("channels_last", headings, left=3)
+    absent = []
+    for result in results:
+        for contender in result["contenders"]:
+            row = [result["model"], str(result["batch"]), LABELS[contender["name"]]]
+            if contender["unavailable"] is not None:
+                table.add(*row, "–", *[""] * (len(headings) - 4))
+                absent.append(f"{row[0]}, batch {row[1]}, {row[2]}: {contender['unavailable']}")
+                continue
+            counts = contender["counts"]
+            weights = f"{counts['channels_last']} of {counts['convolutions']}"
+            kept, lost, moved = counts["kept_contiguous"], len(counts["lost"]), f"{counts['moved']:,}"
+            table.add(*row, *time_cells(contender), weights, str(kept), str(lost), moved)
+    table.caption.append(
+        "Speed-up is the time of the folded model over that of the contender, taken within each round; medians with"
+        " quartiles. *lost*: places where a map comes out of an operation in another format; *moved*: elements of one call"
+        " that are copied into another format."
+    )
+    table.caption += absent
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MAP_SUBJECTS), help="names, by commas (default: %(default)s)")
+    parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
+    parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=positive, default=cpus(), help="of torch")
+    parser.add_argument("--scale", type=float, default=1.0, help="of image sides, to try things out")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",")
+    if unknown := [name for name in models if name not in MAP_SUBJECTS]:
+        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(MAP_SUBJECTS)}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU that torch finds")
+    torch.set_num_threads(arguments.threads)
+    where = environment(arguments.threads, arguments.device)
+    settings = {"models": models, **{key: getattr(arguments, key) for key in ("batch", "rounds", "scale", "device")}}
+    results: list[dict[str, Any]] = []
+    data = {"benchmark": "channels_last", "environment": where, "settings": settings, "results": results}
+    for name in models:
+        results += measure_model(
+            name, arguments.batch, arguments.rounds, arguments.scale, arguments.device, arguments.threads
+        )
+        # After each model: what was measured stays, if the rest is interrupted.
+        table = table_of(results)
+        table.caption.append(caption(where))
+        write([table], data, arguments.json, arguments.markdown)
+    table.show()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
