@@ -287,7 +287,7 @@ class Pipeline:
 
     def _run_from(self, program: Program, first: int) -> None:
         calls = tuple((call.args, call.kwargs) for call in self._calls)
-        context = Context(self.mode, self.device, calls, self._orders, self._run_inside if calls else None)
+        context = Context(self.mode, self.device, calls, self._orders, run_inside=self._run_inside if calls else None)
         for number, item in enumerate(self._passes[first:], first):
             self._tell("optimize", number, len(self._passes) + 1, item.name)
             self._run_one(program, number, item, context)
