@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -110,13 +110,17 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
         bias = torch.zeros(conv.channels, dtype=torch.float64, device=shift.device) if old is None else old.clone()
     else:
         bias = shift if old is None else shift + old * scale
+    values = weight.detach()
     # `empty_like` keeps the strides, and with them a channels_last layout.
-    new = torch.empty_like(weight.detach())
-    for rows in _row_slices(weight):
-        wide = float64(weight[rows])
-        new[rows] = wide * _factors(conv, norm, scale, rows)
+    new = torch.empty_like(values)
+    for rows in _row_slices(values):
+        # Most weights are small, and taken whole.
+        part, place = (values, new) if rows is None else (values[rows], new[rows])
+        wide = float64(part)
+        place.copy_(wide * _factors(conv, norm, scale, rows))
         if norm.leads:
-            bias[rows] += (wide * _factors(conv, norm, shift, rows)).flatten(1).sum(1)
+            sums = (wide * _factors(conv, norm, shift, rows)).flatten(1).sum(1)
+            bias[slice(None) if rows is None else rows] += sums
     return new, bias.to(weight)
 
 
@@ -133,23 +137,22 @@ def _scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, shift
 
 
-def _row_slices(weight: torch.Tensor) -> Iterator[slice]:
-    """The rows of a weight in slices: what is computed of one in float64 is small beside a large weight."""
+def _row_slices(weight: torch.Tensor) -> Sequence[slice | None]:
+    """The rows of a large weight in slices, of which little is in float64 at a time; None for all of a small one."""
     count = max(1, _ELEMENTS * len(weight) // max(1, weight.numel()))
-    return (slice(start, start + count) for start in range(0, len(weight), count))
+    if count >= len(weight):
+        return (None,)
+    return [slice(start, start + count) for start in range(0, len(weight), count)]
 
 
-def _factors(conv: Convolution, norm: BatchNorm, values: torch.Tensor, rows: slice) -> torch.Tensor:
+def _factors(conv: Convolution, norm: BatchNorm, values: torch.Tensor, rows: slice | None) -> torch.Tensor:
     """Of one number for each channel of the BatchNorm, (channels,), those that belong to some rows of the weight."""
     weight = conv.weight.value
     assert weight is not None
-    if norm.leads == conv.transposed:
-        # The rows are its channels.
-        found = values[rows]
-    else:
-        # The columns are: the rows of group g go with the g-th run of its channels.
-        groups = torch.arange(len(weight), device=values.device)[rows] // (len(weight) // conv.groups)
-        found = values.reshape(conv.groups, -1)[groups]
+    if norm.leads != conv.transposed:
+        # Its columns are the channels: the rows of group g go with the g-th run of them.
+        values = values.reshape(conv.groups, 1, -1).expand(-1, len(weight) // conv.groups, -1).flatten(0, 1)
+    found = values if rows is None else values[rows]
     return found.reshape(*found.shape, *[1] * (weight.dim() - found.dim()))
 
 

@@ -147,13 +147,18 @@ class FormatEdit:
     def _convert(self) -> None:
         with torch._C.DisableTorchFunction():
             values = self.parameter.data
+            if values.numel() <= _ELEMENTS:
+                self.parameter.data = in_format(values, self.memory_format)
+                return
             strides = torch.empty(values.shape, device="meta", memory_format=self.memory_format).stride()
             self.parameter.data = _restrided(values, strides)
 
 
 def _restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same values in other strides; where each row stays in its place, in the same memory and row by row."""
-    if not (_lies_in_rows(values.shape, values.stride()) and _lies_in_rows(values.shape, strides)):
+    """The same values in other strides; many of them in the same memory, row by row, where each row stays in its place."""
+    if values.numel() <= _ELEMENTS or not (
+        _lies_in_rows(values.shape, values.stride()) and _lies_in_rows(values.shape, strides)
+    ):
         return torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
     moved = values.as_strided(values.shape, strides)
     count = max(1, _ELEMENTS * len(values) // values.numel())
@@ -162,7 +167,7 @@ def _restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return moved
 
 
-# How many elements are moved at a time: 1 MiB of float32.
+# How many elements are moved at a time, and as many may lie in a second place for that: 1 MiB of float32.
 _ELEMENTS = 1 << 18
 
 

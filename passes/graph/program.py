@@ -134,7 +134,8 @@ class Program:
 
     def modules(self) -> Iterator[nn.Module]:
         """Every module once: those of the tree, then those that it doesn't register."""
-        yield from dict.fromkeys((*self.root.modules(), *(module for _, module in self.unregistered)))
+        yield from self.root.modules()
+        yield from dict.fromkeys(module for _, module in self.unregistered)
 
     def is_registered(self, module: nn.Module) -> bool:
         """Whether the module stands in the tree, and not in plain containers alone."""

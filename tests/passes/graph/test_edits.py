@@ -7,6 +7,7 @@ import torch
 from pass_contract import tree_of
 from torch import nn
 
+from passes.graph import edits
 from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit, in_place, taken_back
 
 
@@ -117,7 +118,8 @@ def test_taking_back_an_earlier_edit_keeps_a_later_one_of_the_same_place() -> No
     assert root[0].weight is first.new
 
 
-def test_a_format_holds_the_values_once_and_comes_back_to_the_bit() -> None:
+def test_a_format_holds_the_values_once_and_comes_back_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "_ELEMENTS", 30)
     parameter = nn.Parameter(torch.randn(4, 3, 2, 2))
     values, strides = parameter.detach().clone(), parameter.stride()
     edit = FormatEdit(parameter, torch.channels_last)
@@ -160,7 +162,8 @@ def test_a_format_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> No
         assert torch.equal(parameter, values)
 
 
-def test_a_weight_whose_rows_are_not_in_a_row_is_moved_to_another_place() -> None:
+def test_a_weight_whose_rows_are_not_in_a_row_is_moved_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "_ELEMENTS", 30)
     values = torch.randn(3, 2, 2, 4)
     parameter = nn.Parameter(values.permute(3, 0, 1, 2))
     edit = FormatEdit(parameter, torch.channels_last)
