@@ -39,6 +39,7 @@ from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
 from passes.base import Context, Pass, device_of
 from passes.graph.forward import prepare_forwards
+from passes.graph.moved_bias import moved_biases
 from passes.registry import make_passes
 
 __all__ = ["export", "optimize", "report_of"]
@@ -150,7 +151,7 @@ def _optimized(
         after=size_of(program),
         notes=[*copy.notes, *pipeline.notes],
     )
-    _note_what_was_seen(report, model, copy.root, parity)
+    _note_what_was_seen(report, model, copy.root, mode, parity)
     prepare_forwards(copy.root)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
@@ -244,7 +245,7 @@ def export(
         raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
     exported = _exportable(model, target)
     original = exported if provenance is None or provenance.original is None else provenance.original
-    original = _on_device(original, target)
+    original = _on_device(_in_step(original, exported), target)
     notes = [] if original is not exported else ["the artifacts are compared with the exported module itself"]
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
@@ -373,21 +374,57 @@ def _exportable(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.eval().to(device)
 
 
+def _in_step(original: nn.Module, result: nn.Module) -> nn.Module:
+    """The original as it would be had it been trained in the place of the result.
+
+    Both have the same weights. But a running mean that a bias was moved into is the result's own: the original's stays
+    behind when the result is trained.
+    """
+    moved = list(moved_biases(result))
+    if original is result or not moved:
+        return original
+    twin = working_copy(original, "inference").root
+    trained = dict(result.named_buffers())
+    for bias_path, mean_path in moved:
+        owner, name = _owner_of(twin, bias_path)
+        # An original that is a result itself has no bias there either.
+        if (bias := owner._parameters.get(name)) is not None:
+            owner._parameters[name] = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+        if mean_path is not None:
+            owner, name = _owner_of(twin, mean_path)
+            owner._buffers[name] = trained[mean_path]
+    return twin
+
+
+def _owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, name = path.rpartition(".")
+    return root.get_submodule(owner), name
+
+
 def _strip(root: nn.Module) -> None:
     detach(root)
     if isinstance(root.__dict__.get("train"), StaysInEval):
         del root.__dict__["train"]
 
 
-def _note_what_was_seen(report: Report, model: nn.Module, root: nn.Module, parity: ParityReport | None) -> None:
-    now = {path: module.training for path, module in root.named_modules()}
+def _note_what_was_seen(
+    report: Report, model: nn.Module, result: nn.Module, mode: Mode, parity: ParityReport | None
+) -> None:
+    now = {path: module.training for path, module in result.named_modules()}
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
-    if left:
+    if left and mode == "inference":
         more = f" and {len(left) - 1} more are" if left[1:] else " is"
         named = (
             "the model is in training mode" if left[0] == "" else f"{left[0]}{more} in training mode, the model in eval"
         )
         report.notes.append(f"{named}; the result, and what it was compared with, is in eval")
+    means = [mean for _, mean in moved_biases(result) if mean is not None] if mode == "training" else []
+    if means:
+        more = f" ({len(means) - 1} more likewise)" if len(means) > 1 else ""
+        report.notes.append(
+            f"{means[0]} is the result's own{more}, and the model's stays behind when the result is trained: load the"
+            " result's state_dict into the model afterwards"
+        )
     if parity is None:
         report.notes.append("nothing was verified: give optimize() example inputs")
     else:

@@ -26,7 +26,7 @@ from optimizer.working_copy import Mode, WorkingCopy, private_buffers
 from optimizer.written_parameters import kept_parameters
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError
-from passes.graph.capture import Capture, Island, ModuleGraph, capture
+from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
 from passes.graph.edits import AttributeEdit, in_place, taken_back
 from passes.graph.guards import DimOrder, dim_order, is_carried, ordered_leaves
 from passes.graph.interception import intercepted_calls
@@ -150,14 +150,36 @@ class Pipeline:
         if not samples.dynamic or samples.batch_size is None:
             return None
         asked = [size for size in self.batch_sizes or () if size != samples.batch_size]
-        # A batch of one is special to many models: it isn't taken for the second size.
-        other = next((size for size in asked if size > 1), 2 if samples.batch_size != 2 else 3)
+        # A batch of one is special to many models: it isn't taken for the second size. In training neither is one of two:
+        # a BatchNorm over two rows gives plus and minus one, and gradients that are little but rounding.
+        default = samples.batch_size + 1 if self.mode == "training" else 2 if samples.batch_size != 2 else 3
+        other = next((size for size in asked if size > 1), default)
         return [samples.batch_size, other]
 
     def capture(self) -> Program:
         """The graphs of the working copy, each of which computes what its module does."""
+        captured, recordings = self._captured()
+        # Now it is known which forwards may write to what they share with the caller's module.
+        self.copy.own_state(captured.graphs)
+        program = Program.of(captured, recordings, self.mode, self.copy.unregistered())
+        if self.mode == "training":
+            program.other_states = tuple(self._in_state(flag) for flag in self._other_flags())
+        return program
+
+    def _other_flags(self) -> list[bool]:
+        """The values that all training flags may be set to, where some have another."""
+        flags = {module.training for module in self.copy.root.modules() if hasattr(module, "training")}
+        return [flag for flag in (False, True) if flag not in flags or len(flags) > 1]
+
+    def _in_state(self, flag: bool) -> Program:
+        """The program of the working copy with all of it in training or all in eval."""
+        with training_flags(self.copy.root, flag):
+            captured, recordings = self._captured(" in training" if flag else " in eval")
+            return Program.of(captured, recordings, self.mode, self.copy.unregistered())
+
+    def _captured(self, when: str = "") -> tuple[Capture, Recordings | None]:
         root = self.copy.root
-        recordings = self._record()
+        recordings = self._record(when)
         self._tell("capture", 1, 3, "tracing")
         structures = recordings.structures if recordings else None
         called = recordings.counts if recordings else None
@@ -170,11 +192,9 @@ class Pipeline:
         if recordings is not None:
             self._leave_wrong_graphs(captured)
         self._tell("capture", 3, 3, "")
-        # Now it is known which forwards may write to what they share with the caller's module.
-        self.copy.own_state(captured.graphs)
-        return Program.of(captured, recordings, self.mode, self.copy.unregistered())
+        return captured, recordings
 
-    def _record(self) -> Recordings | None:
+    def _record(self, when: str) -> Recordings | None:
         root, besides = self.copy.root, self.copy.unregistered()
         if not self._calls:
             return None
@@ -182,7 +202,7 @@ class Pipeline:
             try:
                 runs = [record(root, call.args, dict(call.kwargs), besides) for call in self._fresh_calls()]
             except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
-                self.notes.append(f"the runs couldn't be recorded ({type(error).__name__}: {_first_line(error)})")
+                self.notes.append(f"the runs{when} couldn't be recorded ({type(error).__name__}: {_first_line(error)})")
                 return None
         return agree(root, runs, besides)
 
@@ -208,7 +228,7 @@ class Pipeline:
         root = self.copy.root
         with self._quiet(), private_buffers(root):
             wanted = self._outputs()
-        self._orders = _orders_of(wanted)
+        self._orders = self._orders or _orders_of(wanted)
         while captured.graphs:
             with self._quiet(), private_buffers(root):
                 with in_place([_installed(graph) for graph in captured.graphs.values()]):
@@ -394,10 +414,12 @@ class Pipeline:
                 for number in reversed(range(len(result.changes))):
                     change = result.changes[number]
                     if number in inputs:
-                        found.add(change, *_check_change(regions.pop(number), change, inputs[number]))
-                        record.parity = found.worst
-                        if found.wrong is not None:
-                            return found
+                        checks = _check_change(regions.pop(number), change, inputs[number], self.mode)
+                        for algebra, precision in checks:
+                            found.add(change, algebra, precision)
+                            record.parity = found.worst
+                            if found.wrong is not None:
+                                return found
                     later.enter_context(taken_back(change.edits))
         return found
 
@@ -407,7 +429,8 @@ class Pipeline:
         # Each change is looked at on few rows: it is the algebra that shows there, at every element.
         call = min(self._fresh_calls(), key=_rows)
         root = self.copy.root
-        with self._quiet(), private_buffers(root), taken_back(result.rewriter.edits):
+        # The buffers of then are kept, not those of now: in training a run writes to them.
+        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(root):
             return witness_inputs(
                 program,
                 regions,
@@ -418,7 +441,7 @@ class Pipeline:
 
     def _runs_without(self, result: PassResult) -> bool:
         """Whether the tree as it was before the pass runs."""
-        with self._quiet(), private_buffers(self.copy.root), taken_back(result.rewriter.edits):
+        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(self.copy.root):
             return not any(isinstance(outputs, Exception) for outputs in self._outputs(tolerate=True))
 
     def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
@@ -516,34 +539,52 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
 
 
 def _check_change(
-    before: Region, change: Change, values: tuple[torch.Tensor, ...]
+    before: Region, change: Change, values: tuple[torch.Tensor, ...], mode: Mode
+) -> Iterator[tuple[RegionParity, RegionParity | None]]:
+    """Whether the region computes with the change what it computed without it, as `_check`; in training, in eval too."""
+    after = change.after
+    assert after is not None
+
+    def old(*values: Any) -> Any:
+        with taken_back(change.edits), before.private_state():
+            return before(*values)
+
+    def new(*values: Any) -> Any:
+        with after.private_state():
+            return after(*values)
+
+    yield _check(old, new, values)
+    if mode == "training" and any(module.training for module in before.modules):
+        # What running statistics are for shows in eval alone.
+        with ExitStack() as stack:
+            for module in before.modules:
+                stack.enter_context(training_flags(module, False))
+            yield _check(old, new, values)
+
+
+def _check(
+    old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...]
 ) -> tuple[RegionParity, RegionParity | None]:
-    """Whether the region computes with the change what it computed without it; and whether it is as precise.
+    """Whether both compute the same; and whether the new one is as precise, where that is asked.
 
     A rewrite may sum in another order, and a few elements show too little of what rounding does to judge it by them. In
     float64 what is left is the algebra, and the rounding of the new weights, which the noise of the old part covers. In
     float16 and bfloat16 that noise covers too much: there the new part has to be about as close to float64 as the old
     one. What rounding does otherwise is judged on the whole.
     """
-    after = change.after
-    assert after is not None
-
-    def old(*values: Any) -> Any:
-        with taken_back(change.edits):
-            return before(*values)
 
     def in_float64(*values: Any) -> Any:
         with float64_mode():
-            outputs = after(*values)
+            outputs = new(*values)
         dtype = values[0].dtype
         return pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_double(leaf) else leaf, outputs)
 
     is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
     reference = RegionReference.measure(old, [values, *(_neighbours(old, values) if is_half else ())])
     if not reference.in_float64:
-        return reference.compare(after), None
+        return reference.compare(new), None
     algebra = reference.compare(in_float64)
-    return algebra, reference.compare(after, by_own_error=True) if is_half and algebra.ok else None
+    return algebra, reference.compare(new, by_own_error=True) if is_half and algebra.ok else None
 
 
 def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

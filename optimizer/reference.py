@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from optimizer.difference import (
     floors,
     frontier,
     is_exact,
+    least_noise,
     slice_noise,
     special,
     unit,
@@ -37,6 +38,7 @@ from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
 from optimizer.written_parameters import kept_parameters
+from passes.graph.moved_bias import moved_biases
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +113,10 @@ class Reference:
         measured: Measurement,
         samples: Samples | None,
         written: frozenset[str] = frozenset(),
+        target: Callable[..., Any] | None = None,
     ) -> None:
         self._kept = tuple(kept)
+        self._target = target
         self._blank = measured
         self._samples = samples
         self.noises = noises
@@ -174,18 +178,56 @@ class Reference:
 
         What the candidate raises is a failure in the result.
         """
+        moved = self._moved_in(candidate)
         # A region is judged by its noise alone: nobody gives a tolerance for one.
         comparison = Comparison(
-            self.noises,
+            self.noises | {name: self._noise_less(name, bias) for name, bias in moved.means.items()},
             flat=flatten is not None,
             frontiers=self._samples is not None,
             slices=self.slices,
             written=self.written,
+            moved=moved,
         )
         with one_at_a_time, as_run(candidate, self._blank.mode):
             for kept in self._kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
         return comparison.finish(self._blank)
+
+    def _moved_in(self, candidate: Callable[..., Any]) -> MovedBiases:
+        """The biases that the candidate says to have in its running means, with the values that the original has."""
+        found = MovedBiases()
+        if not isinstance(candidate, nn.Module) or not isinstance(self._target, nn.Module):
+            return found
+        own = dict(self._target.named_parameters())
+        for bias_path, mean_path in moved_biases(candidate):
+            if bias_path not in own:
+                # The original has none either.
+                continue
+            found.gradients.add(f"gradient of {bias_path}")
+            if mean_path is None or f"buffer {mean_path}" not in self.noises:
+                continue
+            bias = found.means[f"buffer {mean_path}"] = wide(own[bias_path].detach().cpu())
+            mean, rest = self._target.get_buffer(mean_path).cpu(), candidate.get_buffer(mean_path).cpu()
+            # A step with a momentum of one leaves nothing of what the mean was before.
+            allowed = unit(rest.dtype) * (wide(mean).abs() + bias.abs())
+            if bool((distance(rest, wide(mean) - bias) > allowed).any()):
+                found.problems.append(f"{mean_path} isn't the original's less {bias_path}, and stands for it")
+        return found
+
+    def _noise_less(self, name: str, bias: torch.Tensor) -> OutputNoise:
+        """The noise of a running mean that is kept less a bias: at least the rounding of that number."""
+        noise = self.noises[name]
+        rest = [wide(kept.truth.values[name]) - bias for kept in self._kept if name in kept.truth.values]
+        pool = Pool()
+        for values in rest:
+            pool.add(values.abs(), (special(values) == 0) if not all_finite(values) else None, of=values)
+        dtype: torch.dtype = getattr(torch, noise.dtype)
+        step = least_noise(dtype) * unit(dtype)
+        return replace(
+            noise,
+            noise=max(noise.noise, step * pool.largest),
+            noise_rms=max(noise.noise_rms, step * pool.rms / 2),
+        )
 
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
         """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
@@ -299,7 +341,7 @@ class Original:
             seed=self.seed,
             settings=settings,
         )
-        return Reference(self.kept, noises, slices, blank, samples, self.written)
+        return Reference(self.kept, noises, slices, blank, samples, self.written, self.target)
 
     def _written_parameters(self) -> list[nn.Parameter]:
         return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
@@ -610,6 +652,23 @@ class Original:
 
 
 @dataclass
+class MovedBiases:
+    """Biases that a candidate has no more, as its running means are less by them.
+
+    A bias b and a running mean m are right together: what both sides have to agree on is m - b. The candidate's b is zero.
+
+    Attributes:
+        means: for each running mean, by its name in the comparison, the original's bias, in float64 on the CPU.
+        gradients: the names of the gradients of such biases, which have to be nothing but rounding in the original.
+        problems: sentences about means that aren't less by their bias before anything is run.
+    """
+
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
 class _Compared:
     error: Pool
     mismatches: int = 0
@@ -629,14 +688,16 @@ class Comparison:
         frontiers: bool = True,
         slices: Mapping[str, SliceNoise] | None = None,
         written: frozenset[str] = frozenset(),
+        moved: MovedBiases | None = None,
     ) -> None:
+        self.moved = moved or MovedBiases()
         self.frontiers = frontiers
         self.written = written
         self.slices = slices or {}
         self.noises = noises
         self.flat = flat
         self.compared: dict[str, _Compared] = {}
-        self.problems: list[str] = []
+        self.problems: list[str] = [*self.moved.problems]
         self.notes: list[str] = []
         self.lacking: dict[str, None] = {}
 
@@ -705,6 +766,12 @@ class Comparison:
                 yield name, got.values[name]
             elif kind == "input" and not self.flat:
                 self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
+            elif name in self.moved.gradients:
+                if self.noises[name].signal is None:
+                    self._problem(
+                        f"The candidate trains without {name.removeprefix('gradient of ')}, which has a gradient in the"
+                        " original"
+                    )
             else:
                 self.lacking[name] = None
 
@@ -715,6 +782,8 @@ class Comparison:
         if problem := _incomparable(own, value):
             _append_once(compared.problems, f"{problem} at {kept.where}")
             return
+        if (bias := self.moved.means.get(name)) is not None:
+            own, truth = (wide(own) - bias).to(own.dtype), wide(truth) - bias
         if is_exact(own):
             wrong = int(((own != value) & ~unstable).sum())
             compared.mismatches += wrong

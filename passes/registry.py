@@ -24,7 +24,7 @@ _OWN: tuple[type[Pass], ...] = (FoldConvBias, FoldConvBn, ChannelsLast, TorchCom
 # All that is exact, exportable and free of compile time.
 PRESETS: dict[str, tuple[str, ...]] = {
     "inference": (FoldConvBias.name, FoldConvBn.name, ChannelsLast.name),
-    "training": (),
+    "training": (FoldConvBias.name,),
 }
 
 

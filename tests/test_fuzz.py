@@ -38,6 +38,8 @@ from passes.errors import UnseenCall
 
 # Each test function is a share of its own, so that processes can share them, and keeps within its time.
 SHARE = 50
+# Of those in training there are fewer: each is captured in both modes, and compared in both.
+TRAINED_SHARE = 20
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 # Shares of different runs have different seeds.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
@@ -73,6 +75,16 @@ def test_a_random_module_computes_the_same(share: int) -> None:
         check(description, plan, with_examples)
 
     computes_the_same()
+
+
+@pytest.mark.parametrize("share", range(-(-EXAMPLES // 300)))
+def test_a_random_module_trains_the_same(share: int) -> None:
+    @examples(TRAINED_SHARE, FIRST_SEED + share)
+    @given(DESCRIPTIONS, st.lists(st.integers(0, 40), max_size=2))
+    def trains_the_same(description: Description, in_eval: list[int]) -> None:
+        check_training(description, in_eval)
+
+    trains_the_same()
 
 
 def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +244,46 @@ def check_answers(
             return
         report = compared(fast, answered)
     assert report.ok, report.reason
+
+
+def check_training(description: Description, in_eval: list[int]) -> None:
+    """Move the biases of the described model where it trains, but for some modules, and see that all is as promised."""
+    model, inputs = build(description).model.train(), inputs_of(description)
+    modules = list(model.modules())
+    for number in in_eval:
+        modules[number % len(modules)].eval()
+    before = [tree_of(tree) for tree in trees_of(model)]
+    # Over two rows a BatchNorm gives plus and minus one, and gradients that are little but rounding.
+    rows = inputs(6, torch.Generator().manual_seed(1))
+    kwargs = {"scale": torch.linspace(0.5, 1.5, len(rows[0])).to(rows[0].dtype)} if description.scaled else None
+    try:
+        fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=rows, example_kwargs=kwargs)
+    except LoadError as error:
+        if "modified by an inplace operation" in str(error):
+            # Some models can't be trained, and say why.
+            return
+        raise
+    check_untouched(model, before)
+    (record,) = report_of(fast).passes
+    # In a dtype of few bits the fold itself may cost more than rounding does.
+    allowed = ("applied", "unchanged", *(["rolled-back"] if description.dtype == "bfloat16" else []))
+    assert record.status in allowed, record.reason
+    assert list(fast.state_dict()) == list(model.state_dict())
+    if record.status != "applied" or description.dtype == "bfloat16":
+        return
+
+    def compared(original: nn.Module, result: nn.Module, mode: Any) -> None:
+        report = check_parity(original, result, rows, example_kwargs=kwargs, mode=mode, batch_sizes=(6, 9), draws=1)
+        unseen = description.may_be_unseen and "folded together" in report.reason
+        assert report.verdict != "failed" or unseen, f"{mode}: {report.reason}"
+
+    twin = build(description).model
+    twin.load_state_dict(fast.state_dict())
+    compared(twin, fast, "inference")
+    with torch.no_grad():
+        for tensor in (*twin.parameters(), *twin.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.1)
+    compared(model, fast, "training")
+    fast.load_state_dict(twin.state_dict())
+    compared(twin, fast, "inference")

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from passes.graph.baked import Baked
 from passes.graph.fingerprint import TooMuch
 from passes.graph.forward import GraphForward
-from passes.graph.guards import InstanceForward, inner_forward
+from passes.graph.guards import FoldedPair, InstanceForward, inner_forward
 from passes.graph.side_effects import (
     REGISTRIES,
     Snapshot,
@@ -89,12 +89,26 @@ class ModuleGraph:
     flags: tuple[bool, ...] = ()
     baked: tuple[Baked, ...] = ()
 
-    def forward(self) -> GraphForward:
-        """The graph as a forward for its module."""
+    def forward(
+        self,
+        others: Mapping[bool, ModuleGraph] | None = None,
+        baked: Iterable[Baked] = (),
+        lost: Iterable[FoldedPair] = (),
+    ) -> GraphForward:
+        """The graph as a forward for its module.
+
+        Args:
+            others: the graphs that are to run for values of `training` other than the module's of now.
+            baked: what the forward counts on beside what the graphs do.
+            lost: the pairs in it that had a bias that was trained.
+        """
         flags = self.flags or (self.module.training,)
         graphs = dict.fromkeys(flags, (self.graph, self.outputs))
+        for flag, other in (others or {}).items():
+            graphs.setdefault(flag, (other.graph, other.outputs))
         ranks = ((i, node.meta[RANK]) for i, node in enumerate(_inputs_of(self.graph)) if RANK in node.meta)
-        return GraphForward(self.module, self.path, self.structure, graphs, self.baked, tuple(ranks))
+        read = (*self.baked, *(item for other in (others or {}).values() for item in other.baked), *baked)
+        return GraphForward(self.module, self.path, self.structure, graphs, read, tuple(ranks), tuple(lost))
 
 
 def _inputs_of(graph: fx.Graph) -> list[fx.Node]:
@@ -304,8 +318,10 @@ class _Work:
 
     def _compare_with_eval(self) -> None:
         """Find the graphs that hold in eval just so: those of forwards that don't look at `training`."""
-        with _all_in_eval(self.result.root), self._intercepted():
-            for graph in self.result.graphs.values():
+        # What is in eval already wasn't traced in training.
+        trained = [graph for graph in self.result.graphs.values() if graph.module.training]
+        with training_flags(self.result.root, False), self._intercepted():
+            for graph in trained:
                 if isinstance(inner_forward(graph.module), GraphForward):
                     continue
                 try:
@@ -397,7 +413,7 @@ def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> Mod
     if (changed := forward.changed()) is not None:
         raise Untraceable(f"its forward was rewritten when {changed} was another")
     graph, outputs = forward.graphs[module.training]
-    flags = tuple(forward.graphs)
+    flags = tuple(flag for flag, (held, _) in forward.graphs.items() if held is graph)
     own = copy.deepcopy(graph)
     inputs = _inputs_of(own)
     for index, rank in forward.ranks:
@@ -406,15 +422,16 @@ def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> Mod
 
 
 @contextmanager
-def _all_in_eval(root: nn.Module) -> Iterator[None]:
+def training_flags(root: nn.Module, flag: bool) -> Iterator[None]:
+    """All modules of the tree in training or in eval for the time of the block, whatever `.train()` of their classes does."""
     flags = [(module, module.__dict__["training"]) for module in root.modules() if "training" in module.__dict__]
     try:
         for module, _ in flags:
-            module.__dict__["training"] = False
+            module.__dict__["training"] = flag
         yield
     finally:
-        for module, flag in flags:
-            module.__dict__["training"] = flag
+        for module, before in flags:
+            module.__dict__["training"] = before
 
 
 def same_graphs(first: fx.Graph, second: fx.Graph) -> bool:

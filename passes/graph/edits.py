@@ -199,6 +199,23 @@ class AttributeEdit(_DictEdit):
 
 
 @dataclass
+class HookEdit(_DictEdit):
+    """Another hook in one of a module's dicts of hooks."""
+
+    module: nn.Module
+    registry: str
+    name: str
+    new: Any
+    old: Any = _MISSING
+
+    @property
+    def place(self) -> tuple[dict[str, Any], str]:
+        """The dict of hooks."""
+        hooks: dict[str, Any] = self.module.__dict__[self.registry]
+        return hooks, self.name
+
+
+@dataclass
 class ModuleEdit(_DictEdit):
     """Another module under a child's name."""
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.baked import Baked, BakedShape, found_again, portable
-from passes.graph.guards import SealedOutput, class_code, inner_forward
+from passes.graph.guards import FoldedPair, SealedOutput, class_code, inner_forward
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
 _numbers = itertools.count()
@@ -36,6 +36,7 @@ class GraphForward:
     Attributes:
         baked: what the forward read.
         ranks: by the place of an input among the tensors of a call, the number of dims that a rewrite holds for.
+        lost: the pairs in the graphs whose bias was trained and went into the running mean.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class GraphForward:
         graphs: dict[bool, tuple[fx.Graph, pytree.TreeSpec]],
         baked: tuple[Baked, ...] = (),
         ranks: tuple[tuple[int, int], ...] = (),
+        lost: tuple[FoldedPair, ...] = (),
     ) -> None:
+        self.lost = lost
         self.owner = owner
         self.path = path
         self.structure = structure
@@ -95,7 +98,17 @@ class GraphForward:
                     f" {self.structure.tensor_names[index]}: give optimize() example inputs that call it so."
                 )
         leaves = self._functions[training](self.owner, *tensors)
+        if self.lost and not training:
+            self._watch_gradients(leaves)
         return pytree.tree_unflatten(leaves, self.graphs[training][1])
+
+    def _watch_gradients(self, leaves: Sequence[Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                for pair in self.lost:
+                    leaf.register_hook(pair.warn_of_lost_gradient)
 
     def _prepare_for(self, training: bool) -> None:
         if training not in self.graphs:
@@ -136,16 +149,18 @@ class GraphForward:
         baked, checked = (
             [moved for item in items if (moved := portable(item)) is not None] for items in (self.baked, self._checked)
         )
-        return _empty_forward, (), (self.owner, self.path, self.structure, graphs, self.ranks, baked, checked)
+        state = (self.owner, self.path, self.structure, graphs, self.ranks, self.lost, baked, checked)
+        return _empty_forward, (), state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        owner, path, structure, graphs, ranks, baked, checked = state
+        owner, path, structure, graphs, ranks, lost, baked, checked = state
         self.__init__(  # type: ignore[misc]
             owner,
             path,
             structure,
             {flag: (_graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
             ranks=ranks,
+            lost=lost,
         )
         # The owner has nothing yet that could be looked at.
         self.baked, self._checked = (

@@ -14,6 +14,7 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -57,14 +58,19 @@ class FoldedPair:
         rank: the dims of the convolution's input that both were seen to take for one thing: on others the BatchNorm's
             channels may not be the convolution's.
         dim: the one that holds the channels where the first of the two gives them out.
+        trained: whether the convolution had a bias that was trained, and isn't any more.
     """
 
-    def __init__(self, conv_path: str, norm_path: str, rank: int, dim: int = 1, *, leads: bool = False) -> None:
+    def __init__(
+        self, conv_path: str, norm_path: str, rank: int, dim: int = 1, *, leads: bool = False, trained: bool = False
+    ) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
         self.leads = leads
         self.rank = rank
         self.dim = dim
+        self.trained = trained
+        self.warned = False
 
     @property
     def first(self) -> str:
@@ -116,6 +122,18 @@ class FoldedPair:
             f"{path} has parameters again that went into another module when {self.conv_path} was folded together with"
             f" {self.norm_path}: load weights into the original model, or give them to it, and optimize it again."
         )
+
+    def warn_of_lost_gradient(self, gradient: torch.Tensor) -> None:
+        """A hook of the BatchNorm's output in eval, where the original's bias would get a gradient: says so once."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"a gradient went back through {self.norm_path} in eval, where it would train the bias of"
+                f" {self.conv_path}: optimize() moved that into the running mean, and it isn't trained. To train with this"
+                " BatchNorm in eval, put it in eval before optimize().",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def other_eps(self) -> UnseenCall:
         """The error where the BatchNorm's `eps`, which is in the convolution's weights, was set anew."""
@@ -344,7 +362,10 @@ class FoldedNormForward(InstanceForward):
             return sealed_for(input, pair)
         opened = opened_from(input, pair, None)
         if not self.carried:
-            return self.compute(opened)
+            output = self.compute(opened)
+            if pair.trained and output.requires_grad and self._is_frozen():
+                output.register_hook(pair.warn_of_lost_gradient)
+            return output
         self._check_tensors()
         return opened
 
@@ -355,6 +376,11 @@ class FoldedNormForward(InstanceForward):
             raise pair.other_tensors(pair.norm_path)
         if owner.eps != self.eps:
             raise pair.other_eps()
+
+    def _is_frozen(self) -> bool:
+        """Whether the running mean is what is taken off, in code that runs as it is written."""
+        frozen = not self.owner.training and self.owner._buffers.get("running_mean") is not None
+        return frozen and not torch.compiler.is_compiling()
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The BatchNorm alone, wherever the input comes from."""

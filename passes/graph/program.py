@@ -59,6 +59,9 @@ class Program:
         islands: the modules whose forward couldn't be traced.
         recordings: what recorded runs agree on; None where there were no example inputs.
         made: the parameters that passes have made, by identity: no other module than the working copy's holds them.
+        other_states: in training, the programs of the same tree with all of it in training, or all in eval, where that is
+            another state than the tree's own: a result answers in each. They are read, never rewritten.
+        flags: the training flag of each module, by identity, that the graphs were made with.
     """
 
     root: nn.Module
@@ -70,6 +73,8 @@ class Program:
     parts: list[ModuleGraph] = field(default_factory=list)
     made: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
     paths: dict[int, list[str]] = field(default_factory=dict)
+    other_states: tuple[Program, ...] = ()
+    flags: dict[int, bool] = field(default_factory=dict)
     _home: dict[fx.Graph, ModuleGraph] = field(default_factory=dict)
     _modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
     _calls: dict[int, list[fx.Node]] = field(default_factory=dict)
@@ -92,7 +97,8 @@ class Program:
                 graphs.setdefault(key, graph)
         chains = recordings.chains if recordings else []
         parts = [part for part in chains if id(part.module) in islands]
-        program = cls(captured.root, mode, graphs, islands, recordings, unregistered, parts)
+        flags = {id(module): module.training for module in captured.root.modules() if hasattr(module, "training")}
+        program = cls(captured.root, mode, graphs, islands, recordings, unregistered, parts, flags=flags)
         program.refresh()
         return program
 
@@ -114,6 +120,8 @@ class Program:
             self._read_graph(graph)
         self._by_path = {graph.path: graph for graph in self.graphs.values()}
         self._opaque = frozenset(island.path for key, island in self.islands.items() if key not in self.graphs)
+        for other in self.other_states:
+            other.refresh()
 
     def _read_graph(self, graph: ModuleGraph) -> None:
         self._home[graph.graph] = graph
@@ -147,8 +155,9 @@ class Program:
             yield from graph.graph.nodes
 
     def home(self, node: fx.Node) -> ModuleGraph:
-        """The graph that the node stands in."""
-        return self._home[node.graph]
+        """The graph that the node stands in, here or in another state."""
+        found = self._home.get(node.graph)
+        return found or next(state._home[node.graph] for state in self.other_states if node.graph in state._home)
 
     def innermost_around(self, first: fx.Node, second: fx.Node) -> ModuleGraph | None:
         """The graph of the innermost module that both nodes stand in, or in modules below it; None where it has none."""

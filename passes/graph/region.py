@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from passes.graph.guards import FoldedConvForward, FoldedNormForward, inner_forward
@@ -72,6 +74,28 @@ class Region:
             return None
         return Region(steps, self.inputs, output)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that the region calls."""
+        return tuple(step.target for step in self.steps if isinstance(step.target, nn.Module))
+
+    @contextmanager
+    def private_state(self) -> Iterator[None]:
+        """Inside, a run writes to copies of the buffers that it reads: a BatchNorm in training counts statistics."""
+        reads = [leaf for step in self.steps for leaf in _reads_in((step.args, step.kwargs))]
+        homes = [*(module._buffers for module in self.modules), *(read.owner._buffers for read in reads)]
+        names = [*(tuple(module._buffers) for module in self.modules), *((read.name,) for read in reads)]
+        kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for home, wanted in zip(homes, names, strict=True):
+            kept += [(home, name, held) for name in wanted if (held := home.get(name)) is not None]
+        for home, name, held in kept:
+            home[name] = held.detach().clone()
+        try:
+            yield
+        finally:
+            for home, name, held in kept:
+                home[name] = held
+
     def __call__(self, *values: Any) -> Any:
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
         for step in self.steps:
@@ -105,6 +129,12 @@ class _Reader:
         argument = self.known.get(source, argument)
         self.inputs.setdefault(argument)
         return argument
+
+
+def _reads_in(arguments: Any) -> list[_Read]:
+    found: list[_Read] = []
+    fx.node.map_aggregate(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, _Read) else None)
+    return found
 
 
 def _value(argument: Any, known: dict[fx.Node, Any]) -> Any:

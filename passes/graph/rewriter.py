@@ -13,8 +13,18 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 import torch
 from torch import fx, nn
 
+from passes.graph.baked import Baked
 from passes.graph.capture import RANK, ModuleGraph
-from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit, in_format
+from passes.graph.edits import (
+    AttributeEdit,
+    Edit,
+    FormatEdit,
+    HookEdit,
+    MetaEdit,
+    ModuleEdit,
+    TensorEdit,
+    in_format,
+)
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
     AroundForward,
@@ -32,6 +42,7 @@ from passes.graph.guards import (
     sealed_for,
 )
 from passes.graph.match import BatchNorm, Convolution, TensorRef, can_be_sealed, in_order
+from passes.graph.moved_bias import MovedBias
 from passes.graph.program import Program
 from passes.graph.region import Region
 
@@ -155,6 +166,8 @@ class Rewriter:
         self._gone: dict[fx.Node, fx.Node] = {}
         self._installed: list[Edit] = []
         self._guarded: dict[int, nn.Module] = {}
+        # The pairs in the graphs that become forwards whatever the training flag says, and the biases that these had.
+        self._tied: dict[int, list[tuple[TensorRef, FoldedPair]]] = {}
         self._places: dict[int, list[tuple[nn.Module, str]]] | None = None
 
     def skip(self, node: fx.Node, reason: str) -> None:
@@ -312,6 +325,29 @@ class Rewriter:
             _erase_unused(readers)
         self._take_away(change, conv.bias)
 
+    @_writes
+    def move_bias(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
+        """Leave a convolution that is trained on without its bias, which the BatchNorm's running mean holds now.
+
+        Checkpoints go on having it, as zero: what is saved can be loaded into the original, and the reverse. A graph that
+        reads the bias reads none from now on.
+        """
+        assert conv.bias is not None
+        bias, value = conv.bias, conv.bias.value
+        assert value is not None
+        moved = MovedBias(
+            (self._path_of(bias), bias.owner, bias.name),
+            None if norm.mean is None else (self._path_of(norm.mean), norm.mean.owner, norm.mean.name),
+            (conv.weight.owner, conv.weight.name),
+            value.numel(),
+        )
+        self.set_tensor(change, bias, None)
+        for path, registry, hook in moved.hooks():
+            self._do(change, HookEdit(self.program.root.get_submodule(path), registry, moved.key, hook))
+
+    def _path_of(self, ref: TensorRef) -> str:
+        return self.program.paths[id(ref.owner)][0]
+
     def keep_output_orders(self, orders: Sequence[DimOrder | None]) -> None:
         """Bring the dims of the root's output leaves into these orders in memory; None leaves a leaf as it comes.
 
@@ -355,7 +391,7 @@ class Rewriter:
         BatchNorm goes out of it.
         """
         if can_be_sealed(self.program, conv, norm):
-            self._seal(change, conv, norm, carried=True)
+            self._seal(change, conv, norm, self._pair(conv, norm), carried=True)
         else:
             self._keep_together(change, conv)
             self._hold_ranks(change, conv, norm)
@@ -385,21 +421,45 @@ class Rewriter:
         return self.program.rank_of_input(first.node) or conv.dims + 2
 
     @_writes
-    def tie(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
+    def tie(
+        self,
+        change: Change,
+        conv: Convolution,
+        norm: BatchNorm,
+        *,
+        elsewhere: Sequence[tuple[Convolution, BatchNorm]] = (),
+        trained: bool = False,
+    ) -> None:
         """Both are right only together now, which is checked at every call.
 
-        Where one graph shows all that there is between the two, it becomes the forward, and goes no other way.
+        Where one graph shows all that there is between the two, it becomes the forward, and goes no other way. In
+        training graphs do so for both values of the training flag.
+
+        Args:
+            elsewhere: the two as they are in the other states.
+            trained: whether the convolution had a bias that was trained.
         """
+        pair = self._pair(conv, norm, trained=trained)
         if can_be_sealed(self.program, conv, norm):
-            self._seal(change, conv, norm, carried=False)
+            self._seal(change, conv, norm, pair, carried=False)
+            for other in elsewhere:
+                self._seal_in_graphs(change, *other, pair)
         else:
             self._keep_together(change, conv)
+            self._hold_ranks(change, conv, norm)
             self._own(norm.node)
+        if self.program.mode == "training" and conv.bias is not None:
+            for place in (conv, norm):
+                if place.module is None:
+                    self._tied.setdefault(id(self.program.home(place.node)), []).append((conv.bias, pair))
 
-    def _seal(self, change: Change, conv: Convolution, norm: BatchNorm, *, carried: bool) -> None:
+    def _pair(self, conv: Convolution, norm: BatchNorm, *, trained: bool = False) -> FoldedPair:
         rank = self._rank(conv, norm)
         dim = 1 if norm.leads else rank - conv.dims - 1
-        pair = FoldedPair(self.program.where(conv.node), self.program.where(norm.node), rank, dim, leads=norm.leads)
+        paths = self.program.where(conv.node), self.program.where(norm.node)
+        return FoldedPair(*paths, rank, dim, leads=norm.leads, trained=trained)
+
+    def _seal(self, change: Change, conv: Convolution, norm: BatchNorm, pair: FoldedPair, *, carried: bool) -> None:
         if conv.module is not None:
             earlier = inner_forward(conv.module)
             behind, front = (earlier.pair, earlier.front) if isinstance(earlier, FoldedConvForward) else (None, None)
@@ -407,15 +467,18 @@ class Rewriter:
             self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front, dims=conv.dims))
         if norm.module is not None:
             self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
+        self._seal_in_graphs(change, conv, norm, pair)
+        around = self.program.innermost_around(conv.node, norm.node)
+        if around is not None and not around.traced:
+            # The module that calls both gets its forward at the end, once for all its pairs.
+            self._guarded[id(around.module)] = around.module
+
+    def _seal_in_graphs(self, change: Change, conv: Convolution, norm: BatchNorm, pair: FoldedPair) -> None:
         first, second = in_order(conv, norm)
         if first.module is None:
             self._seal_in_graph(change, first, pair)
         if second.module is None:
             self._open_in_graph(change, second, pair, conv.dims if norm.leads else None)
-        around = self.program.innermost_around(conv.node, norm.node)
-        if around is not None and not around.traced:
-            # The module that calls both gets its forward at the end, once for all its pairs.
-            self._guarded[id(around.module)] = around.module
 
     def _keep_together(self, change: Change, conv: Convolution) -> None:
         """Have the convolution go on as it is, where one graph shows what is between it and the BatchNorm."""
@@ -423,10 +486,10 @@ class Rewriter:
             self._own(conv.node)
             return
         earlier = inner_forward(conv.module)
-        assert isinstance(earlier, FoldedConvForward)
-        # It looks anew whether there is a bias.
-        forward = FoldedConvForward(conv.module, earlier.pair, earlier.front, dims=earlier.dims)
-        self.set_forward(change, conv.module, forward)
+        if isinstance(earlier, FoldedConvForward):
+            # It looks anew whether there is a bias.
+            forward = FoldedConvForward(conv.module, earlier.pair, earlier.front, dims=earlier.dims)
+            self.set_forward(change, conv.module, forward)
 
     def _seal_in_graph(self, change: Change, first: Convolution | BatchNorm, pair: FoldedPair) -> None:
         self._own(first.node)
@@ -457,9 +520,13 @@ class Rewriter:
 
     def _hold(self, change: Change, owner: nn.Module, pair: FoldedPair) -> str:
         """Put the pair into the `__dict__` of the module whose graph checks it, under a name of its own."""
-        numbers = itertools.count()
-        name = next(name for number in numbers if not hasattr(owner, name := f"_folded_pair_{number}"))
-        self.set_attribute(change, owner, name, pair)
+        for number in itertools.count():
+            name = f"_folded_pair_{number}"
+            if owner.__dict__.get(name) is pair:
+                break
+            if not hasattr(owner, name):
+                self.set_attribute(change, owner, name, pair)
+                break
         return name
 
     def _forget_statistics(self, change: Change, norm: BatchNorm) -> None:
@@ -514,11 +581,29 @@ class Rewriter:
             raise RuntimeError("a change was left half-way by an error: the pass has to be rolled back")
         for graph in self._rewritten():
             graph.graph.lint()
-            self._install(graph.module, graph.forward())
+            # Those of other states are part of the forwards.
+            if self.program.graphs.get(id(graph.module)) is graph:
+                self._install(graph.module, self._forward_of(graph))
         for module in self._guarded.values():
             if not isinstance(inner_forward(module), SealCheckingForward):
                 self._install(module, SealCheckingForward(module))
         self.program.refresh()
+
+    def _forward_of(self, graph: ModuleGraph) -> GraphForward:
+        tied = self._tied.get(id(graph))
+        if tied is None:
+            return graph.forward()
+        key = id(graph.module)
+        others = {state.flags[key]: state.graphs[key] for state in self.program.other_states}
+        gone = [self._baked_none(graph, bias) for bias, _ in tied]
+        return graph.forward(others, gone, [pair for _, pair in tied if pair.trained])
+
+    def _baked_none(self, graph: ModuleGraph, ref: TensorRef) -> Baked:
+        """The place of a parameter that is gone, as something that the graph counts on."""
+        path = self._path_of(ref)
+        inside = not graph.path or path == graph.path or path.startswith(f"{graph.path}.")
+        parts = tuple(filter(None, path.removeprefix(graph.path).split("."))) if inside else ()
+        return Baked.of(graph.module if inside else ref.owner, ref.name, None, "_parameters", parts)
 
     def _install(self, module: nn.Module, forward: Any) -> None:
         edit = AttributeEdit(module, "forward", _in_place_of(module.__dict__.get("forward"), forward))
@@ -526,7 +611,8 @@ class Rewriter:
         self._installed.append(edit)
 
     def _rewritten(self) -> list[ModuleGraph]:
-        return [graph for graph in self.program.graphs.values() if id(graph) in self._kept]
+        graphs = (graph for state in (self.program, *self.program.other_states) for graph in state.graphs.values())
+        return [graph for graph in graphs if id(graph) in self._kept]
 
     @property
     def edits(self) -> list[Edit]:
@@ -542,6 +628,7 @@ class Rewriter:
         self._kept.clear()
         self._installed.clear()
         self._guarded.clear()
+        self._tied.clear()
         self._places = None
         # The record stays; there is nothing more to be taken back.
         for change in self.changes:

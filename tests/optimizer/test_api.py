@@ -132,6 +132,25 @@ def test_a_shared_weight_that_was_written_to_is_no_matter(model, image, tmp_path
     assert export(fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",)).parity.ok
 
 
+def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, image, tmp_path):
+    """The running mean that a bias was moved into is the result's own: the caller's stays behind."""
+    fast = optimize(model.train(), example_inputs=(image,), mode="training")
+    assert [record.status for record in report_of(fast).passes] == ["applied"]
+    optimizer = torch.optim.SGD(fast.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        fast(image)["logits"].square().mean().backward()
+        optimizer.step()
+    assert (fast.norm.running_mean - model.norm.running_mean + model.conv.bias).abs().max() > 1e-2
+    bundle = export(fast, example_inputs=(image,), output=tmp_path / "net")
+    assert bundle.parity.ok
+    with torch.no_grad():
+        fast.norm.running_mean.add_(1)
+        # The caller takes over what was trained: that is no reason to refuse.
+        model.load_state_dict(fast.state_dict())
+    assert export(fast, example_inputs=(image,), output=tmp_path / "again", formats=("torchscript",)).parity.ok
+
+
 def test_outputs_that_prove_nothing_are_not_published(image, tmp_path):
     model = nn.Conv2d(3, 4, 3)
     nn.init.zeros_(model.weight)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from optimizer.inputs import Call, Samples
 from optimizer.parity import check_parity
 from optimizer.pipeline import Pipeline
+from optimizer.preserve import kept_state
 from optimizer.report import no_progress
 from optimizer.working_copy import Mode, working_copy
 from passes.base import Context, Pass, PassResult, device_of
@@ -106,7 +107,7 @@ def check_pass(
         check_same(before, state_of(program), f"{item.name} changed nothing and still left a difference")
     after = state_of(program)
     if example_inputs is not None or example_kwargs:
-        _check_parity(item, model, program.root, example_inputs, example_kwargs, atol)
+        _check_parity(item, model, program.root, example_inputs, example_kwargs, atol, mode)
         _check_copy(item, program.root, context)
     check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
 
@@ -177,18 +178,27 @@ def _texts(records: Any, name: str) -> list[tuple[str, str]]:
 
 
 def _check_parity(
-    item: Pass, model: nn.Module, candidate: Callable[..., Any], inputs: Any, kwargs: Any, atol: float | None
+    item: Pass,
+    model: nn.Module,
+    candidate: Callable[..., Any],
+    inputs: Any,
+    kwargs: Any,
+    atol: float | None,
+    mode: Mode,
 ) -> None:
-    report = check_parity(
-        model,
-        candidate,
-        () if inputs is None else inputs,
-        example_kwargs=kwargs,
-        batch_sizes=(1, 2, 5),
-        draws=1,
-        atol=atol,
-    )
-    assert report.ok, f"{item.name} computes something else: {report.reason}"
+    # What is trained is right in eval too.
+    for one in dict.fromkeys(("inference", mode)):
+        report = check_parity(
+            model,
+            candidate,
+            () if inputs is None else inputs,
+            example_kwargs=kwargs,
+            batch_sizes=(1, 2, 5) if one == "inference" else (2, 5),
+            draws=1,
+            atol=atol,
+            mode=one,
+        )
+        assert report.ok, f"{item.name} computes something else: {report.reason}"
 
 
 def _check_copy(item: Pass, root: nn.Module, context: Context) -> None:
@@ -196,7 +206,7 @@ def _check_copy(item: Pass, root: nn.Module, context: Context) -> None:
     outputs = []
     for module in (root, copy.deepcopy(root)):
         torch.manual_seed(0)
-        with torch.no_grad():
+        with torch.no_grad(), kept_state(module):
             outputs.append(pytree.tree_leaves(module(*copy.deepcopy(args), **copy.deepcopy(kwargs))))
     for mine, theirs in zip(*outputs, strict=True):
         if isinstance(mine, torch.Tensor):

@@ -16,7 +16,7 @@ from torch import Tensor, fx, is_grad_enabled, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from passes.graph.capture import Capture, capture, is_atom
+from passes.graph.capture import Capture, capture, is_atom, training_flags
 from passes.graph.structure import CallStructure, signature_of
 
 X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
@@ -120,6 +120,29 @@ def test_a_graph_that_looks_at_training_holds_for_one_flag():
     assert graph_of(ignores).flags == (True, False)
     assert graph_of(looks).forward().graphs.keys() == {True}
     assert all(module.training for module in (*looks.modules(), *ignores.modules()))
+
+
+def test_what_is_in_eval_inside_of_a_model_in_training_holds_for_that_alone():
+    looks = make(lambda self, x: x + 1 if self.training else x - 1)
+    root = nn.Sequential(looks.eval(), make(lambda self, x: x * 2))
+    root.training = True
+    captured = capture(root)
+    assert graph_of(looks, captured).forward().graphs.keys() == {False}
+    assert graph_of(root[1], captured).forward().graphs.keys() == {True, False}
+
+
+def test_a_forward_of_two_graphs_is_captured_as_the_one_of_its_flag():
+    module = make(lambda self, x: x + 1 if self.training else x - 1)
+    graphs = {}
+    for flag in (False, True):
+        with training_flags(module, flag):
+            graphs[flag] = graph_of(module)
+    module.forward = graphs[True].forward({False: graphs[False]})
+    for flag in (True, False, True):
+        assert torch.equal(module.train(flag)(X), X + (1 if flag else -1))
+        again = graph_of(module)
+        assert again.flags == (flag,)
+        assert torch.equal(again.forward()(X), module(X))
 
 
 @pytest.mark.parametrize(

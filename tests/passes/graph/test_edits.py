@@ -8,7 +8,17 @@ from pass_contract import tree_of
 from torch import nn
 
 from passes.graph import edits
-from passes.graph.edits import AttributeEdit, Edit, FormatEdit, MetaEdit, ModuleEdit, TensorEdit, in_place, taken_back
+from passes.graph.edits import (
+    AttributeEdit,
+    Edit,
+    FormatEdit,
+    HookEdit,
+    MetaEdit,
+    ModuleEdit,
+    TensorEdit,
+    in_place,
+    taken_back,
+)
 
 
 def tree() -> nn.Module:
@@ -23,6 +33,8 @@ def edits_of(root: Any) -> list[Edit]:
         TensorEdit(root[1], "running_mean", torch.ones(1)),
         AttributeEdit(root[0], "forward", len),
         AttributeEdit(root[1], "eps", 0.5),
+        HookEdit(root[0], "_load_state_dict_pre_hooks", "of a test", len),
+        HookEdit(root[0], "_load_state_dict_pre_hooks", "of a test", max),
         ModuleEdit(root, "1", nn.Identity()),
         TensorEdit(root[0], "weight", nn.Parameter(torch.ones(1, 1, 1, 1))),
     ]

@@ -80,3 +80,26 @@ def test_a_guarded_pair_is_computed_apart() -> None:
     assert not list(conv_bn_chains(program))
     x = image(seed=3)
     assert torch.allclose(change.after(x).relu(), Island().eval()(x), atol=1e-5)
+
+
+def test_a_run_writes_to_copies_of_the_buffers() -> None:
+    """The buffers may be the caller's, whose statistics a BatchNorm in training would count on."""
+
+    class Counts(Functional):
+        def forward(self, x: Tensor) -> Any:
+            return torch.nn.functional.batch_norm(x[:, :1] + self.mean.reshape(1, -1, 1, 1), self.mean, self.var, None)
+
+    for model in (Pair().train(), Counts()):
+        program, _ = captured(model, keep_flags=True)
+        nodes = [node for node in program.nodes() if node.op in ("call_module", "call_function")]
+        region = Region.of(program, nodes)
+        tensors = list(program.root.buffers())
+        before = [tensor.clone() for tensor in tensors]
+        values = [image() for _ in region.inputs]
+        with region.private_state():
+            if type(model) is Pair:
+                region(*values)
+                assert not torch.equal(program.root.bn.running_mean, before[0])
+            assert all(held is not tensor for held, tensor in zip(program.root.buffers(), tensors, strict=True))
+        assert all(held is tensor for held, tensor in zip(program.root.buffers(), tensors, strict=True))
+        assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))

@@ -1,0 +1,238 @@
+"""A bias that was moved into a running mean, as checkpoints know it: still there, and zero.
+
+With (bias, mean) a convolution and the BatchNorm behind it compute what they do with (0, mean - bias), whatever the two
+are. So a result that has lost the bias says `bias = 0` in its `state_dict`, which loads into the original and is right
+there; and where a checkpoint holds a bias of its own, what is loaded is the mean less that bias.
+
+A module that is loaded sees the keys of its own children only, and the bias and the mean may stand far apart: the nearest
+module that holds both does the moving. A checkpoint that holds one of the two without the other doesn't say what the
+mean would be, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+# In a module's dicts of hooks: text, as torch numbers its own, and those of another process may have the same numbers.
+_KEY = "optimize_export.moved_bias"
+
+
+class MovedBias:
+    """One bias that is gone, and the running mean that it is in.
+
+    Attributes:
+        bias_path, mean_path: where the two are registered, from the root; `mean_path` is None where the bias was dropped,
+            as the mean of the batch takes it out again in any case.
+        holder_path: the nearest module that holds both.
+        bias_owner, mean_owner: the modules that register them; the mean's is None where there is none.
+        weight_owner, weight: the module and the name of the convolution's weight, whose dtype and device the bias has.
+        size: how many numbers the bias had.
+        before: the parameters that its owner registered before it.
+    """
+
+    def __init__(
+        self,
+        bias: tuple[str, nn.Module, str],
+        mean: tuple[str, nn.Module, str] | None,
+        weight: tuple[nn.Module, str],
+        size: int,
+    ) -> None:
+        self.mean_owner: nn.Module | None
+        owner_path, self.bias_owner, self.bias = bias
+        self.bias_path = _joined(owner_path, self.bias)
+        mean_owner_path, self.mean_owner, self.mean = (owner_path, None, "") if mean is None else mean
+        self.mean_path = None if mean is None else _joined(mean_owner_path, self.mean)
+        self.holder_path = _common(owner_path, mean_owner_path)
+        self.weight_owner, self.weight = weight
+        self.size = size
+        names = list(self.bias_owner._parameters)
+        self.before = frozenset(names[: names.index(self.bias)])
+        # The mean that the holder has made, on its way to the module that loads it.
+        self.made: torch.Tensor | None = None
+
+    @property
+    def key(self) -> str:
+        """Under which name hooks for it are kept."""
+        return f"{_KEY}:{self.bias_path}"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the bias is still in the mean: a later pass may have given the convolution another one."""
+        has_mean = self.mean_owner is None or self.mean_owner._buffers.get(self.mean) is not None
+        return self.bias_owner._parameters.get(self.bias) is None and has_mean
+
+    def hooks(self) -> Iterator[tuple[str, str, Any]]:
+        """(path of a module, name of its dict of hooks, hook) of everything that has to stand in the tree for it."""
+        loaded = "_load_state_dict_pre_hooks"
+        owner_path = self.bias_path.rpartition(".")[0]
+        yield owner_path, "_state_dict_hooks", SaveAsZero(self)
+        yield self.holder_path, loaded, LoadIntoMean(self)
+        if self.holder_path != owner_path:
+            yield owner_path, loaded, RefuseBiasAlone(self)
+        if self.mean_path is not None and (mean_owner_path := self.mean_path.rpartition(".")[0]) != self.holder_path:
+            yield mean_owner_path, loaded, RefuseMeanAlone(self)
+
+    def zero(self) -> torch.Tensor:
+        """The bias as a checkpoint holds it, (out,)."""
+        weight = self.weight_owner._parameters.get(self.weight)
+        like = torch.empty(0) if weight is None else weight.detach()
+        return torch.zeros(self.size, dtype=like.dtype, device=like.device)
+
+    def alone(self, given: str, lacking: str) -> str:
+        """The sentence where one of the two comes without the other."""
+        return (
+            f"{given} comes without {lacking}, and {self.bias_path} was moved into {self.mean_path} when the model was"
+            f" optimized: load both together, into {self.holder_path or 'the whole model'}, or load them into the original"
+            " model and optimize it again."
+        )
+
+
+class _Hook:
+    """Base of the hooks; copied and pickled with the modules that hold them."""
+
+    def __init__(self, moved: MovedBias) -> None:
+        self.moved = moved
+
+
+class SaveAsZero(_Hook):
+    """Puts the bias into what its owner saves, where it would stand."""
+
+    # As torch marks what was registered in public; it doesn't take what such a hook returns for another state dict.
+    _from_public_api = True
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        moved = self.moved
+        key = prefix + moved.bias
+        if not moved.is_gone or key in state_dict:
+            return
+        before = {prefix + name for name in moved.before}
+        behind = []
+        for other in reversed(state_dict):
+            if other in before or not other.startswith(prefix):
+                break
+            behind.append(other)
+        state_dict[key] = moved.zero()
+        for other in reversed(behind):
+            state_dict[other] = state_dict.pop(other)
+
+
+class LoadIntoMean(_Hook):
+    """Takes the bias out of what is loaded, and the mean less the bias takes the place of the mean."""
+
+    def __call__(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        moved = self.moved
+        if not moved.is_gone:
+            return
+        bias_key = prefix + _within(moved.holder_path, moved.bias_path)
+        mean_key = None if moved.mean_path is None else prefix + _within(moved.holder_path, moved.mean_path)
+        bias = state_dict.pop(bias_key, None)
+        if bias is None and strict:
+            missing_keys.append(bias_key)
+        if mean_key is None:
+            return
+        mean = state_dict.get(mean_key)
+        if bias is None and mean is None:
+            return
+        if bias is None or mean is None:
+            # What can't be placed isn't loaded either.
+            state_dict.pop(mean_key, None)
+            error_msgs.append(moved.alone(*((bias_key, mean_key) if mean is None else (mean_key, bias_key))))
+            return
+        if not _are_tensors(bias, mean) or bias.shape != (moved.size,):
+            shape = tuple(bias.shape) if isinstance(bias, torch.Tensor) else type(bias).__name__
+            error_msgs.append(f"size mismatch for {bias_key}: {shape} in the checkpoint, ({moved.size},) in the model.")
+        elif mean.shape == bias.shape:
+            mean = state_dict[mean_key] = mean_without(mean, bias)
+        moved.made = mean
+
+
+class RefuseBiasAlone(_Hook):
+    """Stands at the owner of the bias: its holder takes the bias out, so one that comes here was loaded without it."""
+
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        moved = self.moved
+        if moved.is_gone and prefix + moved.bias in state_dict:
+            error_msgs.append(moved.alone(prefix + moved.bias, str(moved.mean_path)))
+
+
+class RefuseMeanAlone(_Hook):
+    """Stands at the owner of the mean: one that its holder hasn't made was loaded without it."""
+
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        moved = self.moved
+        made, moved.made = moved.made, None
+        key = prefix + moved.mean
+        if moved.is_gone and key in state_dict and state_dict[key] is not made:
+            error_msgs.append(moved.alone(key, moved.bias_path))
+
+
+def mean_without(mean: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The mean less the bias, both (channels,): computed in float64 and cast back once, without gradients."""
+    wide = [tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach() for tensor in (mean, bias)]
+    return (wide[0].double() - wide[1].to(wide[0].device).double()).to(mean)
+
+
+def moved_biases(root: nn.Module) -> Iterator[tuple[str, str | None]]:
+    """For each bias of the tree that is gone, its path and that of the running mean that it is in, None for dropped."""
+    for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for hook in module._load_state_dict_pre_hooks.values():
+            if isinstance(hook, LoadIntoMean) and hook.moved.is_gone:
+                moved = hook.moved
+                inside = _within(moved.holder_path, moved.bias_path)
+                mean = None if moved.mean_path is None else _within(moved.holder_path, moved.mean_path)
+                yield _joined(path, inside), None if mean is None else _joined(path, mean)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _common(first: str, second: str) -> str:
+    """The path of the nearest module around both."""
+    parts = []
+    for mine, theirs in zip(first.split("."), second.split("."), strict=False):
+        if mine != theirs:
+            break
+        parts.append(mine)
+    return ".".join(parts)
+
+
+def _within(holder: str, path: str) -> str:
+    return path.removeprefix(f"{holder}.") if holder else path
+
+
+def _are_tensors(*values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
