@@ -1,4 +1,4 @@
-"""BatchNorm(conv(x)) == conv'(x), and conv(BatchNorm(x)) == conv'(x) where no zeros are padded in between."""
+"""BatchNorm(conv(x)) == conv'(x), so are scale * conv(x) + shift, and conv(BatchNorm(x)) where no zeros are padded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch
 from passes.base import GraphPass
 from passes.folding import are_finite, float64, scale_of, why_not
 from passes.graph.guards import is_tied
-from passes.graph.match import BatchNorm, Convolution, TensorRef, bn_conv_chains, conv_bn_chains, unlike_layers, way_of
+from passes.graph.match import (
+    Affine,
+    BatchNorm,
+    ChannelScale,
+    Convolution,
+    TensorRef,
+    affine_chains,
+    bn_conv_chains,
+    unlike_layers,
+    way_of,
+)
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
@@ -29,7 +39,8 @@ class FoldConvBn(GraphPass):
         BatchNorm(conv(x; W) + b)  ==  conv(x; W * s over output channels) + b * s + t
         conv(BatchNorm(x); W) + b  ==  conv(x; W * s over input channels) + b + sum of W * t over all but the outputs
 
-    Computed in float64 and cast back once. The second is exact only where the convolution pads no zeros, which would
+    Products and sums with a parameter or buffer that has one number for each output channel, or one for all, go the
+    first way too. Computed in float64 and cast back once. The second is exact only where the convolution pads no zeros, which would
     have to be -t / s. Operations between the two that only move values (transpose, permute, flatten, view, dropout in
     eval) stay where they are.
 
@@ -60,17 +71,15 @@ class FoldConvBn(GraphPass):
             graph.skip_module(where, reason)
 
 
-def _pairs(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
+def _pairs(program: Program) -> Iterator[tuple[Convolution, Affine]]:
     """Those behind a convolution first: what is folded there is no BatchNorm in front of the next one any more."""
-    yield from conv_bn_chains(program)
+    yield from affine_chains(program)
     yield from bn_conv_chains(program)
 
 
-def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    if norm.uses_batch_statistics:
-        return "it uses the statistics of the batch"
-    if norm.mean is None or norm.var is None:
-        return "it keeps no running statistics"
+def _why_not(program: Program, conv: Convolution, norm: Affine) -> str | None:
+    if isinstance(norm, BatchNorm) and (reason := _why_not_statistics(norm)):
+        return reason
     where = program.where(conv.node)
     if norm.leads:
         reason = _why_not_in_front(program, conv, norm)
@@ -79,7 +88,13 @@ def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None
     return None if reason is None else f"the convolution {where} stays as it is: {reason}"
 
 
-def _why_not_in_front(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_statistics(norm: BatchNorm) -> str | None:
+    if norm.uses_batch_statistics:
+        return "it uses the statistics of the batch"
+    return "it keeps no running statistics" if norm.mean is None or norm.var is None else None
+
+
+def _why_not_in_front(program: Program, conv: Convolution, norm: Affine) -> str | None:
     if conv.transposed:
         return "the outputs of a transposed convolution near the border are sums of fewer products"
     if conv.pads:
@@ -89,7 +104,7 @@ def _why_not_in_front(program: Program, conv: Convolution, norm: BatchNorm) -> s
     return why_not(program, conv, norm)
 
 
-def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _fold(graph: Rewriter, conv: Convolution, norm: Affine, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
     weight, bias = tensors
     what = f"folded into {graph.program.where(conv.node)}"
     with graph.change(graph.program.where(norm.node), what, way_of(conv, norm)) as change:
@@ -100,11 +115,11 @@ def _fold(graph: Rewriter, conv: Convolution, norm: BatchNorm, tensors: tuple[to
         graph.carry_norm(change, conv, norm)
 
 
-def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
+def folded_tensors(conv: Convolution, norm: Affine) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight, in the layout and dtype of the old one, and bias, (out,), of the convolution that does both."""
     weight = conv.weight.value
     assert weight is not None
-    scale, shift = _scale_and_shift(norm)
+    scale, shift = _scale_and_shift(conv, norm)
     old = _float64(conv.bias)
     if norm.leads:
         bias = torch.zeros(conv.channels, dtype=torch.float64, device=shift.device) if old is None else old.clone()
@@ -124,17 +139,33 @@ def folded_tensors(conv: Convolution, norm: BatchNorm) -> tuple[torch.Tensor, to
     return new, bias.to(weight)
 
 
-def _scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the BatchNorm multiplies each channel by, and adds to it then, both (channels,) in float64."""
-    mean = _float64(norm.mean)
+def _scale_and_shift(conv: Convolution, affine: Affine) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each channel is multiplied by, and what is added to it then, both (channels,) in float64."""
+    if isinstance(affine, ChannelScale):
+        return _scale_or_shift(conv, affine)
+    mean = _float64(affine.mean)
     assert mean is not None
-    scale = scale_of(norm)
+    scale = scale_of(affine)
     shift = -mean * scale
-    if (gain := _float64(norm.weight)) is not None:
+    if (gain := _float64(affine.weight)) is not None:
         scale, shift = scale * gain, shift * gain
-    if (offset := _float64(norm.bias)) is not None:
+    if (offset := _float64(affine.bias)) is not None:
         shift = shift + offset
     return scale, shift
+
+
+def _scale_or_shift(conv: Convolution, affine: ChannelScale) -> tuple[torch.Tensor, torch.Tensor]:
+    value = _float64(affine.tensor)
+    assert value is not None
+    value = value.reshape(-1).expand(conv.channels)
+    ones, zeros = torch.ones_like(value), torch.zeros_like(value)
+    if affine.operation == "mul":
+        return value, zeros
+    if affine.operation == "div":
+        return ones / value, zeros
+    if affine.operation == "rsub":
+        return -ones, value
+    return ones, -value if affine.operation == "sub" else value
 
 
 def _row_slices(weight: torch.Tensor) -> Sequence[slice | None]:
@@ -145,7 +176,7 @@ def _row_slices(weight: torch.Tensor) -> Sequence[slice | None]:
     return [slice(start, start + count) for start in range(0, len(weight), count)]
 
 
-def _factors(conv: Convolution, norm: BatchNorm, values: torch.Tensor, rows: slice | None) -> torch.Tensor:
+def _factors(conv: Convolution, norm: Affine, values: torch.Tensor, rows: slice | None) -> torch.Tensor:
     """Of one number for each channel of the BatchNorm, (channels,), those that belong to some rows of the weight."""
     weight = conv.weight.value
     assert weight is not None

@@ -11,7 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from passes.graph.guards import SealCheckingForward, inner_forward, is_carried
 from passes.graph.match import (
+    Affine,
     BatchNorm,
+    ChannelScale,
     Convolution,
     Node,
     TensorRef,
@@ -32,7 +34,7 @@ from passes.graph.program import Program, operation_name
 from passes.graph.recording import autocast_dtype
 
 
-def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def why_not(program: Program, conv: Convolution, norm: Affine) -> str | None:
     """The reason why the two can't be rewritten together, or None.
 
     What is asked here holds for every rewrite of the pair: that nothing else sees the value between them, and that
@@ -54,7 +56,7 @@ def why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     )
 
 
-def _why_not_value(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_value(program: Program, conv: Convolution, norm: Affine) -> str | None:
     for value, following in itertools.pairwise(way_of(conv, norm)):
         others = (user for user in program.users(value) if user is not following)
         other = next((user for user in others if uses_values(program, user, value)), None)
@@ -89,7 +91,7 @@ def _name_of_user(program: Program, user: Node) -> str:
     return program.where(user)
 
 
-def _why_not_modules(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_modules(program: Program, conv: Convolution, norm: Affine) -> str | None:
     for role, module in (("the convolution", conv.module), ("the BatchNorm", norm.module)):
         if module is None:
             continue
@@ -115,7 +117,7 @@ def _what_hooks_set(module: nn.Module) -> str:
     return f", which set its {names[0]} at every call" if names else ""
 
 
-def _why_not_called_elsewhere(program: Program, place: Convolution | BatchNorm, module: nn.Module) -> str | None:
+def _why_not_called_elsewhere(program: Program, place: Convolution | Affine, module: nn.Module) -> str | None:
     """Whether something calls the module that no graph shows."""
     home = program.home(place.node)
     if not home.whole:
@@ -130,7 +132,7 @@ def _why_not_called_elsewhere(program: Program, place: Convolution | BatchNorm, 
     return None
 
 
-def _why_not_tensors(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str | None:
     refs = [conv.weight, *([conv.bias] if conv.bias_value is not None and conv.bias else []), *norm.tensors]
     for ref in refs:
         if reason := _why_not_tensor(program, ref, (conv, norm)):
@@ -138,7 +140,7 @@ def _why_not_tensors(program: Program, conv: Convolution, norm: BatchNorm) -> st
     return None
 
 
-def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, BatchNorm]) -> str | None:
+def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, Affine]) -> str | None:
     tensor, path = ref.value, _path_of(program, ref)
     if tensor is None:
         return f"{path} is missing"
@@ -163,7 +165,7 @@ def _registered(ref: TensorRef) -> torch.Tensor | None:
     return ref.owner._parameters.get(ref.name, ref.owner._buffers.get(ref.name))
 
 
-def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Convolution, BatchNorm]) -> str | None:
+def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Convolution, Affine]) -> str | None:
     nodes = program.readers_of(ref.owner, ref.name)
     for node in nodes:
         if any(user is not pair[0].node and user is not pair[1].node for user in node.users):
@@ -179,7 +181,7 @@ def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Co
     return None
 
 
-def _why_not_autocast(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_autocast(program: Program, conv: Convolution, norm: Affine) -> str | None:
     for role, node in (("it", conv.node), (f"the BatchNorm {program.where(norm.node)}", norm.node)):
         dtype = program.autocast_at(node)
         if dtype is not None:
@@ -193,7 +195,9 @@ def _path_of(program: Program, ref: TensorRef) -> str:
     return f"{path}.{ref.name}" if path else ref.name
 
 
-def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_channels(program: Program, conv: Convolution, norm: Affine) -> str | None:
+    if isinstance(norm, ChannelScale):
+        return _why_not_dtype(program, conv, norm)
     reason = _why_not_moved(program, conv, norm) if norm.moves else _why_not_rank(program, conv, norm)
     if reason:
         return reason
@@ -206,7 +210,17 @@ def _why_not_channels(program: Program, conv: Convolution, norm: BatchNorm) -> s
     return None
 
 
-def _why_not_rank(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_dtype(program: Program, conv: Convolution, scale: ChannelScale) -> str | None:
+    """Another dtype would be that of the product."""
+    weight, tensor = conv.weight.value, scale.tensor.value
+    assert weight is not None
+    assert tensor is not None
+    if tensor.dtype == weight.dtype:
+        return None
+    return f"{_path_of(program, scale.tensor)} is of another dtype than its weight"
+
+
+def _why_not_rank(program: Program, conv: Convolution, norm: Affine) -> str | None:
     """BatchNorm takes the second dim for the channels: of a layer on other ranks these are not its inputs or outputs."""
     rank = program.rank_of_input(conv.node)
     kind = "convolution" if conv.dims else "linear layer"
@@ -224,7 +238,7 @@ def _why_not_rank(program: Program, conv: Convolution, norm: BatchNorm) -> str |
     return None
 
 
-def _why_not_moved(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_moved(program: Program, conv: Convolution, norm: Affine) -> str | None:
     way = ", ".join(program.where(node) for node in norm.moves)
     first, _ = in_order(conv, norm)
     if program.rank_of_input(first.node) is None:
@@ -240,7 +254,7 @@ def _why_not_moved(program: Program, conv: Convolution, norm: BatchNorm) -> str 
     return None
 
 
-def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_forward(program: Program, conv: Convolution, norm: Affine) -> str | None:
     for node in (conv.node, norm.node):
         opaque = program.opaque_around(node)
         if opaque is not None and not _is_closed(program, conv, norm):
@@ -271,7 +285,7 @@ def _why_not_forward(program: Program, conv: Convolution, norm: BatchNorm) -> st
     return None
 
 
-def _is_closed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
+def _is_closed(program: Program, conv: Convolution, norm: Affine) -> bool:
     """Whether one graph holds the pair and a seal guards it, so that the forwards around it need not be known.
 
     Runs that don't agree on those still show who calls the two and who reads their tensors. What no run shows meets the
@@ -286,7 +300,7 @@ def _is_closed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
     )
 
 
-def _why_not_code(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_code(program: Program, conv: Convolution, norm: Affine) -> str | None:
     """Whether a branch that nothing showed may read what the rewrite changes, or ask what the sealed value is."""
     # Their graphs stand in for their forwards.
     replaced = frozenset(id(program.home(place.node).module) for place in (conv, norm) if place.module is None)

@@ -185,9 +185,9 @@ def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 @dataclass
 class AttributeEdit(_DictEdit):
-    """Another value of an instance attribute, such as `forward`."""
+    """Another value of an instance attribute, such as the `forward` of a module."""
 
-    module: nn.Module
+    module: Any
     name: str
     new: Any
     old: Any = _MISSING

@@ -56,19 +56,19 @@ class FoldedPair:
         conv_path, norm_path: where the two stand in the tree.
         leads: whether the BatchNorm stands in front of the convolution.
         rank: the dims of the convolution's input that both were seen to take for one thing: on others the BatchNorm's
-            channels may not be the convolution's.
-        dim: the one that holds the channels where the first of the two gives them out.
+            channels may not be the convolution's. None where they are the same on any.
+        dims: the spatial dims of the convolution, behind that of the channels.
         trained: whether the convolution had a bias that was trained, and isn't any more.
     """
 
     def __init__(
-        self, conv_path: str, norm_path: str, rank: int, dim: int = 1, *, leads: bool = False, trained: bool = False
+        self, conv_path: str, norm_path: str, rank: int | None, dims: int, *, leads: bool = False, trained: bool = False
     ) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
         self.leads = leads
         self.rank = rank
-        self.dim = dim
+        self.dims = dims
         self.trained = trained
         self.warned = False
 
@@ -242,25 +242,27 @@ def sealed_for(value: torch.Tensor, pair: FoldedPair) -> SealedOutput:
     """
     if isinstance(value, SealedOutput):
         raise value.sealed_by.went_astray()
-    if not pair.leads and value.dim() != pair.rank:
+    if pair.leads:
+        return SealedOutput(value, pair, 1)
+    if pair.rank is not None and value.dim() != pair.rank:
         raise pair.other_rank(value)
-    return SealedOutput(value, pair, pair.dim)
+    return SealedOutput(value, pair, value.dim() - pair.dims - 1)
 
 
-def opened_from(value: Any, pair: FoldedPair, dims: int | None) -> torch.Tensor:
+def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
     """What the second of a pair is given, where that is a function in a graph.
 
     Args:
         value: what comes to it.
         pair: the two.
-        dims: the spatial dims of a convolution, behind that of the channels; None for a BatchNorm.
+        behind: how many dims there are behind that of the channels; None for a BatchNorm, which takes dim 1 for it.
 
     Raises:
         UnseenCall: it isn't what the first one gave out, or its channels stand in another dim.
     """
     sealed = pair.opened(value)
     opened = sealed.sealed_value
-    wanted = 1 if dims is None else opened.dim() - dims - 1
+    wanted = 1 if behind is None else opened.dim() - behind - 1
     if sealed.sealed_dim != wanted:
         raise pair.other_dim(sealed.sealed_dim, wanted)
     return opened
@@ -306,32 +308,28 @@ class FoldedConvForward(InstanceForward):
     Attributes:
         pair: it and the BatchNorm behind it; None without.
         front: it and the BatchNorm in front of it; None without.
-        dims: its spatial dims, behind that of the channels.
     """
 
     is_atom = True
 
-    def __init__(
-        self, owner: nn.Module, pair: FoldedPair | None, front: FoldedPair | None = None, *, dims: int = 0
-    ) -> None:
+    def __init__(self, owner: nn.Module, pair: FoldedPair | None, front: FoldedPair | None = None) -> None:
         self.owner = owner
         self.pair = pair
         self.front = front
-        self.dims = dims
         self.has_bias = owner._parameters.get("bias") is not None
 
     def __call__(self, input: Any) -> Any:
         # The way of every call of every pair: as few steps as there can be.
-        owner, pair = self.owner, self.pair
-        if self.front is not None:
-            input = opened_from(input, self.front, self.dims)
+        owner, pair, front = self.owner, self.pair, self.front
+        if front is not None:
+            input = opened_from(input, front, front.dims)
         if pair is None:
             return type(owner).forward(owner, input)
         if not self.has_bias and owner._parameters.get("bias") is not None:
             raise pair.other_tensors(pair.conv_path)
-        if input.dim() != pair.rank:
+        if pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
-        return SealedOutput(type(owner).forward(owner, input), pair, pair.dim)
+        return SealedOutput(type(owner).forward(owner, input), pair, input.dim() - pair.dims - 1)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution alone, with nobody looking where its output goes."""

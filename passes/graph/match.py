@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,40 @@ class BatchNorm:
         return tuple(ref for ref in (self.weight, self.bias, self.mean, self.var) if ref is not None)
 
 
+@dataclass(frozen=True)
+class ChannelScale:
+    """A product or sum of a value and a parameter or buffer, with one number of it for each channel or one for all.
+
+    Attributes:
+        node, input, moves: as in `BatchNorm`.
+        operation: "mul", "div", "add", "sub", or "rsub" for what the value is taken from.
+        tensor: the parameter or buffer, of any shape that broadcasts so.
+    """
+
+    node: fx.Node
+    input: fx.Node
+    operation: str
+    tensor: TensorRef
+    moves: tuple[fx.Node, ...] = ()
+
+    module: None = None
+    leads: bool = False
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All that it reads."""
+        return (self.tensor,)
+
+    @property
+    def rank(self) -> int:
+        """The dims of the parameter or buffer."""
+        assert self.tensor.value is not None
+        return self.tensor.value.dim()
+
+
+# What may become part of the layer before it.
+Affine = BatchNorm | ChannelScale
+
 _CONVOLUTIONS: Mapping[Any, tuple[int, bool]] = {
     F.conv1d: (1, False), F.conv2d: (2, False), F.conv3d: (3, False),
     torch.conv1d: (1, False), torch.conv2d: (2, False), torch.conv3d: (3, False),
@@ -141,6 +176,15 @@ _BATCH_NORM_ARGUMENTS: Mapping[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
 }
+_SCALES: Mapping[Any, str] = {
+    **{function: name for name in ("mul", "add", "sub") for function in (getattr(operator, name), getattr(torch, name))},
+    operator.truediv: "div", torch.div: "div", torch.true_divide: "div", torch.multiply: "mul", torch.subtract: "sub",
+    torch.divide: "div",
+}  # fmt: skip
+_SCALE_METHODS = {
+    "mul": "mul", "multiply": "mul", "add": "add", "sub": "sub", "subtract": "sub", "div": "div", "divide": "div",
+    "true_divide": "div",
+}  # fmt: skip
 STOCK_CONVOLUTIONS: tuple[type[_ConvNd], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -245,12 +289,78 @@ def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
     """Every batch normalisation whose input a convolution or linear layer makes, wherever the two stand."""
     for node in list(program.nodes()):
         norm = batch_norm_at(program, node)
-        if norm is None:
-            continue
-        source, moves = _source_of(program, norm.input)
-        conv = convolution_at(program, source)
-        if conv is not None:
-            yield conv, replace(norm, moves=moves)
+        if norm is not None and (found := _behind_convolution(program, norm)) is not None:
+            yield found
+
+
+def affine_chains(program: Program) -> Iterator[tuple[Convolution, Affine]]:
+    """Every batch normalisation, and every product or sum by channel, whose input a convolution or linear layer makes.
+
+    Where one is folded before the next pair is asked for, what stands behind it is a pair too.
+    """
+    waiting = [node for node in program.nodes() if _affine_at(program, node) is not None]
+    found = True
+    while found:
+        found, rest = False, []
+        for node in waiting:
+            affine = _affine_at(program, node)
+            pair = None if affine is None else _behind_convolution(program, affine)
+            if pair is None:
+                rest.append(node)
+                continue
+            found = True
+            yield pair
+        waiting = rest
+
+
+def _affine_at(program: Program, node: fx.Node) -> Affine | None:
+    return batch_norm_at(program, node) or channel_scale_at(program, node)
+
+
+def channel_scale_at(program: Program, node: fx.Node) -> ChannelScale | None:
+    """The product or sum with a parameter or buffer that the node computes, if it does; of what shape isn't asked."""
+    if node.op == "call_function":
+        operation = _SCALES.get(node.target) if node.target.__hash__ is not None else None
+    else:
+        operation = _SCALE_METHODS.get(str(node.target)) if node.op == "call_method" else None
+    if operation is None or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = (_ref(program, argument) for argument in node.args)
+    value, tensor = (node.args[1], first) if second is None else (node.args[0], second)
+    if tensor is None or not isinstance(value, fx.Node) or value.op == "get_attr":
+        return None
+    if second is None:
+        operation = {"mul": "mul", "add": "add", "sub": "rsub"}.get(operation)
+    return None if operation is None else ChannelScale(node, value, operation, tensor)
+
+
+_A = TypeVar("_A", bound=Affine)
+
+
+def _behind_convolution(program: Program, affine: _A) -> tuple[Convolution, _A] | None:
+    source, moves = _source_of(program, affine.input)
+    conv = convolution_at(program, source)
+    if conv is None:
+        return None
+    affine = replace(affine, moves=moves)
+    return None if isinstance(affine, ChannelScale) and not scales_channels(program, conv, affine) else (conv, affine)
+
+
+def scales_channels(program: Program, conv: Convolution, scale: ChannelScale) -> bool:
+    """Whether the product or sum has one number for each channel of the convolution, or one for all, and keeps its dims."""
+    tensor = scale.tensor.value
+    if tensor is None or tensor.is_sparse:
+        return False
+    channels = channels_between(program, conv, scale)
+    if channels is None:
+        # Its channels are as many dims before the last one as it has of space, batched or not.
+        if scale.moves or tensor.dim() > conv.dims + 1:
+            return False
+        channels = Channels(conv.dims + 1, 0, conv.channels)
+    shape = [1] * (channels.rank - tensor.dim()) + list(tensor.shape)
+    return tensor.dim() <= channels.rank and all(
+        size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape)
+    )
 
 
 def bn_conv_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
@@ -271,12 +381,12 @@ def bn_conv_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
             conv = convolution_at(program, node)
 
 
-def in_order(conv: Convolution, norm: BatchNorm) -> tuple[Convolution | BatchNorm, Convolution | BatchNorm]:
+def in_order(conv: Convolution, norm: Affine) -> tuple[Convolution | Affine, Convolution | Affine]:
     """The two of a pair, the one first whose output goes to the other."""
     return (norm, conv) if norm.leads else (conv, norm)
 
 
-def way_of(conv: Convolution, norm: BatchNorm) -> tuple[fx.Node, ...]:
+def way_of(conv: Convolution, norm: Affine) -> tuple[fx.Node, ...]:
     """The nodes of a pair, from the first of the two over the moves to the second."""
     first, second = in_order(conv, norm)
     return (first.node, *norm.moves, second.node)
@@ -322,7 +432,7 @@ def is_moving(program: Program, module: nn.Module) -> bool:
     return _module_move(program, module) is not None
 
 
-def channels_between(program: Program, conv: Convolution, norm: BatchNorm) -> Channels | None:
+def channels_between(program: Program, conv: Convolution, norm: Affine) -> Channels | None:
     """Where the channels stand in what the second of a pair is given; None where that isn't known."""
     if norm.leads:
         rank = program.rank_of_input(norm.node)
@@ -389,7 +499,7 @@ def _is_quantized(module: nn.Module) -> bool:
     )
 
 
-def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
+def can_be_sealed(program: Program, conv: Convolution, norm: Affine) -> bool:
     """Whether the two can check at every call that the value of the one goes to the other, and nowhere else.
 
     Otherwise it is one graph that shows it, which has to be the forward of its module.
@@ -399,7 +509,7 @@ def can_be_sealed(program: Program, conv: Convolution, norm: BatchNorm) -> bool:
     return opened_between(program, conv, norm) is None
 
 
-def opened_between(program: Program, conv: Convolution, norm: BatchNorm) -> fx.Node | None:
+def opened_between(program: Program, conv: Convolution, norm: Affine) -> fx.Node | None:
     """Where the value between the two is given free by another pair, of which one is the convolution; None for nowhere.
 
     Of several such places, the one that is nearest to the BatchNorm.
@@ -410,7 +520,7 @@ def opened_between(program: Program, conv: Convolution, norm: BatchNorm) -> fx.N
     return found[-1] if norm.leads else found[0]
 
 
-def _opens(program: Program, node: fx.Node, norm: BatchNorm) -> bool:
+def _opens(program: Program, node: fx.Node, norm: Affine) -> bool:
     """Whether a pair ends at the node, or begins there that has the BatchNorm in front."""
     module = program.module_of(node)
     if module is not None:
@@ -418,7 +528,7 @@ def _opens(program: Program, node: fx.Node, norm: BatchNorm) -> bool:
     return node.target is (sealed_for if norm.leads else opened_from)
 
 
-def nodes_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[fx.Node]:
+def nodes_between(program: Program, conv: Convolution, norm: Affine) -> list[fx.Node]:
     """What the value of the first of a pair passes on its way to the second, from there back.
 
     Operations that move it or give it as it is, calls of modules that it comes out of, and inputs of graphs that it goes
@@ -441,7 +551,7 @@ def nodes_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[
     return found
 
 
-def modules_between(program: Program, conv: Convolution, norm: BatchNorm) -> list[nn.Module]:
+def modules_between(program: Program, conv: Convolution, norm: Affine) -> list[nn.Module]:
     """The modules that the value of the first of a pair passes through, into or out of, on its way to the second."""
     found: list[nn.Module] = []
     for node in nodes_between(program, conv, norm):

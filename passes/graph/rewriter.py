@@ -41,7 +41,16 @@ from passes.graph.guards import (
     refuse_checkpoint,
     sealed_for,
 )
-from passes.graph.match import BatchNorm, Convolution, TensorRef, can_be_sealed, in_order
+from passes.graph.match import (
+    Affine,
+    BatchNorm,
+    ChannelScale,
+    Convolution,
+    TensorRef,
+    can_be_sealed,
+    channels_between,
+    in_order,
+)
 from passes.graph.moved_bias import MovedBias
 from passes.graph.program import Program
 from passes.graph.region import Region
@@ -382,8 +391,8 @@ class Rewriter:
         self.set_attribute(change, conv, "forward", ContiguousInput(conv, conv.__dict__.get("forward")))
 
     @_writes
-    def carry_norm(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
-        """Take a BatchNorm out whose convolution does its work now.
+    def carry_norm(self, change: Change, conv: Convolution, norm: Affine) -> None:
+        """Take a BatchNorm, or a product or sum by channel, out whose convolution does its work now.
 
         What the first of the two makes goes to the second and nowhere else, which both check at every call: the forwards
         around them are as they were, and may be called in any way. A BatchNorm that is a module stays for that, without
@@ -393,10 +402,10 @@ class Rewriter:
         if can_be_sealed(self.program, conv, norm):
             self._seal(change, conv, norm, self._pair(conv, norm), carried=True)
         else:
-            self._keep_together(change, conv)
+            self._keep_together(change, conv, norm)
             self._hold_ranks(change, conv, norm)
         if norm.module is None:
-            self.bypass(norm.node, norm.node.all_input_nodes[0])
+            self.bypass(norm.node, _value_of(self.program, norm))
         elif isinstance(inner_forward(norm.module), FoldedNormForward):
             self._forget_statistics(change, norm)
         else:
@@ -408,15 +417,23 @@ class Rewriter:
         for ref in norm.tensors:
             self._take_away(change, ref)
 
-    def _hold_ranks(self, change: Change, conv: Convolution, norm: BatchNorm) -> None:
+    def _hold_ranks(self, change: Change, conv: Convolution, norm: Affine) -> None:
         """Nothing else would say that the BatchNorm's channels aren't the convolution's on input of other dims."""
         first, second = in_order(conv, norm)
-        ranks = {first.input: self._rank(conv, norm)} if first.input.op == "placeholder" else {}
+        own = self._rank(conv, norm)
+        if own is None:
+            return
+        ranks = {first.input: own} if first.input.op == "placeholder" else {}
         for node, rank in (self.program.inputs_behind(second.input) | ranks).items():
             self._do(change, MetaEdit(node.meta, RANK, rank))
 
-    def _rank(self, conv: Convolution, norm: BatchNorm) -> int:
-        """The dims of what the first of a pair is given; where no run shows them, as many as the convolution takes."""
+    def _rank(self, conv: Convolution, norm: Affine) -> int | None:
+        """The dims of what the first of a pair is given, which it holds for; None where it holds for any.
+
+        Where no run shows them, as many as the convolution takes.
+        """
+        if isinstance(norm, ChannelScale) and not norm.moves and norm.rank <= conv.dims + 1:
+            return None
         first, _ = in_order(conv, norm)
         return self.program.rank_of_input(first.node) or conv.dims + 2
 
@@ -445,7 +462,7 @@ class Rewriter:
             for other in elsewhere:
                 self._seal_in_graphs(change, *other, pair)
         else:
-            self._keep_together(change, conv)
+            self._keep_together(change, conv, norm)
             self._hold_ranks(change, conv, norm)
             self._own(norm.node)
         if self.program.mode == "training" and conv.bias is not None:
@@ -453,18 +470,16 @@ class Rewriter:
                 if place.module is None:
                     self._tied.setdefault(id(self.program.home(place.node)), []).append((conv.bias, pair))
 
-    def _pair(self, conv: Convolution, norm: BatchNorm, *, trained: bool = False) -> FoldedPair:
-        rank = self._rank(conv, norm)
-        dim = 1 if norm.leads else rank - conv.dims - 1
+    def _pair(self, conv: Convolution, norm: Affine, *, trained: bool = False) -> FoldedPair:
         paths = self.program.where(conv.node), self.program.where(norm.node)
-        return FoldedPair(*paths, rank, dim, leads=norm.leads, trained=trained)
+        return FoldedPair(*paths, self._rank(conv, norm), conv.dims, leads=norm.leads, trained=trained)
 
-    def _seal(self, change: Change, conv: Convolution, norm: BatchNorm, pair: FoldedPair, *, carried: bool) -> None:
+    def _seal(self, change: Change, conv: Convolution, norm: Affine, pair: FoldedPair, *, carried: bool) -> None:
         if conv.module is not None:
             earlier = inner_forward(conv.module)
             behind, front = (earlier.pair, earlier.front) if isinstance(earlier, FoldedConvForward) else (None, None)
             behind, front = (behind, pair) if norm.leads else (pair, front)
-            self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front, dims=conv.dims))
+            self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front))
         if norm.module is not None:
             self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
         self._seal_in_graphs(change, conv, norm, pair)
@@ -473,25 +488,28 @@ class Rewriter:
             # The module that calls both gets its forward at the end, once for all its pairs.
             self._guarded[id(around.module)] = around.module
 
-    def _seal_in_graphs(self, change: Change, conv: Convolution, norm: BatchNorm, pair: FoldedPair) -> None:
+    def _seal_in_graphs(self, change: Change, conv: Convolution, norm: Affine, pair: FoldedPair) -> None:
         first, second = in_order(conv, norm)
         if first.module is None:
             self._seal_in_graph(change, first, pair)
         if second.module is None:
-            self._open_in_graph(change, second, pair, conv.dims if norm.leads else None)
+            self._open_in_graph(change, second, pair, _dims_behind(self.program, conv, norm))
 
-    def _keep_together(self, change: Change, conv: Convolution) -> None:
+    def _keep_together(self, change: Change, conv: Convolution, norm: Affine) -> None:
         """Have the convolution go on as it is, where one graph shows what is between it and the BatchNorm."""
         if conv.module is None:
             self._own(conv.node)
             return
         earlier = inner_forward(conv.module)
-        if isinstance(earlier, FoldedConvForward):
-            # It looks anew whether there is a bias.
-            forward = FoldedConvForward(conv.module, earlier.pair, earlier.front, dims=earlier.dims)
-            self.set_forward(change, conv.module, forward)
+        if not isinstance(earlier, FoldedConvForward):
+            return
+        # It looks anew whether there is a bias.
+        self.set_forward(change, conv.module, FoldedConvForward(conv.module, earlier.pair, earlier.front))
+        rank = self._rank(conv, norm)
+        if earlier.pair is not None and earlier.pair.rank is None and rank is not None:
+            self._do(change, AttributeEdit(earlier.pair, "rank", rank))
 
-    def _seal_in_graph(self, change: Change, first: Convolution | BatchNorm, pair: FoldedPair) -> None:
+    def _seal_in_graph(self, change: Change, first: Convolution | Affine, pair: FoldedPair) -> None:
         self._own(first.node)
         held = self._held_in_graph(change, first.node, pair)
         sealing = [user for user in first.node.users if user.target is sealed_for]
@@ -506,12 +524,12 @@ class Rewriter:
             user.replace_input_with(first.node, sealed)
 
     def _open_in_graph(
-        self, change: Change, second: Convolution | BatchNorm, pair: FoldedPair, dims: int | None
+        self, change: Change, second: Convolution | Affine, pair: FoldedPair, behind: int | None
     ) -> None:
         self._own(second.node)
         with second.node.graph.inserting_before(second.node):
             held = second.node.graph.get_attr(self._hold(change, self.program.home(second.node).module, pair))
-            opened = second.node.graph.call_function(opened_from, (second.input, held, dims))
+            opened = second.node.graph.call_function(opened_from, (second.input, held, behind))
         second.node.replace_input_with(second.input, opened)
 
     def _held_in_graph(self, change: Change, node: fx.Node, pair: FoldedPair) -> fx.Node:
@@ -634,6 +652,23 @@ class Rewriter:
         for change in self.changes:
             change.edits = []
         self.program.refresh()
+
+
+def _dims_behind(program: Program, conv: Convolution, norm: Affine) -> int | None:
+    """How many dims there are behind that of the channels in what the second one takes; None for dim 1 in any case."""
+    if norm.leads:
+        return conv.dims
+    if not isinstance(norm, ChannelScale):
+        return None
+    channels = channels_between(program, conv, norm) if norm.moves else None
+    return conv.dims if channels is None else channels.rank - channels.dim - 1
+
+
+def _value_of(program: Program, affine: Affine) -> fx.Node:
+    """What it is given, where that may be something else by now that gives the same."""
+    return next(
+        node for node in affine.node.all_input_nodes if program.producer(node) is program.producer(affine.input)
+    )
 
 
 def _needs_gradient(*refs: TensorRef) -> bool:

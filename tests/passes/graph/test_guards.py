@@ -28,7 +28,7 @@ from passes.graph.guards import (
     ordered_leaves,
 )
 
-PAIR = FoldedPair("conv", "bn", 4)
+PAIR = FoldedPair("conv", "bn", 4, 2)
 VALUE = torch.randn(2, 4, 3, 3)
 
 
@@ -124,7 +124,7 @@ def test_only_its_norm_opens_it() -> None:
     bare = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
     assert torch.equal(FoldedNormForward(bare, PAIR, carried=True)(output), conv(x))
     assert torch.equal(FoldedNormForward(norm, PAIR, carried=False)(output), norm(conv(x)))
-    other = FoldedNormForward(norm, FoldedPair("conv", "bn", 4), carried=True)
+    other = FoldedNormForward(norm, FoldedPair("conv", "bn", 4, 2), carried=True)
     for value in (output, conv(x)):
         with pytest.raises(UnseenCall, match="bn was folded together with conv and is given a value that doesn't come"):
             other(value)

@@ -1,0 +1,271 @@
+"""Folding products and sums with a parameter or buffer into the layer before them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from folding_models import image
+from pass_contract import captured, sentences_of
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import check_parity, export, optimize, report_of
+from passes import FoldConvBias, FoldConvBn
+from passes.errors import UnseenCall
+
+IMAGE, LINE = image(), image(2, 7, 5)
+
+
+class Scaled(nn.Module):
+    """A convolution and a product by channel, and what a subclass does with the two."""
+
+    example = IMAGE
+    shape: tuple[int, ...] = (4, 1, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module = nn.Conv2d(3, 4, 3)
+        self.more()
+        enliven(self)
+        self.gamma = nn.Parameter(0.5 + torch.rand(self.shape, generator=torch.Generator().manual_seed(1)))
+
+    def more(self) -> None:
+        """What a subclass has besides, or instead."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.layer(x) * self.gamma).relu()
+
+
+class Batched(Scaled):
+    shape = (1, 4, 1, 1)
+
+
+class ForAll(Scaled):
+    shape = ()
+
+
+class Linear(Scaled):
+    example = LINE
+    shape = (6,)
+
+    def more(self) -> None:
+        self.layer = nn.Linear(5, 6)
+
+
+class Transposed(Linear):
+    shape = (6, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).transpose(1, 2).div(self.gamma)
+
+
+class WithoutBias(Linear):
+    def more(self) -> None:
+        self.layer = nn.Linear(5, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.add(self.layer(x), self.gamma)
+
+
+class Shifted(Scaled):
+    """All spellings in a row, around a BatchNorm."""
+
+    def more(self) -> None:
+        self.norm = nn.BatchNorm2d(4)
+        self.beta = nn.Parameter(image(4, 1, 1, seed=2))
+        self.register_buffer("mean", image(1, 4, 1, 1, seed=3))
+        self.register_buffer("spread", 0.5 + image(4, 1, 1, seed=4).abs())
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.mean - self.gamma * self.layer(x)
+        return self.norm(y.sub(self.beta)) / self.spread
+
+
+class Island(Scaled):
+    """The product is in a module of its own, the branch around it."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(0.5 + image(4, 1, 1, seed=5).abs())
+
+        def forward(self, x: Tensor) -> Any:
+            return x * self.weight
+
+    def more(self) -> None:
+        self.scale = self.Scale()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return y if x.sum() > 1e3 else self.scale(y)
+
+
+class BehindNorm(Scaled):
+    """As in blocks with a scale of their own: the BatchNorm is in the block, the product around it."""
+
+    def more(self) -> None:
+        self.layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+
+FOLDED: dict[type[Scaled], int] = {
+    Scaled: 1, Batched: 1, ForAll: 1, Linear: 1, Transposed: 1, WithoutBias: 1, Shifted: 5, Island: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", FOLDED)
+def test_folds_and_stays_right(kind: type[Scaled], dtype: torch.dtype) -> None:
+    model, x = kind().to(dtype).eval(), kind.example.to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    assert len(report_of(fast).passes[0].changes) == FOLDED[kind], report_of(fast).passes[0].skips
+    if dtype is torch.float64:
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-11, atol=1e-11)
+    report = check_parity(model, fast, (x,), batch_sizes=(1, 2, 5))
+    assert report.ok, report.reason
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    again = optimize(copy.deepcopy(fast), example_inputs=(x,))
+    assert check_parity(model, again, (x,), batch_sizes=(2, 3)).ok
+
+
+def test_a_product_is_right_on_any_rank() -> None:
+    model = Linear().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(LINE,))
+    for x in (image(4, 5), image(5), image(2, 3, 4, 5)):
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    program, context = captured(copy.deepcopy(model))
+    assert len(FoldConvBn().run(program, context).changes) == 1
+    torch.testing.assert_close(program.root(image(4, 5)), model(image(4, 5)), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_folded_can_be_exported_and_compiled(tmp_path: Any) -> None:
+    model = Shifted().eval()
+    fast = optimize(model, example_inputs=(IMAGE,))
+    bundle = export(fast, example_inputs=(IMAGE,), output=tmp_path / "out", formats=("torchscript", "onnx"))
+    assert bundle.parity.ok
+    torch.testing.assert_close(torch.compile(fast, backend="eager")(IMAGE), model(IMAGE), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Linear, Island])
+def test_another_way_raises(kind: type[Scaled]) -> None:
+    model = kind().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
+    with pytest.raises(UnseenCall):
+        fast.layer(model.example) + 1
+    if kind is Island:
+        with pytest.raises(UnseenCall):
+            fast(model.example + 1e3)
+
+
+def test_the_norm_in_a_block_is_folded_and_the_product_around_it_stays() -> None:
+    program, context = captured(BehindNorm().eval(), IMAGE)
+    done = FoldConvBn().run(program, context)
+    assert [change.where for change in done.changes] == ["layer.1"]
+    assert any("carries another BatchNorm already, which stands in another module" in t for _, t in sentences_of(done))
+
+
+class ByPosition(Linear):
+    """One number for each position, not for each feature."""
+
+    shape = (7, 1)
+
+
+class Square(Linear):
+    """As many positions as features."""
+
+    example = image(2, 6, 5)
+    shape = (6, 1)
+
+
+class Whole(Scaled):
+    shape = (4, 6, 6)
+
+
+class Wider(Linear):
+    """It gives the product a dim more."""
+
+    shape = (1, 1, 1, 6)
+
+
+class OtherDtype(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * self.gamma64
+
+    def more(self) -> None:
+        self.gamma64 = nn.Parameter(torch.rand(4, 1, 1, dtype=torch.float64))
+
+
+class Shared(Scaled):
+    def more(self) -> None:
+        self.other = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * self.gamma + self.other(x) * self.gamma
+
+
+class Computed(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * self.gamma.exp()
+
+
+class TakesBoth(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return y * self.gamma + y
+
+
+class InPlace(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).mul_(self.gamma)
+
+
+class DividedBy(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return self.gamma / self.layer(x)
+
+
+class WithAlpha(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return torch.add(self.layer(x), self.gamma, alpha=2)
+
+
+class Rounded(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return torch.div(self.layer(x), self.gamma, rounding_mode="floor")
+
+
+class ByZero(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) / self.zeros
+
+    def more(self) -> None:
+        self.register_buffer("zeros", torch.zeros(4, 1, 1))
+
+
+REFUSED: dict[type[Scaled], str | None] = {
+    ByPosition: None, Square: None, Whole: None, Wider: None, Computed: None, InPlace: None, DividedBy: None,
+    WithAlpha: None, Rounded: None,
+    OtherDtype: "gamma64 is of another dtype than its weight",
+    Shared: "gamma is also read by the root",
+    TakesBoth: "its output is also used by the root (add)",
+    ByZero: "it gives weights that aren't finite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refuses(kind: type[Scaled]) -> None:
+    model = kind().eval()
+    program, context = captured(model, model.example)
+    done = FoldConvBn().run(program, context)
+    reason, texts = REFUSED[kind], [text for _, text in sentences_of(done)]
+    assert done.changes == ()
+    assert any(reason in text for text in texts) if reason else not texts, texts
+    torch.testing.assert_close(program.root(model.example), model(model.example), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_bias_pass_leaves_them_alone() -> None:
+    program, context = captured(Shifted().eval(), IMAGE)
+    assert FoldConvBias().run(program, context).changes == ()
