@@ -40,9 +40,10 @@ class FoldConvBn(GraphPass):
         conv(BatchNorm(x); W) + b  ==  conv(x; W * s over input channels) + b + sum of W * t over all but the outputs
 
     Products and sums with a parameter or buffer that has one number for each output channel, or one for all, go the
-    first way too. Computed in float64 and cast back once. The second is exact only where the convolution pads no zeros, which would
-    have to be -t / s. Operations between the two that only move values (transpose, permute, flatten, view, dropout in
-    eval) stay where they are.
+    first way too. Computed in float64 and cast back once.
+
+    The second is exact only where the convolution pads no zeros, which would have to be -t / s. Operations between the
+    two that only move values (transpose, permute, flatten, view, dropout in eval) stay where they are.
 
     Does not handle: a BatchNorm on batch statistics, one in front of a convolution that pads zeros or is transposed, a
     linear layer on input of more than two dims whose features nothing brings to the second, an output with other users,
