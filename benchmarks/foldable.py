@@ -1,4 +1,4 @@
-"""Which pairs of a convolution and a BatchNorm one eager run shows to be foldable.
+"""Which BatchNorms one eager run shows to be foldable into the layer before them, or else behind them.
 
 It knows nothing of the passes and their matcher: it watches the calls of torch and asks of each value who made it and who
 used it.
@@ -24,6 +24,7 @@ _CONVOLUTIONS: dict[Any, int] = {
     **{getattr(F, f"conv_transpose{dims}d"): dims for dims in (1, 2, 3)},
     F.linear: 0,
 }
+_TRANSPOSED = frozenset(getattr(F, f"conv_transpose{dims}d") for dims in (1, 2, 3))
 _CONVOLUTION = ("input", "weight", "bias")
 _NORMS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training"),
@@ -43,7 +44,7 @@ _MADE_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "r
 
 @dataclass(frozen=True)
 class Pair:
-    """A BatchNorm that could be part of the layer before it.
+    """A BatchNorm that could be part of the layer before it, or else behind it.
 
     Attributes:
         norm: the path of the module that holds the running statistics.
@@ -101,7 +102,8 @@ def foldable_pairs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     A BatchNorm counts where it uses running statistics; its input is, but for moves that keep the channels, the output of
     one convolution or linear layer; nothing else uses that output or a value on the way, nor does the model return it;
-    and every tensor of the two is a parameter or buffer that nothing else uses.
+    and every tensor of the two is a parameter or buffer that nothing else uses. Likewise where its output is the input of
+    such a layer, which isn't transposed and pads no zeros.
     """
     watch = _Watch()
     with torch.no_grad(), watch:
@@ -113,9 +115,13 @@ class _Run:
     def __init__(self, model: nn.Module, calls: Sequence[_Call], output: Any) -> None:
         self.calls = calls
         self.uses: Counter[int] = Counter()
+        self.users: dict[int, list[_Call]] = defaultdict(list)
         self.makers: dict[int, list[_Call]] = defaultdict(list)
         for call in calls:
-            self.uses.update({id(tensor) for tensor in call.tensors()})
+            used = {id(tensor) for tensor in call.tensors()}
+            self.uses.update(used)
+            for key in used:
+                self.users[key].append(call)
             if isinstance(call.result, torch.Tensor):
                 self.makers[id(call.result)].append(call)
         self.returned = {id(value) for value in _values(output)}
@@ -134,7 +140,7 @@ class _Run:
             if norm.get("training") or any(tensor is None for tensor in statistics):
                 continue
             affine = [norm[name] for name in ("weight", "bias") if norm.get(name) is not None]
-            found = self._layer_before(norm["input"])
+            found = self._layer_before(norm["input"]) or self._layer_behind(call.result)
             if found is not None and all(map(self._is_its_own, (*statistics, *affine))):
                 layer, way = found
                 yield Pair(self.owners[id(statistics[0])][0], layer, way)
@@ -160,32 +166,65 @@ class _Run:
         channel = value.dim() - 1 - dims
         if channel < 0 or not all(map(self._is_its_own, tensors)):
             return None
-        if not _keep_channels(value, channel, list(reversed(moves)), norm_input):
+        if not _keep_channels(value, channel, list(reversed(moves)), norm_input, 1):
             return None
         way = tuple(getattr(move.function, "__name__", str(move.function)) for move, _ in reversed(moves))
+        return self.owners[id(given["weight"])][0], way
+
+    def _layer_behind(self, output: torch.Tensor) -> tuple[str, tuple[str, ...]] | None:
+        moves: list[tuple[_Call, torch.Tensor]] = []
+        value = output
+        while True:
+            users = self.users[id(value)]
+            if len(users) != 1 or len(self.makers[id(value)]) != 1 or id(value) in self.returned:
+                return None
+            (user,) = users
+            if user.function in _CONVOLUTIONS:
+                break
+            if not isinstance(user.result, torch.Tensor) or user.result is value:
+                return None
+            moves.append((user, value))
+            value = user.result
+        given = user.named(_CONVOLUTION)
+        tensors = [given["weight"], *([given["bias"]] if given.get("bias") is not None else [])]
+        if given["input"] is not value or _may_pad(user) or not all(map(self._is_its_own, tensors)):
+            return None
+        channel = value.dim() - 1 - _CONVOLUTIONS[user.function]
+        if channel < 0 or not _keep_channels(output, 1, moves, value, channel):
+            return None
+        way = tuple(getattr(move.function, "__name__", str(move.function)) for move, _ in moves)
         return self.owners[id(given["weight"])][0], way
 
     def _is_its_own(self, tensor: torch.Tensor) -> bool:
         return len(self.owners[id(tensor)]) == 1 and self.uses[id(tensor)] == 1
 
 
+def _may_pad(call: _Call) -> bool:
+    """Whether the outputs of a layer near the border are made of fewer inputs than the others."""
+    if call.function is F.linear:
+        return False
+    padding = call.named(("input", "weight", "bias", "stride", "padding")).get("padding", 0)
+    sides = padding if isinstance(padding, list | tuple) else [padding]
+    return call.function in _TRANSPOSED or (padding != "valid" and any(side != 0 for side in sides))
+
+
 def _keep_channels(
-    value: torch.Tensor, channel: int, moves: Sequence[tuple[_Call, torch.Tensor]], norm_input: torch.Tensor
+    value: torch.Tensor, channel: int, moves: Sequence[tuple[_Call, torch.Tensor]], taken: torch.Tensor, into: int
 ) -> bool:
-    """Whether the moves take every number to the same channel of the BatchNorm, and change none: tried on numbers that
+    """Whether the moves take every number of a channel to the same one of `taken`, and change none: tried on numbers that
     tell where they come from."""
-    if norm_input.dim() < 2 or norm_input.shape[1] != value.shape[channel]:
+    if taken.dim() < 2 or taken.shape[into] != value.shape[channel]:
         return False
     places = torch.arange(1, value.numel() + 1, dtype=torch.float64).reshape(value.shape)
     moved = _moved(places, moves)
     # What picks by value (a maximum), or cuts off, answers otherwise to the opposite.
     opposite = _moved(-places, moves)
-    if moved is None or opposite is None or moved.shape != norm_input.shape or not torch.equal(moved, -opposite):
+    if moved is None or opposite is None or moved.shape != taken.shape or not torch.equal(moved, -opposite):
         return False
     if not torch.isin(moved, places).all():
         return False
     before = torch.arange(value.shape[channel]).reshape(-1, *[1] * (value.dim() - 1 - channel)).expand(value.shape)
-    after = torch.arange(norm_input.shape[1]).reshape(-1, *[1] * (norm_input.dim() - 2)).expand(norm_input.shape)
+    after = torch.arange(taken.shape[into]).reshape(-1, *[1] * (taken.dim() - 1 - into)).expand(taken.shape)
     return torch.equal(before.reshape(-1)[moved.long() - 1], after)
 
 

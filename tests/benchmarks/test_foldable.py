@@ -85,6 +85,54 @@ def test_a_pair_is_counted(foldable, run, x, pair):
     assert counted(foldable, run, x) == [pair]
 
 
+def maps():
+    return torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def rows_of_four():
+    return torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
+
+
+def reflected(self, x):
+    return F.conv2d(F.pad(self.bn(x), (1, 1, 1, 1), mode="reflect"), self.other.weight, self.other.bias)
+
+
+def turned(self, x):
+    return F.linear(self.flat(x).transpose(1, 2), self.other.weight.flatten(1), self.other.bias)
+
+
+@pytest.mark.parametrize(
+    ("run", "x", "pair"),
+    [
+        (lambda self, x: self.other(self.bn(x)), maps(), ("other", "bn", ())),
+        (lambda self, x: self.other(self.bn(x).clone()), maps(), ("other", "bn", ("clone",))),
+        (reflected, maps(), ("other", "bn", ("pad",))),
+        # Where both sides are foldable, it is one pair.
+        (lambda self, x: self.other(self.bn(self.conv(x))), image(), ("conv", "bn", ())),
+    ],
+)
+def test_a_pair_with_the_layer_behind_is_counted(foldable, run, x, pair):
+    assert counted(foldable, run, x) == [pair]
+
+
+def padded_behind(self, x):
+    return F.conv2d(self.bn(x), self.other.weight, self.other.bias, 1, (0, 1))
+
+
+def transposed_behind(self, x):
+    return F.conv_transpose2d(self.bn(x), self.other.weight, self.other.bias)
+
+
+def used_behind(self, x):
+    y = self.bn(x)
+    return self.other(y) + y
+
+
+def returned_behind(self, x):
+    y = self.bn(x)
+    return self.other(y), y
+
+
 def two_users(self, x):
     y = self.conv(x)
     return self.bn(y) + y
@@ -143,6 +191,14 @@ def batch_statistics(self, x):
         (lambda self, x: self.bn(self.conv(x).transpose(1, 2)), image()),
         (lambda self, x: self.bn(self.conv(x).reshape(2, 4, 4, 4).flip(1)), image()),
         (lambda self, x: self.bn(x[:, :1].expand(-1, 4, -1, -1)), image()),
+        (padded_behind, maps()),
+        (transposed_behind, maps()),
+        (used_behind, maps()),
+        (returned_behind, maps()),
+        (turned, rows_of_four()),
+        (lambda self, x: self.other(F.pad(self.bn(x), (1, 1, 1, 1))), maps()),
+        (lambda self, x: self.other(self.bn(x).relu()), maps()),
+        (lambda self, x: self.other(self.bn(x[:, :, :4, :4]).transpose(1, 2)), maps()),
     ],
 )
 def test_no_pair_is_counted(foldable, run, x):
