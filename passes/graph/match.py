@@ -287,10 +287,22 @@ def activation_at(program: Program, node: fx.Node) -> str | None:
 
 def conv_bn_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
     """Every batch normalisation whose input a convolution or linear layer makes, wherever the two stand."""
-    for node in list(program.nodes()):
+    for node in _norm_nodes(program):
         norm = batch_norm_at(program, node)
         if norm is not None and (found := _behind_convolution(program, norm)) is not None:
             yield found
+
+
+def _norm_nodes(program: Program) -> list[fx.Node]:
+    """The nodes that may be batch normalisations: most are none, which shows at once."""
+    return [node for node in program.nodes() if _may_be_norm(program, node)]
+
+
+def _may_be_norm(program: Program, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = program.module_of(node)
+        return isinstance(module, _BatchNorm) and not is_carried(module)
+    return node.op == "call_function" and node.target in _BATCH_NORM_ARGUMENTS
 
 
 def affine_chains(program: Program) -> Iterator[tuple[Convolution, Affine]]:
@@ -298,7 +310,7 @@ def affine_chains(program: Program) -> Iterator[tuple[Convolution, Affine]]:
 
     Where one is folded before the next pair is asked for, what stands behind it is a pair too.
     """
-    waiting = [node for node in program.nodes() if _affine_at(program, node) is not None]
+    waiting = [node for node in program.nodes() if _may_be_norm(program, node) or _scale_at(node) is not None]
     found = True
     while found:
         found, rest = False, []
@@ -319,10 +331,7 @@ def _affine_at(program: Program, node: fx.Node) -> Affine | None:
 
 def channel_scale_at(program: Program, node: fx.Node) -> ChannelScale | None:
     """The product or sum with a parameter or buffer that the node computes, if it does; of what shape isn't asked."""
-    if node.op == "call_function":
-        operation = _SCALES.get(node.target) if node.target.__hash__ is not None else None
-    else:
-        operation = _SCALE_METHODS.get(str(node.target)) if node.op == "call_method" else None
+    operation = _scale_at(node)
     if operation is None or len(node.args) != 2 or node.kwargs:
         return None
     first, second = (_ref(program, argument) for argument in node.args)
@@ -332,6 +341,13 @@ def channel_scale_at(program: Program, node: fx.Node) -> ChannelScale | None:
     if second is None:
         operation = {"mul": "mul", "add": "add", "sub": "rsub"}.get(operation)
     return None if operation is None else ChannelScale(node, value, operation, tensor)
+
+
+def _scale_at(node: fx.Node) -> str | None:
+    if node.op == "call_method":
+        return _SCALE_METHODS.get(str(node.target))
+    is_function = node.op == "call_function" and node.target.__hash__ is not None
+    return _SCALES.get(node.target) if is_function else None
 
 
 _A = TypeVar("_A", bound=Affine)
@@ -368,7 +384,7 @@ def bn_conv_chains(program: Program) -> Iterator[tuple[Convolution, BatchNorm]]:
 
     Where that is folded before the next pair is asked for, and another one stands in front of it, that is a pair too.
     """
-    for node in list(program.nodes()):
+    for node in list(program.nodes()) if _norm_nodes(program) else ():
         conv = convolution_at(program, node)
         seen: set[fx.Node] = set()
         while conv is not None:
@@ -463,7 +479,7 @@ def uses_values(program: Program, user: fx.Node, value: fx.Node) -> bool:
 def unlike_layers(program: Program) -> Iterator[tuple[str, str]]:
     """The path of each batch normalisation that stands behind, or in, a layer which only looks like a convolution, and a
     clause that says so."""
-    for node in program.nodes():
+    for node in _norm_nodes(program):
         norm = batch_norm_at(program, node)
         if norm is None or convolution_at(program, program.producer(norm.input)) is not None:
             continue
@@ -472,28 +488,27 @@ def unlike_layers(program: Program) -> Iterator[tuple[str, str]]:
             if module is not None and (clause := _unlike(module)):
                 yield program.where(node), f"the layer before it, {program.where(step)}, is {clause}"
                 break
-    for path, module in program.root.named_modules():
-        if _is_quantized(module):
-            for name, child in module.named_children():
-                if isinstance(child, _BatchNorm):
-                    yield (
-                        f"{path}.{name}".lstrip("."),
-                        f"the layer around it, {path or 'the root'}, is {_unlike(module)}",
-                    )
+    kinds = {type(module) for module in program.root.modules()}
+    quantized = frozenset(kind for kind in kinds if _is_quantized(kind))
+    for path, module in program.root.named_modules() if quantized else ():
+        for name, child in module.named_children() if type(module) in quantized else ():
+            if isinstance(child, _BatchNorm):
+                around = f"the layer around it, {path or 'the root'}, is {_unlike(module)}"
+                yield f"{path}.{name}".lstrip("."), around
 
 
 def _unlike(module: nn.Module) -> str | None:
     name = type(module).__name__
-    if _is_quantized(module):
+    if _is_quantized(type(module)):
         return f"the {name} of torch.ao, which works with quantized numbers"
     if isinstance(module, _ConvNd | nn.Linear) and not is_stock(module, (*STOCK_CONVOLUTIONS, nn.Linear)):
         return f"of the class {name}, which computes in a way of its own"
     return None
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    """Whether the module quantizes, works on quantized tensors, or is being trained for that."""
-    home = type(module).__module__
+def _is_quantized(kind: type[nn.Module]) -> bool:
+    """Whether modules of the class quantize, work on quantized tensors, or are being trained for that."""
+    home = kind.__module__
     return home.startswith(("torch.ao.nn.", "torch.ao.quantization.fake_quantize")) and any(
         word in home for word in ("quantized", "qat", "fake_quantize")
     )

@@ -247,8 +247,10 @@ class Program:
 
     def producer(self, node: fx.Node) -> fx.Node:
         """The operation that makes the value, looked up across the borders of modules that are called once."""
-        *_, last = self.way_to_producer(node)
-        return last
+        following: fx.Node | None = node
+        while following is not None:
+            node, following = following, self._one_step_back(following)
+        return node
 
     def way_to_producer(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nodes whose value this is, from the node itself to the operation that makes it."""
