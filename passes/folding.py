@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from passes.graph.capture import is_atom
 from passes.graph.guards import SealCheckingForward, inner_forward, is_carried
 from passes.graph.match import (
     Affine,
@@ -156,7 +157,14 @@ def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, A
         return f"{path} is of dtype {str(tensor.dtype).removeprefix('torch.')}"
     if program.holders_of(tensor) > 1:
         return f"{path} is shared with another module"
+    if all(ref.owner is not place.module for place in pair) and _is_called(program, ref.owner):
+        return f"{path} is also used by {program.paths[id(ref.owner)][0]}, which is called too"
     return _why_not_readers(program, ref, path, pair)
+
+
+def _is_called(program: Program, owner: nn.Module) -> bool:
+    """Whether something calls a layer of torch's own, which reads its tensors without a node that shows it."""
+    return is_atom(owner) and (bool(program.calls_of(owner)) or bool(program.calls_in_a_run(owner)))
 
 
 def _registered(ref: TensorRef) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import check_parity, export, optimize, report_of
-from passes import FoldConvBn
+from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
 
 BOTH = ["fold-conv-bias", "fold-conv-bn"]
@@ -232,6 +232,41 @@ def test_the_convolution_by_itself_raises(kind: type[InOne], folded: int) -> Non
     assert check_parity(model, fast, (IMAGE,), batch_sizes=(1, 2, 5)).ok
     with pytest.raises(UnseenCall):
         fast.conv(IMAGE) + 1
+
+
+class CalledToo(InOne):
+    """The layer whose weight a function takes is called as well, and reads it without a node that shows it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(F.conv2d(x, self.conv.weight, self.conv.bias)) + self.conv(x.tanh())
+
+
+class NormCalledToo(InOne):
+    def more(self) -> None:
+        self.inner = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.inner
+        y = F.batch_norm(self.conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        return y + norm(x.mean(1, keepdim=True).expand(-1, 4, -1, -1)).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (CalledToo, "conv.weight is also used by conv, which is called too"),
+        (NormCalledToo, "inner.weight is also used by inner, which is called too"),
+    ],
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_layer_that_is_called_too_keeps_its_tensors(kind: type[InOne], reason: str, given: bool) -> None:
+    model = kind().eval()
+    program, context = captured(model, *([IMAGE] if given else []))
+    for item in (FoldConvBn(), FoldConvBias()):
+        done = item.run(program, context)
+        assert done.changes == ()
+        assert any(reason in text for _, text in sentences_of(done)), list(sentences_of(done))
+    assert torch.equal(program.root(IMAGE), model(IMAGE))
 
 
 def test_says_why_a_further_one_stays() -> None:
