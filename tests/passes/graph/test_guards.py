@@ -99,6 +99,30 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+_BINARY = (
+    "add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_",
+    "xor", "iadd", "isub", "imul", "itruediv", "getitem",
+)  # fmt: skip
+_REFLECTED = ("add", "sub", "mul", "truediv", "matmul", "pow")
+OPERATORS: dict[str, Callable[[Any], Any]] = {
+    **{name: lambda y, name=name: getattr(operator, name)(y, 1) for name in _BINARY},
+    **{f"{name} reflected": lambda y, name=name: getattr(operator, name)(2, y) for name in _REFLECTED},
+    **{name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert", "index", "truth")},
+    "int": int,
+    "float": float,
+    "iter": iter,
+    "setitem": lambda y: operator.setitem(y, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_operator_computes_on_it(name: str) -> None:
+    """Whatever its values: one number is a truth, an index and an operand of anything."""
+    value = torch.tensor(1) if name in ("index", "truth", "int", "float", "invert") else torch.ones(2, 4)
+    with pytest.raises(UnseenCall, match="its output was used without it"):
+        OPERATORS[name](SealedOutput(value, PAIR))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("use", USES)

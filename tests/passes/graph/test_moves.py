@@ -57,10 +57,13 @@ def test_channels_go_where_the_numbers_go(name, args, kwargs, dims):
         ("transpose", (0, 3), {}),
         ("permute", (0, 1), {}),
         ("permute", (0, 1, 1), {}),
+        ("permute", (0, 1, 3), {}),
         ("flatten", (2, 0), {}),
         ("flatten", ("N", "M"), {}),
         ("unsqueeze", (5,), {}),
+        ("unsqueeze", (0, 1), {}),
         ("view", (), {}),
+        ("view", (-1, 5.0), {}),
         ("view", (-1, object()), {}),
         ("transpose", (object(), 1), {}),
         ("dropout", (0.5, True), {}),
@@ -70,6 +73,12 @@ def test_channels_go_where_the_numbers_go(name, args, kwargs, dims):
 )
 def test_what_isnt_known_is_no_move(name, args, kwargs):
     assert Channels(3, 2, 5).behind(name, args, kwargs) is None
+
+
+def test_channels_that_are_not_last_are_not_those_of_a_last_dim_as_large():
+    for name in ("view", "reshape"):
+        assert Channels(3, 2, 5).behind(name, (-1, 5), {}) == Channels(2, 1, 5)
+        assert Channels(3, 1, 5).behind(name, (-1, 5), {}) is None
 
 
 def test_dropout_that_draws_nothing():
