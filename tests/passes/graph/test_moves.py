@@ -60,7 +60,7 @@ def test_channels_go_where_the_numbers_go(name, args, kwargs, dims):
         ("permute", (0, 1, 3), {}),
         ("flatten", (2, 0), {}),
         ("flatten", ("N", "M"), {}),
-        ("unsqueeze", (5,), {}),
+        pytest.param("unsqueeze", (5,), {}, id="unsqueezed where no dim is"),
         ("unsqueeze", (0, 1), {}),
         ("view", (), {}),
         ("view", (-1, 5.0), {}),
