@@ -3,6 +3,7 @@
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way, all others with a BatchNorm through optimize (minutes)
+# make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
 # make bench   the benchmarks (half an hour; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ WORKERS ?= 2
 N ?= 1000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test fuzz zoo check format lint bench docs clean
+.PHONY: demo test fuzz zoo mutants check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -29,6 +30,9 @@ fuzz: $(VENV)/test
 
 zoo: $(VENV)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal
+
+mutants: $(VENV)/test
+	$(BIN)/python tests/mutation/mutants.py --jobs $(WORKERS)
 
 check: format lint test
 

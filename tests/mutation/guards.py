@@ -1,0 +1,363 @@
+"""Where the judge of a fold says no: found in its syntax trees, each with the edit that takes the guard away.
+
+What counts as a guard follows from what a function promises:
+
+- `_why_not…` gives a sentence or None: each sentence that it returns is a guard, and so is each part of a chain of `or`.
+- a predicate gives a bool, and `LETS_PASS` says which of the two answers lets the judge go on: each way to the other one
+  is a guard, and so is each name in a tuple that it goes through.
+- a matcher gives something or None: each `return None` is a guard, and so is each condition of a permission.
+- each `raise`, each operator that is `_refuse`, each call of `_check…` or `_refuse…`, and what only the rewriter has: the
+  writes that a change which is left alone drops, the mark of one that is half done, and the hook of a checkpoint.
+
+Where the condition of a refusal is a chain of `or`, each part is a guard of its own, and so is each part of a chain of
+`and` that permits something.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What the judge of a fold is made of.
+FILES = (
+    "passes/folding.py",
+    "passes/fold_conv_bn.py",
+    "passes/fold_conv_bias.py",
+    "passes/graph/match.py",
+    "passes/graph/moves.py",
+    "passes/graph/guards.py",
+    "passes/graph/rewriter.py",
+)
+# The answer of each predicate by which the judge goes on.
+LETS_PASS = {
+    "_is_closed": True, "are_finite": True, "_is_finite": True,
+    "is_moving": True, "uses_values": False, "_is_quantized": False, "can_be_sealed": True, "_opens": False,
+    "is_stock": True, "has_hooks": False, "has_global_hooks": False, "is_parametrized": False,
+    "_asks_isinstance": True, "is_carried": True, "is_tied": False,
+    "is_leaving_alone": False, "_is_unused": True, "scales_channels": True,
+}  # fmt: skip
+# What stands in these files and judges no fold.
+OTHER_WORK = {
+    "activation_at": "no fold asks for activations",
+    "_may_be_trained": "asks whether a gradient may be lost, of which a warning tells",
+    "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
+    "_is_size": "tells the sizes among outputs, for the memory format",
+    "_is_dense": "tells strided tensors, for the memory format",
+    "_lies_in": "compares memory formats",
+    "is_kept_contiguous": "tells a memory format",
+    "dim_order": "finds a memory format",
+    "_order_of": "finds a memory format",
+    "_needs_gradient": "tells whether a new parameter needs a gradient",
+    "_fills_its_storage": "tells whether a memory format can be written in place",
+}
+# Given instead of a name in a tuple: nothing is called so.
+_NOTHING = r'"\0"'
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Bytes from `start` to `end` of a file, and what stands there instead."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One way in which the judge says no.
+
+    Attributes:
+        file: its path in the repository.
+        line: where it starts.
+        function: the innermost function or class around it.
+        text: its sentence, or its code.
+        edits: what makes the judge go on as if it weren't there.
+        probes: what notes that it says no, with `{}` for its number: insertions, each at one place.
+    """
+
+    file: str
+    line: int
+    function: str
+    text: str
+    edits: tuple[Edit, ...]
+    probes: tuple[Edit, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called where it is declared: this stays the same when lines move."""
+        return f"{self.file}: {self.function}: {self.text}"
+
+
+def guards_in(root: Path, file: str) -> list[Guard]:
+    """The guards of one file in the order of its lines.
+
+    Raises:
+        ValueError: a predicate isn't in `LETS_PASS`, or two guards can't be told apart.
+    """
+    found = list(_Reader(file, (root / file).read_bytes()).guards())
+    names = [guard.name for guard in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        found = [_numbered(guard, found[:place]) if guard.name in twice else guard for place, guard in enumerate(found)]
+    return found
+
+
+def _numbered(guard: Guard, before: Sequence[Guard]) -> Guard:
+    number = 1 + sum(each.name == guard.name for each in before)
+    return Guard(guard.file, guard.line, guard.function, f"{guard.text} ({number})", guard.edits, guard.probes)
+
+
+def noting(source: bytes, notes: Mapping[int, Guard]) -> bytes:
+    """The source with a note wherever one of these guards says no, by its number; else it does what it did."""
+    body = ast.parse(source).body
+    documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    first = next(
+        statement
+        for statement in body[documented:]
+        if not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
+    )
+    start = sum(len(line) for line in source.splitlines(keepends=True)[: first.lineno - 1])
+    edits = [
+        Edit(edit.start, edit.end, edit.text.format(number)) for number, each in notes.items() for edit in each.probes
+    ]
+    return edited(source, [Edit(start, start, "import reached; "), *edits])
+
+
+def edited(source: bytes, edits: Sequence[Edit]) -> bytes:
+    """The source with all edits; those at one place stand there in the order given."""
+    for _, edit in sorted(enumerate(edits), key=lambda pair: (pair[1].start, pair[0]), reverse=True):
+        source = source[: edit.start] + edit.text.encode() + source[edit.end :]
+    return source
+
+
+class _Reader:
+    """Reads one file."""
+
+    def __init__(self, file: str, source: bytes) -> None:
+        self.file = file
+        self.source = source
+        self.tree = ast.parse(source)
+        # Where each line starts; the syntax tree counts the bytes of a line.
+        self.lines = [0]
+        for line in source.splitlines(keepends=True):
+            self.lines.append(self.lines[-1] + len(line))
+
+    def guards(self) -> Iterator[Guard]:
+        found = [guard for function in _functions(self.tree) for guard in self._of_function(function)]
+        found += [
+            guard for cls in ast.walk(self.tree) if isinstance(cls, ast.ClassDef) for guard in self._of_class(cls)
+        ]
+        yield from sorted(found, key=lambda guard: (guard.line, guard.edits[0].start))
+
+    def _of_function(self, function: ast.FunctionDef) -> Iterator[Guard]:
+        if function.name in OTHER_WORK:
+            return
+        returned = "" if function.returns is None else ast.unparse(function.returns)
+        if function.name.lstrip("_").startswith("why_not"):
+            yield from self._of_reasons(function)
+        elif returned == "bool":
+            yield from self._of_predicate(function)
+        elif returned.endswith("| None") and returned != "str | None":
+            yield from self._of_matcher(function)
+        yield from self._of_statements(function)
+
+    def _of_reasons(self, function: ast.FunctionDef) -> Iterator[Guard]:
+        for statement, condition in _returns(function):
+            value = statement.value
+            if _is_constant(value, None):
+                yield from self._permitted(function, condition)
+            elif isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
+                note = self._before(statement)
+                yield from (self._guard(function, part, [self._swap(part, "None")], [note]) for part in value.values)
+            else:
+                yield from self._refused(function, statement, condition)
+
+    def _of_predicate(self, function: ast.FunctionDef) -> Iterator[Guard]:
+        if function.name not in LETS_PASS:
+            raise ValueError(f"{self.file}: {function.name} is a predicate: say in LETS_PASS which answer lets pass")
+        passing = LETS_PASS[function.name]
+        for statement, condition in _returns(function):
+            value = statement.value
+            assert value is not None
+            if _is_constant(value, passing):
+                yield from self._permitted(function, condition)
+                continue
+            if _is_constant(value, not passing) and statement is not function.body[-1]:
+                yield from self._refused(function, statement, condition)
+                continue
+            if condition is not None and isinstance(condition.test, ast.BoolOp):
+                yield from self._permitted(function, condition)
+            probes = self._around(value, passing)
+            parts = _parts(value, ast.And if passing else ast.Or)
+            for part in parts:
+                yield self._guard(function, part, [self._swap(part, str(passing))], probes)
+        probes = [probe for each, _ in _returns(function) if each.value for probe in self._around(each.value, passing)]
+        for node in ast.walk(function):
+            for entry in node.elts if isinstance(node, ast.Tuple) and _holds_names(node) else ():
+                yield self._guard(function, entry, [self._swap(entry, _NOTHING)], probes)
+
+    def _of_matcher(self, function: ast.FunctionDef) -> Iterator[Guard]:
+        for statement, condition in _returns(function):
+            value = statement.value
+            if _is_constant(value, None):
+                if statement is not function.body[-1]:
+                    yield from self._refused(function, statement, condition)
+            elif isinstance(value, ast.IfExp) and _is_constant(value.orelse, None):
+                note = self._inside(value.orelse)
+                for part in _parts(value.test, ast.And):
+                    yield self._guard(function, part, [self._swap(part, "True")], [note])
+            elif isinstance(value, ast.IfExp) and _is_constant(value.body, None):
+                note = self._inside(value.body)
+                for part in _parts(value.test, ast.Or):
+                    yield self._guard(function, part, [self._swap(part, "False")], [note])
+            else:
+                yield from self._permitted(function, condition)
+
+    def _of_statements(self, function: ast.FunctionDef) -> Iterator[Guard]:
+        for statement, condition in _statements(function):
+            if isinstance(statement, ast.Raise):
+                yield from self._refused(function, statement, condition)
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                call = statement.value
+                called = ast.unparse(call.func).rpartition(".")[2]
+                given = [ast.unparse(argument) for argument in call.args]
+                refuses = called.startswith(("_check_", "_refuse_")) or "refuse_checkpoint" in given
+                if refuses or ast.unparse(call.func) == "error_msgs.append":
+                    yield from self._refused(function, statement, condition)
+            elif isinstance(statement, ast.Assign) and ast.unparse(statement) == "self._half_done = True":
+                yield from self._refused(function, statement, condition)
+            elif isinstance(statement, ast.If) and _calls(statement.test, "are_finite"):
+                for argument in statement.test.args:  # type: ignore[attr-defined]
+                    edit = self._swap(argument, "*()")
+                    yield self._guard(function, argument, [edit], self._around(statement.test, True))
+
+    def _of_class(self, cls: ast.ClassDef) -> Iterator[Guard]:
+        """The operators that refuse, and the methods whose writes a change that is left alone drops."""
+        methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+        for statement in cls.body:
+            if isinstance(statement, ast.AnnAssign | ast.Assign) and _is_named(statement.value, "_refuse"):
+                note = self._before(methods["_refuse"].body[0])
+                targets = [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets
+                for target in targets:
+                    name = ast.unparse(target)
+                    last = self._end(statement)
+                    computes = f"; {name} = lambda self, *args: self.sealed_value.{name}(*args)"
+                    yield self._guard(cls, target, [Edit(last, last, computes)], [note])
+        if "is_leaving_alone" in methods:
+            value = methods["is_leaving_alone"].body[-1].value  # type: ignore[attr-defined]
+            for method in methods.values():
+                for decorator in method.decorator_list:
+                    if _is_named(decorator, "_writes"):
+                        edit = self._swap(decorator, "(lambda write: write)")
+                        yield self._guard(method, decorator, [edit], self._around(value, False))
+
+    def _refused(self, function: ast.FunctionDef, statement: ast.stmt, condition: ast.If | None) -> Iterator[Guard]:
+        """The guard of a statement that refuses; of each part of its condition where that is a chain of `or`."""
+        note = self._before(statement)
+        parts = [] if condition is None else _parts(condition.test, ast.Or)
+        if len(parts) < 2:
+            text = _sentence(statement) or self._said(statement, condition)
+            yield self._guard(function, statement, [self._swap(statement, "pass")], [note], text)
+            return
+        for part in parts:
+            yield self._guard(function, part, [self._swap(part, "False")], [note])
+
+    def _permitted(self, function: ast.FunctionDef, condition: ast.If | None) -> Iterator[Guard]:
+        """The guards of a permission: each part of its condition where that is a chain of `and`."""
+        parts = [] if condition is None else _parts(condition.test, ast.And)
+        if condition is not None and len(parts) > 1:
+            for part in parts:
+                yield self._guard(function, part, [self._swap(part, "True")], self._around(condition.test, True))
+
+    def _guard(
+        self, function: ast.stmt, node: ast.AST, edits: list[Edit], probes: Sequence[Edit], text: str | None = None
+    ) -> Guard:
+        name = getattr(function, "name", "")
+        return Guard(
+            self.file, node.lineno, name, text or " ".join(ast.unparse(node).split()), tuple(edits), tuple(probes)
+        )
+
+    def _said(self, statement: ast.stmt, condition: ast.If | None) -> str:
+        code = " ".join(ast.unparse(statement).split())
+        return code if condition is None else f"if {' '.join(ast.unparse(condition.test).split())}: {code}"
+
+    def _swap(self, node: ast.AST, text: str) -> Edit:
+        if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)) and text in ("True", "False"):
+            # What it binds is needed behind it.
+            code = self.source[self._start(node) : self._end(node)].decode()
+            text = f"(({code}) {'or' if text == 'True' else 'and'} {text})"
+        return Edit(self._start(node), self._end(node), text)
+
+    def _before(self, statement: ast.stmt) -> Edit:
+        start = self._start(statement)
+        return Edit(start, start, "reached.note({}); ")
+
+    def _inside(self, value: ast.expr) -> Edit:
+        start = self._start(value)
+        return Edit(start, start, "reached.note({}) or ")
+
+    def _around(self, value: ast.expr, passing: bool) -> list[Edit]:
+        """Notes where the value isn't the one that lets pass."""
+        start, end = self._start(value), self._end(value)
+        behind = ") or reached.note({})" if passing else ") and not reached.note({})"
+        return [Edit(start, start, "(("), Edit(end, end, f"{behind})")]
+
+    def _start(self, node: ast.AST) -> int:
+        return self.lines[node.lineno - 1] + node.col_offset
+
+    def _end(self, node: ast.AST) -> int:
+        return self.lines[node.end_lineno - 1] + node.end_col_offset
+
+
+def _functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def _statements(function: ast.FunctionDef) -> Iterator[tuple[ast.stmt, ast.If | None]]:
+    """The statements of a function, not those of functions in it, each with the `if` that it stands directly under."""
+    waiting: list[tuple[ast.stmt, ast.If | None]] = [(statement, None) for statement in function.body]
+    while waiting:
+        statement, condition = waiting.pop(0)
+        yield statement, condition
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            continue
+        for name in ("body", "orelse", "handlers", "finalbody"):
+            inner = isinstance(statement, ast.If) and name == "body"
+            for child in getattr(statement, name, []):
+                bodies = child.body if isinstance(child, ast.ExceptHandler) else [child]
+                waiting += [(each, statement if inner else None) for each in bodies]
+
+
+def _returns(function: ast.FunctionDef) -> list[tuple[ast.Return, ast.If | None]]:
+    return [(each, condition) for each, condition in _statements(function) if isinstance(each, ast.Return)]
+
+
+def _parts(test: ast.expr, operator: type[ast.boolop]) -> list[ast.expr]:
+    return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, operator) else [test]
+
+
+def _is_constant(node: ast.expr | None, value: object) -> bool:
+    return (node is None and value is None) or (isinstance(node, ast.Constant) and node.value is value)
+
+
+def _is_named(node: ast.expr | None, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _calls(test: ast.expr, name: str) -> bool:
+    return isinstance(test, ast.Call) and _is_named(test.func, name)
+
+
+def _holds_names(node: ast.Tuple) -> bool:
+    return len(node.elts) > 1 and all(
+        isinstance(entry, ast.Constant) and isinstance(entry.value, str) for entry in node.elts
+    )
+
+
+def _sentence(statement: ast.stmt) -> str | None:
+    """The code of the sentence that a statement returns, if it does."""
+    value = statement.value if isinstance(statement, ast.Return) else None
+    says = value is not None and any(isinstance(getattr(each, "value", None), str) for each in ast.walk(value))
+    return " ".join(ast.unparse(value).split()) if value is not None and says else None

@@ -1,0 +1,284 @@
+"""Breaks each guard of the judge of a fold, one at a time, and shows the test that turns red.
+
+    python tests/mutation/mutants.py --only passes/folding.py --reached /tmp/reached.json
+
+All is done in copies of the project in a temporary folder. First the tests run once with a note at every guard, which
+tells whom each test makes say no: only those tests can see that the guard is gone. Then each guard is taken away in
+turn, and its tests run, the quickest first, until one fails.
+
+The exit code is 1 where a guard survives that `declared.py` doesn't name, or where that names one which is killed or
+isn't there any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.table
+from declared import DECLARED
+from guards import FILES, Guard, edited, guards_in, noting
+from rich.console import Console
+from rich.markup import escape
+
+ROOT = Path(__file__).parents[2]
+# What the tests of the judge need of the project.
+_COPIED = ("passes", "optimizer", "exporters", "tests", "pyproject.toml")
+# The tests that are near to the judge.
+_TESTS = (
+    "tests/passes/graph/test_moves.py",
+    "tests/passes/graph/test_match.py",
+    "tests/passes/graph/test_guards.py",
+    "tests/passes/graph/test_rewriter.py",
+    "tests/passes/test_folding.py",
+    "tests/passes/test_folding_functions.py",
+    "tests/passes/test_folding_in_front.py",
+    "tests/passes/test_folding_moves.py",
+    "tests/passes/test_folding_scales.py",
+    "tests/passes/test_fold_conv_bias.py",
+    "tests/passes/test_fold_conv_bn.py",
+    "tests/optimizer/test_seals.py",
+)
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120")
+# A run whose tests took so long in all, in seconds, is stuck.
+_LIMIT = 600
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a project without one guard.
+
+    Attributes:
+        guard: the one that was taken away.
+        status: "killed" by a test; "timed out"; "survived" all of its tests; "unreached", where no test makes it say no.
+        test: the first test that failed; empty without.
+        declared: why it may survive; empty where nothing is declared.
+        tests: how many tests make it say no.
+        seconds: how long they ran.
+    """
+
+    guard: Guard
+    status: str
+    test: str
+    declared: str
+    tests: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether a guard that isn't declared was killed, or one that is wasn't."""
+        return (self.status in ("killed", "timed out")) != bool(self.declared)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--only", metavar="FILE", action="append", help=f"of {', '.join(FILES)}; may be repeated")
+    parser.add_argument(
+        "--matching", metavar="TEXT", default="", help="only guards with this in their function or text"
+    )
+    parser.add_argument("--tests", metavar="PATH", nargs="+", default=_TESTS, help="other tests than those near")
+    parser.add_argument(
+        "--reached",
+        type=Path,
+        metavar="PATH",
+        help="keep there which test makes which guard say no, and take it from there if it is there",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the verdicts there too")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.only or ()) - set(FILES):
+        parser.error(f"{', '.join(sorted(unknown))} is no file of the judge: choose from {', '.join(FILES)}")
+    every = [guard for file in FILES for guard in guards_in(ROOT, file)]
+    if gone := sorted(DECLARED.keys() - {guard.name for guard in every}):
+        print("declared.py names guards that aren't there:", *gone, sep="\n  ", file=sys.stderr)
+        return 1
+    chosen = [guard for guard in every if guard.file in (options.only or FILES) and options.matching in guard.name]
+    verdicts = judged(chosen, options.tests, options.jobs, options.reached, _progress)
+    _show(verdicts)
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps([_as_json(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8"
+        )
+    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+
+def judged(
+    guards: Sequence[Guard], tests: Sequence[str], jobs: int, kept: Path | None, progress: Callable[[str], None]
+) -> list[Verdict]:
+    """The verdict on each guard.
+
+    Args:
+        guards: those to be taken away, one at a time.
+        tests: files of tests, or tests, as pytest takes them.
+        jobs: how many run at a time.
+        kept: a file for which test makes which guard say no: with it there, the tests aren't asked again.
+        progress: called with a line on each verdict.
+
+    Raises:
+        RuntimeError: a test fails with all guards in place.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(max(1, jobs)):
+            trees.put(_copy_to(Path(folder, str(number))))
+        if kept is not None and kept.exists():
+            reaching = json.loads(kept.read_text(encoding="utf-8"))
+        else:
+            tree = trees.get()
+            reaching = _reaching(tree, guards, tests, jobs)
+            trees.put(tree)
+            if kept is not None:
+                kept.write_text(json.dumps(reaching, indent=1) + "\n", encoding="utf-8")
+        lock = threading.Lock()
+        done: list[str] = []
+
+        def one(number: int) -> Verdict:
+            mine = trees.get()
+            try:
+                verdict = _without(mine, guards[number], reaching.get(guards[number].name, []))
+            finally:
+                trees.put(mine)
+            with lock:
+                done.append(verdict.guard.name)
+                progress(f"{len(done)}/{len(guards)} {verdict.status}: {verdict.guard.name} {verdict.test}")
+            return verdict
+
+        with ThreadPoolExecutor(max(1, jobs)) as pool:
+            return list(pool.map(one, range(len(guards))))
+
+
+def _copy_to(tree: Path) -> Path:
+    for name in _COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def _reaching(tree: Path, guards: Sequence[Guard], tests: Sequence[str], jobs: int) -> dict[str, list[str]]:
+    """By the name of each guard the tests that make it say no, the quickest first."""
+    numbered: dict[str, dict[int, Guard]] = defaultdict(dict)
+    for number, guard in enumerate(guards):
+        numbered[guard.file][number] = guard
+    originals = {file: (tree / file).read_bytes() for file in numbered}
+    for file, mine in numbered.items():
+        (tree / file).write_bytes(noting(originals[file], mine))
+    notes = tree / "notes"
+    notes.mkdir()
+    spread = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 and len(tests) > 1 else []
+    _pytest(tree, "-p", "reached", *spread, *tests, REACHED=str(notes))
+    for file, original in originals.items():
+        (tree / file).write_bytes(original)
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    failed = []
+    for file in notes.iterdir():
+        for test, record in json.loads(file.read_text(encoding="utf-8")).items():
+            failed += [] if record["passed"] else [test]
+            for number in record.get("guards", []):
+                found[guards[number].name][test] = record["seconds"]
+    # A test that only the notes disturb, as it compiles the code that they stand in, is as good as any.
+    run = _pytest(tree, *failed) if failed else None
+    if run is not None and run.returncode:
+        raise RuntimeError(f"tests fail with all guards in place:\n{run.stdout[-4000:]}{run.stderr[-1000:]}")
+    return {name: sorted(seconds, key=lambda test: seconds[test]) for name, seconds in found.items()}
+
+
+def _without(tree: Path, guard: Guard, tests: Sequence[str]) -> Verdict:
+    """What the tests say of the tree without the guard."""
+    declared = DECLARED.get(guard.name, "")
+    if not tests:
+        return Verdict(guard, "unreached", "", declared, 0, 0.0)
+    path = tree / guard.file
+    original = path.read_bytes()
+    begun = time.monotonic()
+    try:
+        path.write_bytes(edited(original, guard.edits))
+        status, test = _run(tree, tests)
+    finally:
+        path.write_bytes(original)
+    return Verdict(guard, status, test, declared, len(tests), round(time.monotonic() - begun, 1))
+
+
+def _run(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
+    """Status, and the first test that fails."""
+    try:
+        run = _pytest(tree, "-x", "--no-header", "--tb", "no", *tests)
+    except subprocess.TimeoutExpired:
+        return "timed out", ""
+    if run.returncode == 0:
+        return "survived", ""
+    lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if not lines:
+        # Not even collected, or dead: what it says last tells how.
+        return "killed", (run.stdout + run.stderr).strip().splitlines()[-1]
+    return ("timed out" if "Timeout" in lines[0] else "killed"), lines[0].split(" ", 1)[1].split(" - ")[0]
+
+
+def _pytest(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The finished run of tests on a tree.
+
+    Raises:
+        subprocess.TimeoutExpired: it is stuck; a run with notes is never taken for that.
+    """
+    # The bytecode of a file that is written twice within a second, as long as before, would be taken for right.
+    own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    paths = f"{tree}{os.pathsep}{tree / 'tests' / 'mutation'}"
+    return subprocess.run(
+        [sys.executable, *_PYTEST, *arguments],
+        cwd=tree,
+        env={**os.environ, **own, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=None if "REACHED" in environment else _LIMIT,
+    )
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show(verdicts: Sequence[Verdict]) -> None:
+    """Print the table."""
+    counts: dict[str, int] = defaultdict(int)
+    table = rich.table.Table(title="Guards of the judge of a fold", title_justify="left", caption_justify="left")
+    for heading in ("guard", "function", "what it says, or its code", "without it", "killed by, or why it may survive"):
+        table.add_column(heading, overflow="fold")
+    for verdict in verdicts:
+        guard = verdict.guard
+        counts[f"{verdict.status}{' (declared)' if verdict.declared else ''}"] += 1
+        status = verdict.status if verdict.ok else f"{verdict.status} !"
+        cells = (f"{guard.file}:{guard.line}", guard.function, guard.text, status, verdict.test or verdict.declared)
+        table.add_row(*(escape(cell) for cell in cells))
+    table.caption = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    console = Console()
+    # Into a file or a pipe goes the whole width: nobody can widen that.
+    Console(width=None if console.is_terminal else 240).print(table)
+
+
+def _as_json(verdict: Verdict) -> dict[str, object]:
+    guard = verdict.guard
+    place = {"file": guard.file, "line": guard.line, "function": guard.function, "text": guard.text}
+    return {
+        **place,
+        **{name: getattr(verdict, name) for name in ("status", "test", "declared", "tests", "seconds", "ok")},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""A plugin of pytest: which test takes which refusal, of those that call `note`, and how long each test takes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_NOTED: set[int] = set()
+# What a fixture that lives longer than a test took when it was made counts for all tests that use it.
+_BY_FIXTURE: dict[str, set[int]] = defaultdict(set)
+_TESTS: dict[str, dict[str, Any]] = {}
+
+
+def note(number: int) -> bool:
+    """Called where a guard says no; False, so that it fits into any expression there."""
+    _NOTED.add(number)
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[Any]:
+    earlier = set(_NOTED)
+    _NOTED.clear()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            _BY_FIXTURE[fixturedef.argname] |= _NOTED
+        _NOTED.update(earlier)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Iterator[Any]:
+    _NOTED.clear()
+    _TESTS[item.nodeid] = {"seconds": 0.0, "passed": True}
+    result = yield
+    guards = _NOTED.union(*(_BY_FIXTURE.get(name, set()) for name in getattr(item, "fixturenames", ())))
+    _TESTS[item.nodeid]["guards"] = sorted(guards)
+    return result
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    test = _TESTS.setdefault(report.nodeid, {"seconds": 0.0, "passed": True})
+    test["seconds"] += report.duration
+    test["passed"] &= not report.failed
+
+
+def pytest_sessionfinish() -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    if any("guards" in test for test in _TESTS.values()):
+        Path(os.environ["REACHED"], f"{worker}.json").write_text(json.dumps(_TESTS), encoding="utf-8")
