@@ -70,6 +70,8 @@ NO_CONV_CALLS = {
     "bias is computed": lambda m, x: F.conv1d(x, m.weight, m.bias * 2),
     "weight comes in": lambda m, x: F.conv1d(m.weight, x),
     "no convolution": lambda m, x: F.avg_pool1d(x, 2),
+    "groups come in": lambda m, x: F.conv1d(x, m.weight, m.bias, 1, 0, 1, x.shape[1]),
+    "weight is the input": lambda m, x: F.linear(x, x),
 }
 
 
@@ -107,9 +109,37 @@ def test_batch_norm_calls() -> None:
         lambda m, x: F.batch_norm(x, m.stat * 2, m.stat),
         lambda m, x: F.layer_norm(x, (2,), m.bias, m.bias),
         lambda m, x: F.batch_norm(m.weight, m.stat, m.stat).sum() + x,
+        lambda m, x: F.batch_norm(x, m.stat, m.stat, eps=1 / x.shape[0]),
+        lambda m, x: F.batch_norm(x, m.stat, m.stat, training=x.shape[0] > 1),
+        lambda m, x: F.batch_norm(x, m.stat, m.stat, weight=x),
     ):
         program, node = place_of(call)
         assert batch_norm_at(program, node) is None
+
+
+@pytest.mark.parametrize("input", [None, 1.0, (), "x"])
+def test_a_call_on_no_value_of_the_graph_is_no_layer(input: Any) -> None:
+    for call, at in ((CONV_CALLS["positional"], convolution_at), (_on_statistics, batch_norm_at)):
+        program, node = place_of(call)
+        assert at(program, node) is not None
+        node.update_arg(0, input)
+        assert at(program, node) is None
+
+
+def _on_statistics(module: nn.Module, x: Tensor) -> Tensor:
+    return F.batch_norm(x, module.stat, module.stat)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)])
+def test_a_module_that_is_given_more_than_one_tensor_is_no_layer(layer: nn.Module) -> None:
+    program, _ = captured(nn.Sequential(layer).eval())
+    (node,) = program.calls_of(program.root[0])
+    at = convolution_at if isinstance(layer, nn.Conv2d) else batch_norm_at
+    assert at(program, node) is not None
+    value = node.args[0]
+    for args in ((value, value), (value, [4, 4]), (), (1.0,)):
+        node.args = args
+        assert at(program, node) is None
 
 
 def test_batch_norm_modules() -> None:
@@ -153,6 +183,12 @@ def test_what_keeps_the_forward() -> None:
         def _conv_forward(self, *args: Any) -> Any:
             return args
 
+    class OwnCheck(nn.BatchNorm2d):
+        def _check_input_dim(self, input: Tensor) -> None:
+            input.clamp_(min=0)
+
+    assert is_stock(nn.BatchNorm2d(1), (nn.BatchNorm2d,))
+    assert not is_stock(OwnCheck(1), (nn.BatchNorm2d,))
     kinds = (nn.Conv2d,)
     assert is_stock(nn.Conv2d(1, 1, 1), kinds)
     assert is_stock(Kept(1, 1, 1), kinds)
@@ -164,7 +200,12 @@ def test_what_keeps_the_forward() -> None:
 
 
 def test_hooks_and_parametrizations() -> None:
-    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+    for register in (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ):
         module = nn.Conv2d(1, 1, 1)
         assert not has_hooks(module)
         handle = getattr(module, register)(lambda *args: None)

@@ -1,0 +1,76 @@
+"""Tensors that no fold can take, and places where nothing shows what becomes of one."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from folding_models import FAR, Functional, Island, Pair, image
+from pass_contract import captured, sentences_of
+from torch import Tensor, nn
+
+from passes import FoldConvBias, FoldConvBn
+
+
+class Logarithmic(Tensor):
+    """A tensor with an arithmetic of its own, as libraries for quantization have them."""
+
+
+def _without_weight() -> nn.Module:
+    model = Pair()
+    model.conv.weight = None
+    return model
+
+
+def _of_another_class() -> nn.Module:
+    model = Pair()
+    model.conv.weight = nn.Parameter(model.conv.weight.detach().as_subclass(Logarithmic))
+    return model
+
+
+def _complex() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, dtype=torch.complex64), nn.BatchNorm2d(4))
+
+
+def _lazy_function() -> nn.Module:
+    model = Functional()
+    model.w = nn.UninitializedParameter()
+    return model
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "missing": (_without_weight, "conv.weight is missing"),
+    "of another class": (_of_another_class, "conv.weight is a Logarithmic, which has an arithmetic of its own"),
+    "complex": (_complex, "0.weight is of dtype complex64"),
+    "not initialised": (_lazy_function, "w is not initialised yet: run the model once first"),
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_says_what_keeps_a_tensor_from_being_folded(kind: str) -> None:
+    make, reason = REASONS[kind]
+    ((_, text),) = sentences_of(FoldConvBn().run(*captured(make().eval())))
+    assert text.endswith(reason)
+
+
+class _GivenForward(Island):
+    """Its forward stands in the instance, and branches on data."""
+
+    def more(self) -> None:
+        self.forward = types.MethodType(Island.forward, self)
+
+
+@pytest.mark.parametrize("item", [FoldConvBn(), FoldConvBias()])
+def test_a_forward_of_an_instance_that_branches_has_no_place_for_a_check(item: Any) -> None:
+    model = _GivenForward().eval()
+    program, context = captured(model, image())
+    done = item.run(program, context)
+    assert done.changes == ()
+    assert any(
+        "the root has a forward of its instance, which can't be traced" in text for _, text in sentences_of(done)
+    )
+    for x in (image(), FAR):
+        assert torch.equal(program.root(x), model(x))
