@@ -27,7 +27,6 @@ from passes.graph.match import (
     is_parametrized,
     is_stock,
     modules_between,
-    opened_between,
     uses_values,
     way_of,
 )
@@ -272,19 +271,11 @@ def _why_not_forward(program: Program, conv: Convolution, norm: Affine) -> str |
                 else "the recorded runs don't agree on what it does"
             )
             return f"the forward of {opaque or 'the root'} around it can't be traced, and {unknown}"
-    opened = opened_between(program, conv, norm)
-    if opened is not None and program.home(opened) is not program.home(norm.node):
-        return f"{program.where(conv.node)} carries another BatchNorm already, which stands in another module"
     for place in (conv, norm):
         home = program.home(place.node)
         if not home.traced and place.module is None:
             called = operation_name(place.node)
             return f"the forward of {home.path or 'the root'} calls {called} as a function and can't be traced"
-        if not home.traced and place is norm and opened is not None:
-            return (
-                f"{program.where(conv.node)} carries another BatchNorm already, and the forward of"
-                f" {home.path or 'the root'} can't be traced"
-            )
     around = program.innermost_around(conv.node, norm.node)
     if around is None or around.traced:
         return None

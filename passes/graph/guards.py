@@ -234,19 +234,22 @@ class SealedOutput:
     __hash__ = object.__hash__
 
 
-def sealed_for(value: torch.Tensor, pair: FoldedPair) -> SealedOutput:
+def sealed_for(value: torch.Tensor, pair: FoldedPair, behind: int | None) -> SealedOutput:
     """What the first of a pair gives out, where that is a function in a graph.
+
+    Args:
+        value: the output.
+        pair: the two.
+        behind: how many dims there are behind that of the channels; None for a BatchNorm, which has them in dim 1.
 
     Raises:
         UnseenCall: it has other dims than in the runs that were seen.
     """
     if isinstance(value, SealedOutput):
         raise value.sealed_by.went_astray()
-    if pair.leads:
-        return SealedOutput(value, pair, 1)
     if pair.rank is not None and value.dim() != pair.rank:
         raise pair.other_rank(value)
-    return SealedOutput(value, pair, value.dim() - pair.dims - 1)
+    return SealedOutput(value, pair, 1 if behind is None else value.dim() - behind - 1)
 
 
 def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
@@ -342,6 +345,8 @@ class FoldedNormForward(InstanceForward):
 
     Attributes:
         carried: whether the convolution does the BatchNorm's work, and nothing is left of it but the check.
+        farther: the convolution and another BatchNorm, on the side of this one where the convolution isn't; None
+            without. The convolution does the work of both: what lies between them is right for neither alone.
         eps: the BatchNorm's, when it was folded.
     """
 
@@ -351,13 +356,20 @@ class FoldedNormForward(InstanceForward):
         self.owner = owner
         self.pair = pair
         self.carried = carried
+        self.farther: FoldedPair | None = None
         self.eps = owner.eps
 
+    def with_farther(self, pair: FoldedPair) -> FoldedNormForward:
+        """The same with another BatchNorm that the convolution was folded together with, beyond this one."""
+        twin = copy.copy(self)
+        twin.farther = pair
+        return twin
+
     def __call__(self, input: Any) -> Any:
-        pair = self.pair
+        pair, farther = self.pair, self.farther
         if pair.leads:
             self._check_tensors()
-            return sealed_for(input, pair)
+            return sealed_for(input if farther is None else opened_from(input, farther, None), pair, None)
         opened = opened_from(input, pair, None)
         if not self.carried:
             output = self.compute(opened)
@@ -365,7 +377,7 @@ class FoldedNormForward(InstanceForward):
                 output.register_hook(pair.warn_of_lost_gradient)
             return output
         self._check_tensors()
-        return opened
+        return opened if farther is None else SealedOutput(opened, farther)
 
     def _check_tensors(self) -> None:
         # `functional_call` and the like put tensors in place that no hook sees.

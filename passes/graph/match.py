@@ -519,15 +519,16 @@ def can_be_sealed(program: Program, conv: Convolution, norm: Affine) -> bool:
 
     Otherwise it is one graph that shows it, which has to be the forward of its module.
     """
-    if conv.module is None and norm.module is None and program.home(conv.node) is program.home(norm.node):
-        return False
-    return opened_between(program, conv, norm) is None
+    other = opened_between(program, conv, norm) or conv.node
+    both_functions = norm.module is None and program.module_of(other) is None
+    return not (both_functions and program.home(other) is program.home(norm.node))
 
 
 def opened_between(program: Program, conv: Convolution, norm: Affine) -> fx.Node | None:
     """Where the value between the two is given free by another pair, of which one is the convolution; None for nowhere.
 
-    Of several such places, the one that is nearest to the BatchNorm.
+    That is another BatchNorm which the convolution carries, or where a graph checks in the place of one that was a
+    function. Of several such places, the one that is nearest to the BatchNorm.
     """
     found = [node for node in nodes_between(program, conv, norm) if _opens(program, node, norm)]
     if not found:

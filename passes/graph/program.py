@@ -131,8 +131,12 @@ class Program:
                 self._modules[node] = module
                 self._calls[id(module)].append(node)
             elif node.op == "get_attr":
-                owner, name = self._owner(graph, node)
-                self._reads[(id(owner), name)].append(node)
+                self.note_reader(node)
+
+    def note_reader(self, node: fx.Node) -> None:
+        """Know of a `get_attr` node: those of edits count at once, and not only when all is read anew."""
+        owner, name = self._owner(self.home(node), node)
+        self._reads[(id(owner), name)].append(node)
 
     def _owner(self, graph: ModuleGraph, node: fx.Node) -> tuple[nn.Module, str]:
         if not graph.traced:

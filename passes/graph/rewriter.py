@@ -50,6 +50,7 @@ from passes.graph.match import (
     can_be_sealed,
     channels_between,
     in_order,
+    opened_between,
 )
 from passes.graph.moved_bias import MovedBias
 from passes.graph.program import Program
@@ -321,6 +322,7 @@ class Rewriter:
         self._own(conv.node)
         with conv.node.graph.inserting_before(conv.node):
             reader = conv.node.graph.get_attr(_beside(_reader_of(self.program, conv), ref.name))
+        self.program.note_reader(reader)
         _set_bias_argument(conv.node, reader)
 
     @_writes
@@ -396,8 +398,8 @@ class Rewriter:
 
         What the first of the two makes goes to the second and nowhere else, which both check at every call: the forwards
         around them are as they were, and may be called in any way. A BatchNorm that is a module stays for that, without
-        tensors; for what is a function, its graph checks. Where one graph shows all that there is between the two, the
-        BatchNorm goes out of it.
+        tensors; for what is a function, its graph checks, and where one graph shows all that there is between the two,
+        nothing has to.
         """
         if can_be_sealed(self.program, conv, norm):
             self._seal(change, conv, norm, self._pair(conv, norm), carried=True)
@@ -406,14 +408,8 @@ class Rewriter:
             self._hold_ranks(change, conv, norm)
         if norm.module is None:
             self.bypass(norm.node, _value_of(self.program, norm))
-        elif isinstance(inner_forward(norm.module), FoldedNormForward):
-            self._forget_statistics(change, norm)
         else:
-            self.bypass(norm.node)
-            identity = nn.Identity()
-            identity.training = norm.module.training
-            self.replace_module(change, norm.module, identity)
-            return
+            self._forget_statistics(change, norm)
         for ref in norm.tensors:
             self._take_away(change, ref)
 
@@ -472,28 +468,54 @@ class Rewriter:
 
     def _pair(self, conv: Convolution, norm: Affine, *, trained: bool = False) -> FoldedPair:
         paths = self.program.where(conv.node), self.program.where(norm.node)
-        return FoldedPair(*paths, self._rank(conv, norm), conv.dims, leads=norm.leads, trained=trained)
+        # Elsewhere than behind the convolution itself, the seal alone says where the channels are.
+        is_beyond = norm.leads or opened_between(self.program, conv, norm) is not None
+        rank = None if is_beyond else self._rank(conv, norm)
+        return FoldedPair(*paths, rank, conv.dims, leads=norm.leads, trained=trained)
 
     def _seal(self, change: Change, conv: Convolution, norm: Affine, pair: FoldedPair, *, carried: bool) -> None:
-        if conv.module is not None:
+        nearer = opened_between(self.program, conv, norm)
+        if nearer is not None:
+            self._keep_together(change, conv, norm)
+            self._seal_beyond(change, nearer, pair)
+        elif conv.module is not None:
             earlier = inner_forward(conv.module)
             behind, front = (earlier.pair, earlier.front) if isinstance(earlier, FoldedConvForward) else (None, None)
             behind, front = (behind, pair) if norm.leads else (pair, front)
             self.set_forward(change, conv.module, FoldedConvForward(conv.module, behind, front))
         if norm.module is not None:
             self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
-        self._seal_in_graphs(change, conv, norm, pair)
+        self._seal_in_graphs(change, conv, norm, pair, is_beyond=nearer is not None)
         around = self.program.innermost_around(conv.node, norm.node)
         if around is not None and not around.traced:
             # The module that calls both gets its forward at the end, once for all its pairs.
             self._guarded[id(around.module)] = around.module
 
-    def _seal_in_graphs(self, change: Change, conv: Convolution, norm: Affine, pair: FoldedPair) -> None:
-        first, second = in_order(conv, norm)
-        if first.module is None:
-            self._seal_in_graph(change, first, pair)
-        if second.module is None:
-            self._open_in_graph(change, second, pair, _dims_behind(self.program, conv, norm))
+    def _seal_in_graphs(
+        self, change: Change, conv: Convolution, norm: Affine, pair: FoldedPair, *, is_beyond: bool = False
+    ) -> None:
+        if conv.module is None and not is_beyond:
+            if norm.leads:
+                self._open_in_graph(change, conv.node, conv.input, pair, conv.dims)
+            else:
+                self._seal_in_graph(change, conv.node, pair, conv.dims)
+        if norm.module is None:
+            if norm.leads:
+                self._seal_in_graph(change, norm.node, pair, None)
+            else:
+                self._open_in_graph(change, norm.node, norm.input, pair, _dims_behind(self.program, conv, norm))
+
+    def _seal_beyond(self, change: Change, nearer: fx.Node, pair: FoldedPair) -> None:
+        """Seal the value between what was folded before, nearer to the convolution, and another BatchNorm."""
+        module = self.program.module_of(nearer)
+        if module is not None:
+            forward = inner_forward(module)
+            assert isinstance(forward, FoldedNormForward)
+            self.set_forward(change, module, forward.with_farther(pair))
+        elif pair.leads:
+            self._open_in_graph(change, nearer, nearer.all_input_nodes[0], pair, None)
+        else:
+            self._seal_in_graph(change, nearer, pair, nearer.args[2])
 
     def _keep_together(self, change: Change, conv: Convolution, norm: Affine) -> None:
         """Have the convolution go on as it is, where one graph shows what is between it and the BatchNorm."""
@@ -509,28 +531,28 @@ class Rewriter:
         if earlier.pair is not None and earlier.pair.rank is None and rank is not None:
             self._do(change, AttributeEdit(earlier.pair, "rank", rank))
 
-    def _seal_in_graph(self, change: Change, first: Convolution | Affine, pair: FoldedPair) -> None:
-        self._own(first.node)
-        held = self._held_in_graph(change, first.node, pair)
-        sealing = [user for user in first.node.users if user.target is sealed_for]
+    def _seal_in_graph(self, change: Change, first: fx.Node, pair: FoldedPair, behind: Any) -> None:
+        self._own(first)
+        held = self._held_in_graph(change, first, pair)
+        sealing = [user for user in first.users if user.target is sealed_for]
         if sealing:
             # Another pass has folded the two together before.
             sealing[0].update_arg(1, held)
             return
-        users = list(first.node.users)
-        with first.node.graph.inserting_after(held):
-            sealed = first.node.graph.call_function(sealed_for, (first.node, held))
+        users = list(first.users)
+        with first.graph.inserting_after(held):
+            sealed = first.graph.call_function(sealed_for, (first, held, behind))
         for user in users:
-            user.replace_input_with(first.node, sealed)
+            user.replace_input_with(first, sealed)
 
     def _open_in_graph(
-        self, change: Change, second: Convolution | Affine, pair: FoldedPair, behind: int | None
+        self, change: Change, second: fx.Node, value: fx.Node, pair: FoldedPair, behind: int | None
     ) -> None:
-        self._own(second.node)
-        with second.node.graph.inserting_before(second.node):
-            held = second.node.graph.get_attr(self._hold(change, self.program.home(second.node).module, pair))
-            opened = second.node.graph.call_function(opened_from, (second.input, held, behind))
-        second.node.replace_input_with(second.input, opened)
+        self._own(second)
+        with second.graph.inserting_before(second):
+            held = second.graph.get_attr(self._hold(change, self.program.home(second).module, pair))
+            opened = second.graph.call_function(opened_from, (value, held, behind))
+        second.replace_input_with(value, opened)
 
     def _held_in_graph(self, change: Change, node: fx.Node, pair: FoldedPair) -> fx.Node:
         with node.graph.inserting_after(node):
