@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.baked import Baked, BakedShape, found_again, portable
-from passes.graph.guards import FoldedPair, SealedOutput, class_code, inner_forward
+from passes.graph.guards import FoldedPair, SealedOutput, class_code, inner_forward, opened_from
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
 _numbers = itertools.count()
@@ -109,6 +109,16 @@ class GraphForward:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 for pair in self.lost:
                     leaf.register_hook(pair.warn_of_lost_gradient)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module alone computes, wherever its inputs come from, with nobody looking where its outputs go."""
+        self._prepare_for(self.owner.training)
+        graph, outputs = self.graphs[self.owner.training]
+        if not any(node.target is opened_from for node in graph.nodes):
+            return pytree.tree_map(_unsealed, self(*args, **kwargs))
+        function = compile_graph(_opening(graph), self.path)
+        leaves = function(self.owner, *self._tensors(args, kwargs))
+        return pytree.tree_unflatten([_unsealed(leaf) for leaf in leaves], outputs)
 
     def _prepare_for(self, training: bool) -> None:
         if training not in self.graphs:
@@ -213,6 +223,22 @@ def compile_graph(graph: fx.Graph, path: str) -> Callable[..., Any]:
     function: Callable[..., Any] = namespace["forward"]
     weakref.finalize(function, linecache.cache.pop, name, None)
     return function
+
+
+def _opening(graph: fx.Graph) -> fx.Graph:
+    """The same graph, that takes a value also without the seal that it checks."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        twin = nodes[node] = copy.node_copy(node, nodes.__getitem__)
+        if twin.target is opened_from:
+            twin.target = _unsealed
+            twin.args = twin.args[:1]
+    return copy
+
+
+def _unsealed(value: Any) -> Any:
+    return value.sealed_value if type(value) is SealedOutput else value
 
 
 def _empty_forward() -> GraphForward:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.graph.forward import GraphForward
 from passes.graph.guards import FoldedConvForward, FoldedNormForward, inner_forward
 from passes.graph.program import Program
 
@@ -147,6 +148,6 @@ def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if step.op == "call_method":
         return getattr(args[0], step.target)(*args[1:], **kwargs)
     guard = inner_forward(step.target) if isinstance(step.target, nn.Module) else None
-    if isinstance(guard, FoldedConvForward | FoldedNormForward):
+    if isinstance(guard, FoldedConvForward | FoldedNormForward | GraphForward):
         return guard.compute(*args, **kwargs)
     return step.target(*args, **kwargs)

@@ -42,6 +42,13 @@ class OwnConv(nn.Conv2d):
         return F.conv2d(F.pad(input, (1, 1, 1, 1)), self.weight, self.bias)
 
 
+class PlainConv(OwnConv):
+    """One that pads nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, self.weight, self.bias)
+
+
 class Norm(nn.Module):
     """A BatchNorm that is a module, below another one."""
 
@@ -267,3 +274,14 @@ def test_a_layer_that_is_called_too_keeps_its_tensors(kind: type[InOne], reason:
         assert done.changes == ()
         assert any(reason in text for _, text in sentences_of(done)), list(sentences_of(done))
     assert torch.equal(program.root(IMAGE), model(IMAGE))
+
+
+@pytest.mark.parametrize("kind", ["function, norm", "function, function", "leading norm, function on maps"])
+def test_a_convolution_that_is_a_function_can_still_be_brought_into_channels_last(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Apart(lambda: nn.BatchNorm2d(3), PlainConv) if "leading" in kind else _model(kind)[0]
+    fast = optimize(model.eval(), [*BOTH, "channels-last"], example_inputs=(IMAGE,))
+    folded, converted = report_of(fast).passes[1:]
+    assert len(folded.changes) == 1
+    assert (converted.status, converted.reason) == ("applied", "")
+    assert check_parity(model, fast, (IMAGE,), batch_sizes=(1, 2, 5)).ok
