@@ -1,6 +1,7 @@
 """Tests marked `gpu` run where torch finds a CUDA device, and are left out, visibly, where it doesn't."""
 
 import signal
+from collections import Counter
 
 import pytest
 import torch
@@ -23,3 +24,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_header() -> str:
     found = torch.cuda.is_available()
     return f"CUDA: {torch.cuda.get_device_name() if found else 'none; tests marked gpu are deselected'}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how often each kind of random module, of fold and of answer of a part occurred."""
+    seen: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, counts in getattr(report, "user_properties", ()):
+                if name == "seen":
+                    seen.update(counts)
+    if seen:
+        terminalreporter.section("what the random modules were")
+        for group in sorted({kind.partition(":")[0] for kind in seen}):
+            counts = sorted((kind.partition(": ")[2], n) for kind, n in seen.items() if kind.startswith(f"{group}: "))
+            terminalreporter.write_line(f"{group}: " + ", ".join(f"{kind} {n}" for kind, n in counts))

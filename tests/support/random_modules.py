@@ -17,8 +17,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from folding_models import BatchNormAct, Reader
+from folding_models import Reader
 from hypothesis import strategies as st
+from random_ways import (
+    ACTIVATED,
+    OWN_CONVOLUTIONS,
+    OWN_NORMS,
+    OWN_TRANSPOSED,
+    PLAIN_WAYS,
+    POOLED,
+    WAYS,
+    Output,
+    OwnLinear,
+)
 from tiny_models import enliven
 from torch import Tensor, nn
 
@@ -30,7 +41,11 @@ _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+# Those in which a fold of its own loses less than the noise of the model.
+EXACT = {"float32", "float64"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,7 @@ class Conv:
     Attributes:
         resize: "" keeps the size of the maps, "stride" halves it (doubles it, where transposed, with an output padding),
             "valid" pads nothing.
+        own: whether its class has a forward of its own, which calls the function.
     """
 
     kernel: int = 3
@@ -49,6 +65,12 @@ class Conv:
     transposed: bool = False
     padding: str = "zeros"
     resize: str = ""
+    own: bool = False
+
+    @property
+    def pads(self) -> bool:
+        """Whether it reads zeros beyond the border of the maps."""
+        return self.kernel > 1 and self.resize != "valid" and self.padding in ("zeros", "same")
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,7 @@ class Norm:
         running: whether it keeps running statistics.
         training: whether it is left in training mode.
         activated: whether its class has an activation inside.
+        own: whether its class has a forward of its own, which calls the function.
     """
 
     affine: bool = True
@@ -66,6 +89,12 @@ class Norm:
     running: bool = True
     training: bool = False
     activated: bool = False
+    own: bool = False
+
+    @property
+    def is_function(self) -> bool:
+        """Whether its class calls the function."""
+        return self.activated or self.own
 
 
 @dataclass(frozen=True)
@@ -73,10 +102,11 @@ class Pair:
     """A convolution and its BatchNorm.
 
     Attributes:
-        style: how they are joined, and what else is done with them; a key of `STYLES`.
+        style: how they are joined, and what else is done with them; a key of `STYLES` or `WAYS`.
         act: what comes behind, a key of `ACTIVATIONS`.
         extra: a hook or a parametrization, a key of `EXTRAS`.
         wide: twice as many channels between the two.
+        branches: whether the forward of a way has a branch on the data.
     """
 
     conv: Conv = Conv()
@@ -85,15 +115,43 @@ class Pair:
     act: str = "none"
     extra: str = "none"
     wide: bool = False
+    branches: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether the BatchNorm stands in front."""
+        return self.style in WAYS and WAYS[self.style].leads
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer is linear, and no convolution."""
+        return self.style in WAYS and WAYS[self.style].is_linear
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is hard about it: it is to be folded."""
-        if self.style == "island" and self.norm.activated:
-            # What is in the forward of such a BatchNorm is in no graph together with the convolution.
-            return False
         usual = self.norm.running and not self.norm.training
-        return self.style in PLAIN_STYLES and self.extra in ("none", "frozen") and usual
+        if self.leads and (self.norm.activated or (not self.is_linear and (self.conv.pads or self.conv.transposed))):
+            return False
+        plain = self.style in PLAIN_STYLES or self.style in PLAIN_WAYS
+        return plain and self.extra in ("none", "frozen") and usual
+
+    def kinds(self) -> Iterator[str]:
+        """What a fold of it is an example of."""
+        yield f"style {self.style}"
+        yield "in front" if self.leads else "behind"
+        if self.is_linear:
+            yield "linear"
+        else:
+            yield "transposed" if self.conv.transposed else "convolution"
+            yield f"padding {self.conv.padding}{' in front' if self.leads else ''}"
+            yield "grouped" if self.conv.groups > 1 else "one group"
+        if self.conv.own or self.norm.is_function:
+            yield "function: " + " and ".join(["layer"] * self.conv.own + ["norm"] * self.norm.is_function)
+        if self.branches:
+            yield "a branch in the way"
+        if self.extra == "frozen":
+            yield "frozen"
 
 
 @dataclass(frozen=True)
@@ -113,7 +171,7 @@ class Description:
 
     Attributes:
         head: what is behind the blocks: "none", or a linear layer on 2-D or 3-D input with a BatchNorm.
-        output: "tensor", "tuple" or "dict".
+        output: a key of `_ROOTS`: "tensor", "tuple", "dict" or "object".
         layout: of the inputs: "contiguous", "channels_last", or "strided" with gaps between the numbers.
         scaled: whether a second tensor is given, as a keyword.
         training: whether the model is in training mode when it is given to `optimize`.
@@ -553,6 +611,32 @@ class GivesDict(One):
         return {"y": self.inner(x), "rest": [x.mean(), None]}
 
 
+class GivesObject(One):
+    """Gives an object of a dataclass."""
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.inner(x), {"mean": x.mean()})
+
+
+class TakesObject(One):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        return found.features + found.rest["mean"]
+
+
+class ListOfModules(nn.Module):
+    """Blocks in a plain list: the tree doesn't hold them."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.parts = [first, second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
 class TakesDict(One):
     def forward(self, x: Tensor) -> Tensor:
         found = self.inner(x)
@@ -629,15 +713,15 @@ class EitherByBatch(Two):
 _ONE: dict[str, Callable[[nn.Module], nn.Module]] = {
     "residual": Residual, "residual in place": ResidualInPlace, "repeated": Repeated, "aliased": Aliased,
     "dict": lambda inner: TakesDict(GivesDict(inner)), "guarded": Guarded, "batch loop": BatchLoop,
-    "number of loops": NumberOfLoops,
+    "number of loops": NumberOfLoops, "object": lambda inner: TakesObject(GivesObject(inner)),
 }  # fmt: skip
 _TWO: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
     "sequence": nn.Sequential, "sum": Sum, "tuple": lambda first, second: TakesBoth(GivesBoth(first, second)),
-    "either by data": EitherByData, "either by batch": EitherByBatch,
+    "either by data": EitherByData, "either by batch": EitherByBatch, "plain list": ListOfModules,
 }  # fmt: skip
 COMBINATIONS = (*_ONE, *_TWO, "concatenated")
 # Where a part is called by one batch and not by another, stands in the tree twice, or is called as often as there are rows.
-_UNFOLDED_IN = {"aliased", "either by data", "either by batch", "batch loop", "number of loops"}
+_UNFOLDED_IN = {"aliased", "either by data", "either by batch", "batch loop", "number of loops", "plain list"}
 
 
 # ---- the whole
@@ -695,21 +779,57 @@ class LinearOn3d(nn.Module):
         return self.norm(self.linear(F.adaptive_avg_pool1d(x.flatten(2), CHANNELS)))
 
 
-_ROOTS = {"tensor": Root, "tuple": RootOfTuple, "dict": RootOfDict}
+class RootOfObject(Root):
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
+        return Output(super().forward(x, scale=scale), [x])
+
+
+_ROOTS = {"tensor": Root, "tuple": RootOfTuple, "dict": RootOfDict, "object": RootOfObject}
 _HEADS: dict[str, type[nn.Module]] = {"linear on 2-D": LinearOn2d, "linear on 3-D": LinearOn3d}
 
 
 @dataclass(frozen=True)
-class Built:
-    """A model.
+class BuiltPair:
+    """A layer and its BatchNorm in a model.
 
     Attributes:
-        pairs: paths of the convolution or linear layer and of its BatchNorm, and whether the former has a bias, of every
-            pair that is plainly foldable where example inputs are given.
+        conv, norm: the paths of the two.
+        kinds: what a fold of the two is an example of.
+        is_plain: whether it is to be folded where example inputs are given.
+        has_bias: whether the layer has a bias that is to be moved into the BatchNorm.
     """
 
+    conv: str
+    norm: str
+    kinds: tuple[str, ...]
+    is_plain: bool
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and its pairs; those of which a class makes both parameters of its own aren't among them."""
+
     model: nn.Module
-    pairs: tuple[tuple[str, str, bool], ...]
+    pairs: tuple[BuiltPair, ...]
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with its path; those in plain lists as reports name them."""
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = list(module.named_children())
+        for name, value in module.__dict__.items():
+            if isinstance(value, list):
+                children += [(f"{name}[{n}]", item) for n, item in enumerate(value) if isinstance(item, nn.Module)]
+        # What the tree holds is found by its place there.
+        waiting[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in reversed(children)]
 
 
 def build(description: Description) -> Built:
@@ -720,11 +840,14 @@ def build(description: Description) -> Built:
         blocks = [builder.block(block, foldable=True) for block in description.blocks]
         head = _HEADS[description.head]() if description.head in _HEADS else None
         if isinstance(head, LinearOn2d):
-            builder.plain.append((head.linear, head.norm))
+            builder.pairs.append((head.linear, head.norm, ("style head", "linear"), True, True))
         model = _ROOTS[description.output](blocks, head)
-        trees = [model, *(part for pair in builder.hidden for part in pair)]
+        registered = {id(module) for module in model.modules()}
+        everything = dict(modules_of(model))
+        trees = [model, *(module for module in everything.values() if id(module) not in registered)]
         for tree in trees:
-            enliven(tree, description.seed).to(DTYPES[description.dtype]).train(description.training)
+            enliven(tree, description.seed).to(DTYPES[description.dtype])
+        model.train(description.training)
         for part in trees[1:]:
             # The tree doesn't hold it: no `eval` of the model reaches it.
             part.eval()
@@ -732,16 +855,20 @@ def build(description: Description) -> Built:
             norm.train()
         for extra in builder.extras:
             extra()
-    paths = {id(module): path for path, module in model.named_modules()}
-    pairs = tuple((paths[id(conv)], paths[id(norm)], conv.bias is not None) for conv, norm in builder.plain)
+    paths = {id(module): path for path, module in everything.items()}
+    pairs = tuple(
+        BuiltPair(paths[id(conv)], paths[id(norm)], kinds, plain, has_bias)
+        for conv, norm, kinds, plain, has_bias in builder.pairs
+        if id(conv) in paths and id(norm) in paths
+    )
     return Built(model, pairs)
 
 
 class _Builder:
     def __init__(self, description: Description) -> None:
         self.dims = description.dims
-        self.plain: list[tuple[nn.Module, nn.Module]] = []
-        self.hidden: list[tuple[nn.Module, ...]] = []
+        # Layer, BatchNorm, kinds, whether it is plain, whether the layer has a bias to be moved.
+        self.pairs: list[tuple[nn.Module, nn.Module, tuple[str, ...], bool, bool]] = []
         self.in_training: list[nn.Module] = []
         self.extras: list[Callable[[], object]] = []
 
@@ -756,19 +883,24 @@ class _Builder:
 
     def pair(self, pair: Pair, *, foldable: bool) -> nn.Module:
         out = 2 * CHANNELS if pair.wide else CHANNELS
-        conv, norm = self.conv(pair.conv, out), self.norm(pair.norm, out)
+        way = WAYS.get(pair.style)
+        conv, norm = self.layer(pair, out), self.norm(pair.norm, out, way.norm_dims(self.dims) if way else self.dims)
         act = ACTIVATIONS[pair.act]()
-        joined = STYLES[pair.style](conv, norm, act)
-        if foldable and pair.is_plain:
-            self.plain.append((conv, norm))
-        if pair.style == "hidden":
-            self.hidden.append((conv, norm, act))
+        joined = way(conv, norm, act, branches=pair.branches) if way else STYLES[pair.style](conv, norm, act)
+        has_bias = pair.conv.bias and not pair.leads
+        self.pairs.append((conv, norm, (*pair.kinds(),), foldable and pair.is_plain, has_bias))
         if pair.norm.training:
             self.in_training.append(norm)
         self.extras.append(lambda: EXTRAS[pair.extra](conv, norm))
         return nn.Sequential(joined, _CONVOLUTIONS[self.dims](out, CHANNELS, 1)) if pair.wide else joined
 
-    def conv(self, conv: Conv, out: int) -> nn.Module:
+    def layer(self, pair: Pair, out: int) -> nn.Module:
+        if pair.is_linear:
+            return (OwnLinear if pair.conv.own else nn.Linear)(CHANNELS, out, bias=pair.conv.bias)
+        way = WAYS.get(pair.style)
+        return self.conv(pair.conv, out, way.conv_dims(self.dims) if way else self.dims)
+
+    def conv(self, conv: Conv, out: int, dims: int) -> nn.Module:
         same = conv.dilation * (conv.kernel - 1) // 2
         options: dict[str, Any] = {
             "padding": 0 if conv.resize == "valid" else same,
@@ -779,27 +911,16 @@ class _Builder:
         }
         if conv.transposed:
             options["output_padding"] = 1 if conv.resize == "stride" else 0
-            return _TRANSPOSED[self.dims](CHANNELS, out, conv.kernel, **options)
+            return (OWN_TRANSPOSED if conv.own else _TRANSPOSED)[dims](CHANNELS, out, conv.kernel, **options)
         if conv.padding == "same":
             options["padding"] = "same"
         else:
             options["padding_mode"] = conv.padding
-        return _CONVOLUTIONS[self.dims](CHANNELS, out, conv.kernel, **options)
+        return (OWN_CONVOLUTIONS if conv.own else _CONVOLUTIONS)[dims](CHANNELS, out, conv.kernel, **options)
 
-    def norm(self, norm: Norm, out: int) -> nn.Module:
-        kind = ACTIVATED[self.dims] if norm.activated else _NORMS[self.dims]
+    def norm(self, norm: Norm, out: int, dims: int) -> nn.Module:
+        kind = (ACTIVATED if norm.activated else OWN_NORMS if norm.own else _NORMS)[dims]
         return kind(out, affine=norm.affine, momentum=norm.momentum, track_running_stats=norm.running)
-
-
-class BatchNormAct1d(nn.BatchNorm1d):
-    forward = BatchNormAct.forward
-
-
-class BatchNormAct3d(nn.BatchNorm3d):
-    forward = BatchNormAct.forward
-
-
-ACTIVATED: dict[int, type[nn.Module]] = {1: BatchNormAct1d, 2: BatchNormAct, 3: BatchNormAct3d}
 
 
 def _like(module: Any) -> Any:
@@ -836,12 +957,13 @@ def _convs(*, resizes: bool) -> st.SearchStrategy[Conv]:
         transposed=st.sampled_from([False, False, True]),
         padding=st.sampled_from(["zeros", "zeros", "same", "reflect", "circular", "replicate"]),
         resize=st.sampled_from(["", "stride", "valid"] if resizes else [""]),
+        own=st.sampled_from([False] * 3 + [True]),
     ).map(_possible)
 
 
 def _possible(conv: Conv) -> Conv:
     """The nearest one that torch takes."""
-    if conv.transposed or (conv.padding == "same" and conv.resize):
+    if conv.transposed or conv.own or (conv.padding == "same" and conv.resize):
         conv = replace(conv, padding="zeros")
     if conv.padding == "reflect" or conv.resize:
         # The maps are small: padding by reflection has to be smaller than they are.
@@ -855,7 +977,8 @@ _NORMS_DRAWN = st.builds(
     momentum=st.sampled_from([0.1, None]),
     running=st.sampled_from([True] * 5 + [False]),
     training=st.sampled_from([False] * 4 + [True]),
-    activated=st.sampled_from([False, False, True]),
+    activated=st.sampled_from([False] * 3 + [True]),
+    own=st.sampled_from([False] * 3 + [True]),
 )
 
 
@@ -865,10 +988,11 @@ def _pairs(*, resizes: bool) -> st.SearchStrategy[Pair]:
         Pair,
         conv=_convs(resizes=resizes),
         norm=_NORMS_DRAWN,
-        style=st.sampled_from([*PLAIN_STYLES, *STYLES]),
+        style=st.sampled_from([*PLAIN_STYLES, *STYLES, *PLAIN_WAYS, *WAYS]),
         act=st.sampled_from([*ACTIVATIONS]),
         extra=st.sampled_from(["none"] * 2 * len(EXTRAS) + [*EXTRAS]),
         wide=st.booleans(),
+        branches=st.sampled_from([False, False, True]),
     ).map(_fitting)
 
 
@@ -880,6 +1004,17 @@ def _fitting(pair: Pair) -> Pair:
     if pair.style == "keywords":
         extra = "none" if pair.extra == "hook before norm" else pair.extra
         pair = replace(pair, norm=replace(pair.norm, activated=False), extra=extra)
+    if pair.style in WAYS:
+        # What comes out has the sizes of what goes in. In front of it, many would pad zeros.
+        pair = replace(pair, wide=False, conv=replace(pair.conv, resize=""))
+        if pair.leads and not pair.is_linear:
+            conv = pair.conv
+            pads = conv.pads or conv.transposed
+            pair = replace(pair, conv=replace(conv, kernel=1, transposed=False) if pads and pair.branches else conv)
+        if pair.style in POOLED:
+            pair = replace(pair, norm=replace(pair.norm, running=True))
+    else:
+        pair = replace(pair, branches=False)
     if pair.style in ("norm twice", "norm first"):
         pair = replace(pair, wide=False)
     if pair.style == "functional":
@@ -903,7 +1038,7 @@ DESCRIPTIONS: st.SearchStrategy[Description] = st.builds(
     dims=st.sampled_from([2, 2, 1, 3]),
     head=st.sampled_from(["none", "none", *_HEADS]),
     output=st.sampled_from([*_ROOTS]),
-    dtype=st.sampled_from(["float32", "float32", "float64", "bfloat16"]),
+    dtype=st.sampled_from(["float32", "float32", "float32", "float64", "bfloat16", "float16"]),
     layout=st.sampled_from(["contiguous", "channels_last", "strided"]),
     scaled=st.booleans(),
     training=st.booleans(),

@@ -1,0 +1,128 @@
+"""Parts of a result called by hand, each with what it was given in a run of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from random_modules import modules_of
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from optimizer import check_parity
+from passes.errors import UnseenCall
+from passes.graph.guards import SealedOutput
+
+# What is nearer than this part of the largest number needs no other judge: a few roundings.
+_NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# Path, positional and keyword arguments of one call.
+PartCall = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+# Makes a module, the same at every call.
+Make = Callable[[], nn.Module]
+
+
+def calls_in_a_run(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PartCall]:
+    """The first call of every part in a run of the model."""
+    twin = make().eval()
+    found: dict[str, PartCall] = {}
+
+    def remember(path: str) -> Any:
+        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            found.setdefault(path, (path, *_cloned((given, named))))
+
+        return hook
+
+    for path, module in list(modules_of(twin))[1:]:
+        module.register_forward_pre_hook(remember(path), prepend=True, with_kwargs=True)
+    with torch.no_grad():
+        twin(*_cloned(args), **_cloned(kwargs))
+    return list(found.values())
+
+
+def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[str]:
+    """See that every part of the result gives what the original's part gives, or a sealed value, or raises.
+
+    Args:
+        original, fast: make the original and the result, or copies.
+        calls: of the parts, in the order of a run.
+
+    Returns:
+        How often each of it was so: "right", "sealed" or "refused".
+
+    Raises:
+        AssertionError: a part gives something else.
+    """
+    outcomes: Counter[str] = Counter()
+    for call in calls:
+        wanted, got = _answer(original().eval(), call), _answer(fast(), call)
+        if isinstance(got, UnseenCall):
+            outcomes["refused"] += 1
+        elif any(type(leaf) is SealedOutput for leaf in _leaves(got)):
+            outcomes["sealed"] += 1
+        else:
+            if not are_near(wanted, got):
+                _judge(original, fast, call)
+            outcomes["right"] += 1
+    return outcomes
+
+
+def _answer(root: nn.Module, call: PartCall) -> Any:
+    path, args, kwargs = call
+    part = dict(modules_of(root)).get(path)
+    assert part is not None, f"the result has no part {path}"
+    try:
+        with torch.no_grad():
+            return part(*_cloned(args), **_cloned(kwargs))
+    except UnseenCall as error:
+        return error
+
+
+def _judge(original: Make, fast: Make, call: PartCall) -> None:
+    path, args, kwargs = call
+    mine, theirs = (dict(modules_of(root))[path] for root in (original().eval(), fast()))
+    sizes = (len(args[0]),) if args else ()
+    report = check_parity(mine, theirs, args, example_kwargs=kwargs, batch_sizes=sizes or (2,), draws=1)
+    assert report.ok, f"the part {path}, called by hand, gives something else: {report.reason}"
+
+
+def are_near(wanted: Any, got: Any) -> bool:
+    """Whether two answers differ by a few roundings at most: where memory begins may change the order of a sum."""
+    mine, theirs = list(_leaves(wanted)), list(_leaves(got))
+    return len(mine) == len(theirs) and all(_is_near(*pair) for pair in zip(mine, theirs, strict=True))
+
+
+def _is_near(wanted: Any, got: Any) -> bool:
+    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
+        return bool(wanted == got)
+    if wanted.shape != got.shape or wanted.dtype != got.dtype or not wanted.numel():
+        return wanted.shape == got.shape and wanted.dtype == got.dtype
+    wide = wanted.double()
+    difference = (wide - got.double()).abs().max().item()
+    return difference <= _NEAR.get(wanted.dtype, 0.0) * wide.abs().max().item()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(type(leaf)):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
+
+
+def _cloned(value: Any) -> Any:
+    if dataclasses.is_dataclass(type(value)):
+        return dataclasses.replace(
+            value, **{f.name: _cloned(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
+    return pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else _cloned(leaf) if _is_object(leaf) else leaf, value
+    )
+
+
+def _is_object(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(type(leaf))
