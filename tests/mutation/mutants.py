@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rich.table
 from declared import DECLARED
@@ -48,11 +49,14 @@ _TESTS = (
     "tests/passes/test_folding_in_front.py",
     "tests/passes/test_folding_moves.py",
     "tests/passes/test_folding_scales.py",
+    "tests/passes/test_folding_tensors.py",
     "tests/passes/test_fold_conv_bias.py",
     "tests/passes/test_fold_conv_bn.py",
     "tests/optimizer/test_seals.py",
 )
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120")
+# How lines on tests that failed begin.
+_FAILED = ("FAILED ", "ERROR ")
 # A run whose tests took so long in all, in seconds, is stuck.
 _LIMIT = 600
 
@@ -129,7 +133,7 @@ def judged(
         progress: called with a line on each verdict.
 
     Raises:
-        RuntimeError: a test fails with all guards in place.
+        RuntimeError: no test can be run.
     """
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -181,21 +185,30 @@ def _reaching(tree: Path, guards: Sequence[Guard], tests: Sequence[str], jobs: i
     notes = tree / "notes"
     notes.mkdir()
     spread = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 and len(tests) > 1 else []
-    _pytest(tree, "-p", "reached", *spread, *tests, REACHED=str(notes))
+    _pytest(tree, "-p", "reached", "--tb", "no", *spread, *tests, REACHED=str(notes))
     for file, original in originals.items():
         (tree / file).write_bytes(original)
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    failed = []
+    records: dict[str, dict[str, Any]] = {}
     for file in notes.iterdir():
-        for test, record in json.loads(file.read_text(encoding="utf-8")).items():
-            failed += [] if record["passed"] else [test]
-            for number in record.get("guards", []):
-                found[guards[number].name][test] = record["seconds"]
-    # A test that only the notes disturb, as it compiles the code that they stand in, is as good as any.
-    run = _pytest(tree, *failed) if failed else None
-    if run is not None and run.returncode:
-        raise RuntimeError(f"tests fail with all guards in place:\n{run.stdout[-4000:]}{run.stderr[-1000:]}")
+        records |= json.loads(file.read_text(encoding="utf-8"))
+    failed = [test for test, record in records.items() if not record["passed"]]
+    red = _red(tree, failed) if failed else set()
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for test in records.keys() - red:
+        for number in records[test].get("guards", []):
+            found[guards[number].name][test] = records[test]["seconds"]
     return {name: sorted(seconds, key=lambda test: seconds[test]) for name, seconds in found.items()}
+
+
+def _red(tree: Path, tests: Sequence[str]) -> set[str]:
+    """Those that fail with all guards in place; what only the notes disturb, as it compiles the code, is as good as any."""
+    run = _pytest(tree, "--no-header", "--tb", "no", *tests)
+    red = {line.split(" ", 1)[1].split(" - ")[0] for line in run.stdout.splitlines() if line.startswith(_FAILED)}
+    if run.returncode and not red:
+        raise RuntimeError(f"the tests can't be run:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+    for test in sorted(red):
+        _progress(f"left out, as it fails with all guards in place: {test}")
+    return red
 
 
 def _without(tree: Path, guard: Guard, tests: Sequence[str]) -> Verdict:
@@ -222,7 +235,7 @@ def _run(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
         return "timed out", ""
     if run.returncode == 0:
         return "survived", ""
-    lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    lines = [line for line in run.stdout.splitlines() if line.startswith(_FAILED)]
     if not lines:
         # Not even collected, or dead: what it says last tells how.
         return "killed", (run.stdout + run.stderr).strip().splitlines()[-1]

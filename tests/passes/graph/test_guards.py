@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import Pair, image
+from folding_models import Output, Pair, image
 from torch import Tensor, nn
 
 from passes.errors import UnseenCall
@@ -25,7 +25,11 @@ from passes.graph.guards import (
     SealedOutput,
     dim_order,
     inner_forward,
+    is_carried,
+    is_tied,
     ordered_leaves,
+    refuse_checkpoint,
+    sealed_for,
 )
 
 PAIR = FoldedPair("conv", "bn", 4, 2)
@@ -173,13 +177,96 @@ def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
         first(x)
 
 
+def _without_tensors(channels: int = 4) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, affine=False, track_running_stats=False)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda y: y.flatten(1),
+        lambda y: y.view(2, -1),
+        lambda y: torch.flatten(y, 1),
+        lambda y: y.transpose(0, 7),
+        lambda y: F.dropout(y),
+    ],
+)
+def test_what_mixes_its_channels_with_others_or_draws_does_not_pass(mix: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnseenCall, match="its output was used without it"):
+        mix(sealed())
+
+
+def test_channels_that_come_in_another_dim_are_not_opened() -> None:
+    norm = FoldedNormForward(_without_tensors(), PAIR, carried=True)
+    moved = sealed().transpose(1, 2)
+    with pytest.raises(UnseenCall, match="takes dim 1 for the channels, and they come to it in dim 2"):
+        norm(moved)
+    assert torch.equal(norm(moved.transpose(1, 2)), VALUE)
+
+
+def test_input_of_other_dims_than_were_seen_is_refused() -> None:
+    conv = nn.Conv2d(3, 4, 1)
+    for give in (FoldedConvForward(conv, PAIR), lambda value: sealed_for(value, PAIR)):
+        assert isinstance(give(torch.randn(2, 3, 5, 5)), SealedOutput)
+        with pytest.raises(UnseenCall, match="for 4-D input and is given 3-D input"):
+            give(torch.randn(3, 5, 5))
+
+
+def test_a_sealed_output_is_not_sealed_again() -> None:
+    for pair in (PAIR, FoldedPair("other", "behind", 4, 2), FoldedPair("other", "front", 4, 2, leads=True)):
+        with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, and its output was used without it"):
+            sealed_for(sealed(), pair)
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_what_is_set_on_a_norm_that_is_carried_is_not_ignored(leads: bool) -> None:
+    pair = FoldedPair("conv", "bn", 4, 2, leads=leads)
+    norm = _without_tensors()
+    forward = FoldedNormForward(norm, pair, carried=True)
+    given = VALUE if leads else SealedOutput(VALUE, pair)
+    forward(given)
+    norm.eps = 1.0
+    with pytest.raises(UnseenCall, match="bn has another eps than when it was folded into conv"):
+        forward(given)
+    norm.eps = forward.eps
+    norm._parameters["weight"] = torch.ones(4)
+    with pytest.raises(UnseenCall, match=r"^bn has parameters again"):
+        forward(given)
+
+
+def test_a_checkpoint_with_what_was_given_away_is_an_error() -> None:
+    norm = nn.BatchNorm2d(4)
+    state = norm.state_dict()
+    norm.weight = None
+    norm.register_load_state_dict_pre_hook(refuse_checkpoint)
+    with pytest.raises(RuntimeError, match="weight was folded into another weight when the model was optimized"):
+        norm.load_state_dict(state, strict=False)
+    norm.load_state_dict({name: value for name, value in state.items() if name != "weight"})
+
+
+def test_which_norms_are_carried_and_which_are_tied() -> None:
+    carried, tied, plain, patched = (nn.BatchNorm2d(4) for _ in range(4))
+    carried.forward = FoldedNormForward(carried, PAIR, carried=True)
+    tied.forward = FoldedNormForward(tied, PAIR, carried=False)
+    patched.forward = FoldedConvForward(nn.Conv2d(3, 4, 1), PAIR)
+    norms = (carried, tied, plain, patched)
+    assert [is_carried(norm) for norm in norms] == [True, False, False, False]
+    assert [is_tied(norm) for norm in norms] == [False, True, False, False]
+
+
 class Leaky(Pair):
     def forward(self, x: Tensor, *, how: str = "plain") -> Any:
         y = self.conv(x)
-        return {"plain": y, "tuple": (1, [y]), "dict": {"a": {"b": y}}, "right": self.bn(y)}[how]
+        return {
+            "plain": y,
+            "tuple": (1, [y]),
+            "dict": {"a": {"b": y}},
+            "dataclass": Output([Output(y)]),
+            "right": self.bn(y),
+        }[how]
 
 
-@pytest.mark.parametrize("how", ["plain", "tuple", "dict"])
+@pytest.mark.parametrize("how", ["plain", "tuple", "dict", "dataclass"])
 def test_no_seal_leaves_the_module(how: str) -> None:
     model = Leaky().eval()
     model.conv.forward = FoldedConvForward(model.conv, PAIR)
