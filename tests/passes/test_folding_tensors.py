@@ -74,3 +74,47 @@ def test_a_forward_of_an_instance_that_branches_has_no_place_for_a_check(item: A
     )
     for x in (image(), FAR):
         assert torch.equal(program.root(x), model(x))
+
+
+class _OwnIdentity(nn.Identity):
+    """Gives its input as it is, today."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+class _ThroughOwnIdentity(Pair):
+    def more(self) -> None:
+        self.between = _OwnIdentity()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.between(self.conv(x))).relu()
+
+
+class _IslandOfTwoNorms(Island):
+    """The second is no neighbour of the convolution until the first is folded into it."""
+
+    def more(self) -> None:
+        self.second = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        if x.sum() > 1e6:
+            return self.otherwise(x, y)
+        return self.second(self.bn(y)).relu()
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason", "count"),
+    [
+        (_ThroughOwnIdentity, "its output passes between, which is no plain Identity", 0),
+        (_IslandOfTwoNorms, "carries another BatchNorm already, and the forward of the root can't be traced", 1),
+    ],
+)
+def test_says_what_keeps_two_layers_apart(cls: type[nn.Module], reason: str, count: int) -> None:
+    model = cls().eval()
+    program, context = captured(model, image())
+    done = FoldConvBn().run(program, context)
+    assert len(done.changes) == count
+    assert any(text.endswith(reason) for _, text in sentences_of(done)), list(sentences_of(done))
+    assert torch.allclose(program.root(image()), model(image()), atol=1e-5)

@@ -20,6 +20,7 @@ from passes.graph.match import (
     is_parametrized,
     is_stock,
     modules_between,
+    uses_values,
 )
 
 
@@ -128,6 +129,34 @@ def test_a_call_on_no_value_of_the_graph_is_no_layer(input: Any) -> None:
 
 def _on_statistics(module: nn.Module, x: Tensor) -> Tensor:
     return F.batch_norm(x, module.stat, module.stat)
+
+
+def test_a_weight_that_is_no_tensor_is_none() -> None:
+    program, node = place_of(CONV_CALLS["positional"])
+    node.args[1].target = "training"
+    assert convolution_at(program, node) is None
+
+
+USES: dict[str, tuple[Any, bool]] = {
+    "shape": (lambda m, x: x.shape, False),
+    "values by an attribute": (lambda m, x: x.data, True),
+    "kind by a method": (lambda m, x: x.is_floating_point(), False),
+    "values by a method": (lambda m, x: x.exp(), True),
+    "function": (lambda m, x: torch.exp(x), True),
+    "shaped as it": (lambda m, x: m.weight.view_as(x), False),
+    "shaped as it, by name": (lambda m, x: m.weight.view_as(other=x), True),
+    "shaped as another": (lambda m, x: x.view_as(m.weight), True),
+    "shaped as itself": (lambda m, x: x.view_as(x), True),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_what_uses_the_values_of_a_tensor(kind: str) -> None:
+    call, uses = USES[kind]
+    program, _ = captured(Calls(call).eval())
+    (value,) = (node for node in program.nodes() if node.op == "placeholder")
+    (user,) = value.users
+    assert uses_values(program, user, value) is uses
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)])
