@@ -1,4 +1,4 @@
-"""Tensors that no fold can take, and places where nothing shows what becomes of one."""
+"""Tensors that no fold can take, and forwards that leave no place for one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from folding_models import FAR, Functional, Island, Pair, image
 from pass_contract import captured, sentences_of
 from torch import Tensor, nn
@@ -104,10 +105,26 @@ class _IslandOfTwoNorms(Island):
         return self.second(self.bn(y)).relu()
 
 
+class _IslandCallsConvolution(Island):
+    def forward(self, x: Tensor) -> Any:
+        y = F.conv2d(x, self.conv.weight, self.conv.bias, padding=1)
+        return self.otherwise(x, y) if x.sum() > 1e6 else self.bn(y).relu()
+
+
+class _IslandCallsNorm(Island):
+    def forward(self, x: Tensor) -> Any:
+        y, norm = self.conv(x), self.bn
+        if x.sum() > 1e6:
+            return self.otherwise(x, y)
+        return F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias).relu()
+
+
 @pytest.mark.parametrize(
     ("cls", "reason", "count"),
     [
         (_ThroughOwnIdentity, "its output passes between, which is no plain Identity", 0),
+        (_IslandCallsConvolution, "the forward of the root calls conv2d as a function and can't be traced", 0),
+        (_IslandCallsNorm, "the forward of the root calls batch_norm as a function and can't be traced", 0),
         (_IslandOfTwoNorms, "carries another BatchNorm already, and the forward of the root can't be traced", 1),
     ],
 )
@@ -118,3 +135,5 @@ def test_says_what_keeps_two_layers_apart(cls: type[nn.Module], reason: str, cou
     assert len(done.changes) == count
     assert any(text.endswith(reason) for _, text in sentences_of(done)), list(sentences_of(done))
     assert torch.allclose(program.root(image()), model(image()), atol=1e-5)
+    if count == 0:
+        assert torch.equal(program.root(FAR), model(FAR))

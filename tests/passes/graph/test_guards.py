@@ -145,6 +145,13 @@ def test_it_can_be_looked_at_and_copied() -> None:
     assert copy.deepcopy(sealed()).shape == VALUE.shape
 
 
+def test_one_that_is_being_made_has_nothing_yet() -> None:
+    bare = SealedOutput.__new__(SealedOutput)
+    for name in ("sealed_value", "sealed_by", "sealed_dim", "__deepcopy__"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(bare, name)
+
+
 def test_only_its_norm_opens_it() -> None:
     conv, norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()
     x = torch.randn(2, 3, 5, 5)
