@@ -9,6 +9,10 @@ _ONE_ARGUMENT = (
 )
 
 DECLARED: dict[str, str] = {
+    "passes/folding.py: _why_not_called_elsewhere: around is None": (
+        "without runs neither count is known, and in runs that don't agree on the module around, none on what it calls"
+    ),
+    "passes/graph/rewriter.py: set_forward: _writes": "it writes by set_attribute, which drops it as well",
     "passes/graph/match.py: convolution_at: if node.op != 'call_function': return None": _OTHER_TARGETS,
     "passes/graph/match.py: batch_norm_at: node.op != 'call_function'": _OTHER_TARGETS,
     "passes/graph/match.py: _convolution_module: module is None": _A_MODULE_IS_CALLED,

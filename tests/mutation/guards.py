@@ -36,11 +36,12 @@ LETS_PASS = {
     "is_moving": True, "uses_values": False, "_is_quantized": False, "can_be_sealed": True, "_opens": False,
     "is_stock": True, "has_hooks": False, "has_global_hooks": False, "is_parametrized": False,
     "_asks_isinstance": True, "is_carried": True, "is_tied": False,
-    "is_leaving_alone": False, "_is_unused": True, "scales_channels": True,
+    "is_leaving_alone": False, "_is_unused": True, "scales_channels": True, "_is_called": False,
 }  # fmt: skip
 # What stands in these files and judges no fold.
 OTHER_WORK = {
     "activation_at": "no fold asks for activations",
+    "_may_be_norm": "a short look at a node that spares a long one",
     "_may_be_trained": "asks whether a gradient may be lost, of which a warning tells",
     "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
     "_is_size": "tells the sizes among outputs, for the memory format",

@@ -50,7 +50,8 @@ def guards():
 
     yield guards
     sys.path.remove(str(HERE))
-    del sys.modules["guards"]
+    for name in ("guards", "declared"):
+        sys.modules.pop(name, None)
 
 
 def without(guards, tmp_path, text):
@@ -136,6 +137,15 @@ def test_what_is_said_of_functions_is_said_of_functions_that_there_are(guards):
     code = "".join((ROOT / file).read_text(encoding="utf-8") for file in guards.FILES)
     for name in (*guards.LETS_PASS, *guards.OTHER_WORK):
         assert f"def {name}(" in code, f"{name} is gone"
+
+
+def test_every_guard_has_a_name_of_its_own_and_what_is_declared_is_there(guards):
+    import declared
+
+    names = [guard.name for file in guards.FILES for guard in guards.guards_in(ROOT, file)]
+    assert len(names) > 200
+    assert sorted(set(names)) == sorted(names)
+    assert declared.DECLARED.keys() <= set(names)
 
 
 def run(*options):

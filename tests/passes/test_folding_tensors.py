@@ -105,6 +105,25 @@ class _IslandOfTwoNorms(Island):
         return self.second(self.bn(y)).relu()
 
 
+class _Often(nn.Module):
+    """Calls what it holds as often as there are images."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.held = [conv]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.held[0](x) for _ in range(len(x)))
+
+
+class _CalledAsOftenAsThereAreImages(Pair):
+    def more(self) -> None:
+        self.often = _Often(self.conv)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.often(x)
+
+
 class _IslandCallsConvolution(Island):
     def forward(self, x: Tensor) -> Any:
         y = F.conv2d(x, self.conv.weight, self.conv.bias, padding=1)
@@ -123,6 +142,7 @@ class _IslandCallsNorm(Island):
     ("cls", "reason", "count"),
     [
         (_ThroughOwnIdentity, "its output passes between, which is no plain Identity", 0),
+        (_CalledAsOftenAsThereAreImages, "the convolution conv is also held by often, which may call it", 0),
         (_IslandCallsConvolution, "the forward of the root calls conv2d as a function and can't be traced", 0),
         (_IslandCallsNorm, "the forward of the root calls batch_norm as a function and can't be traced", 0),
         (_IslandOfTwoNorms, "carries another BatchNorm already, and the forward of the root can't be traced", 1),

@@ -99,6 +99,22 @@ def test_of_a_change_that_is_left_alone_nothing_is_written(cls: type[nn.Module])
     assert (graph.changes, graph.skips, graph.edits) == ([], [Skip("conv", "it is better as it is")], [])
 
 
+def test_a_change_that_is_left_alone_writes_to_nothing_that_an_earlier_one_made() -> None:
+    program = program_of(Pair().eval())
+    ((conv, _),) = conv_bn_chains(program)
+    assert conv.module is not None
+    graph = Rewriter(program, {Place("conv", "another format", 0): "it is better as it is"})
+    with graph.change("conv", "another weight") as change:
+        graph.set_tensor(change, conv.weight, torch.randn(4, 3, 3, 3))
+    made = conv.weight.value
+    with graph.change("conv", "another format") as change:
+        graph.set_memory_format(change, conv.weight, torch.channels_last)
+        graph.set_attribute(change, conv.module, "mark", 1)
+    assert conv.weight.value is made
+    assert made.is_contiguous()
+    assert not hasattr(conv.module, "mark")
+
+
 def test_changes_of_the_same_words_are_left_alone_one_by_one() -> None:
     program = program_of(chain(3))
     graph = Rewriter(program, {Place("here", "made to nothing", 1): "it is better as it is"})
