@@ -4,6 +4,7 @@ _OTHER_TARGETS = (
     "what other nodes than calls of functions aim at is a text, which is none of the functions asked for next"
 )
 _A_MODULE_IS_CALLED = "a node that calls a module has one: this tells the type checker so"
+_BY_ATTRIBUTE = "it writes by set_attribute alone, which drops it as well"
 _ONE_ARGUMENT = (
     "a Flatten or Dropout that is called with more raises, in the original and in the result, where it stays"
 )
@@ -12,7 +13,8 @@ DECLARED: dict[str, str] = {
     "passes/folding.py: _why_not_called_elsewhere: around is None": (
         "without runs neither count is known, and in runs that don't agree on the module around, none on what it calls"
     ),
-    "passes/graph/rewriter.py: set_forward: _writes": "it writes by set_attribute, which drops it as well",
+    "passes/graph/rewriter.py: set_forward: _writes": _BY_ATTRIBUTE,
+    "passes/graph/rewriter.py: keep_contiguous: _writes": _BY_ATTRIBUTE,
     "passes/graph/match.py: convolution_at: if node.op != 'call_function': return None": _OTHER_TARGETS,
     "passes/graph/match.py: batch_norm_at: node.op != 'call_function'": _OTHER_TARGETS,
     "passes/graph/match.py: _convolution_module: module is None": _A_MODULE_IS_CALLED,

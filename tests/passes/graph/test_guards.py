@@ -87,6 +87,9 @@ USES: dict[str, Callable[[Any], Any]] = {
     "promoted": lambda y: isinstance(torch.result_type(y, 1), torch.dtype),
     "an old tensor type": lambda y: isinstance(y, torch.FloatTensor),
     "class": lambda y: y.__class__ is Tensor,
+    "another isinstance": lambda y: eval(
+        'isinstance(y, "__class__")', {"isinstance": getattr, "__name__": "own", "y": y}
+    ),
 }
 ASKED: dict[str, Callable[[Any], Any]] = {
     "shape": lambda y: y.shape,
