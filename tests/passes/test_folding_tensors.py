@@ -46,6 +46,14 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "missing": (_without_weight, "conv.weight is missing"),
     "of another class": (_of_another_class, "conv.weight is a Logarithmic, which has an arithmetic of its own"),
     "complex": (_complex, "0.weight is of dtype complex64"),
+    "other channels behind": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(5)),
+        "its 4 channels are not those of the BatchNorm",
+    ),
+    "other channels in front": (
+        lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(4, 5, 3)),
+        "its channels are not the 4 that 1 takes",
+    ),
     "not initialised": (_lazy_function, "w is not initialised yet: run the model once first"),
 }
 
