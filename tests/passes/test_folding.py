@@ -654,9 +654,11 @@ def test_what_is_refused_stays_right_at_every_batch_and_the_original_as_it_is(ki
     record = report_of(fast).passes[1]
     assert [place.where != "" for place in record.skips if reason in place.text] in ([True], [True, True])
     assert (record.status, record.changes) == ("unchanged", ())
+    biases = report_of(fast).passes[0].changes
+    assert not biases or kind == "statistics not tracked"
     for x in _batches(model):
         state = copy.deepcopy(model.state_dict())
-        _answers_as(model, fast, x)
+        _answers_as(model, fast, x, exactly=not biases)
         model.load_state_dict(state)
 
 
@@ -672,8 +674,10 @@ def test_refuses_with_the_reason_and_stays_right(kind: str) -> None:
     assert done.changes == (), texts
     assert any(reason in text for text in texts), texts
     assert all("the convolution" in text for text in texts)
-    assert FoldConvBias().run(program, context).changes == ()
-    _answers_as(model, program.root, x)
+    # A bias that a BatchNorm without running statistics takes out again can be left out all the same.
+    biases = FoldConvBias().run(program, context).changes
+    assert not biases or kind == "statistics not tracked"
+    _answers_as(model, program.root, x, exactly=not biases)
 
 
 @pytest.mark.parametrize("kind", UNTOUCHED)
@@ -684,12 +688,15 @@ def test_leaves_alone_what_is_no_pair(kind: str) -> None:
     _answers_as(model, program.root, image())
 
 
-def _answers_as(model: nn.Module, fast: nn.Module, x: Tensor) -> None:
+def _answers_as(model: nn.Module, fast: nn.Module, x: Tensor, *, exactly: bool = True) -> None:
     wanted, got = model(x), fast(x)
     for mine, theirs in zip(
         wanted if isinstance(wanted, tuple) else [wanted], got if isinstance(got, tuple) else [got], strict=True
     ):
-        assert torch.equal(mine, theirs)
+        if exactly:
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
 
 
 def test_the_bias_pass_refuses_too() -> None:

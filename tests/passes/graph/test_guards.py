@@ -216,7 +216,7 @@ def test_channels_that_come_in_another_dim_are_not_opened() -> None:
 
 def test_input_of_other_dims_than_were_seen_is_refused() -> None:
     conv = nn.Conv2d(3, 4, 1)
-    for give in (FoldedConvForward(conv, PAIR), lambda value: sealed_for(value, PAIR)):
+    for give in (FoldedConvForward(conv, PAIR), lambda value: sealed_for(value, PAIR, 2)):
         assert isinstance(give(torch.randn(2, 3, 5, 5)), SealedOutput)
         with pytest.raises(UnseenCall, match="for 4-D input and is given 3-D input"):
             give(torch.randn(3, 5, 5))
@@ -225,7 +225,7 @@ def test_input_of_other_dims_than_were_seen_is_refused() -> None:
 def test_a_sealed_output_is_not_sealed_again() -> None:
     for pair in (PAIR, FoldedPair("other", "behind", 4, 2), FoldedPair("other", "front", 4, 2, leads=True)):
         with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, and its output was used without it"):
-            sealed_for(sealed(), pair)
+            sealed_for(sealed(), pair, 2)
 
 
 @pytest.mark.parametrize("leads", [False, True])
