@@ -100,19 +100,6 @@ class _ThroughOwnIdentity(Pair):
         return self.bn(self.between(self.conv(x))).relu()
 
 
-class _IslandOfTwoNorms(Island):
-    """The second is no neighbour of the convolution until the first is folded into it."""
-
-    def more(self) -> None:
-        self.second = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.conv(x)
-        if x.sum() > 1e6:
-            return self.otherwise(x, y)
-        return self.second(self.bn(y)).relu()
-
-
 class _Often(nn.Module):
     """Calls what it holds as often as there are images."""
 
@@ -153,7 +140,6 @@ class _IslandCallsNorm(Island):
         (_CalledAsOftenAsThereAreImages, "the convolution conv is also held by often, which may call it", 0),
         (_IslandCallsConvolution, "the forward of the root calls conv2d as a function and can't be traced", 0),
         (_IslandCallsNorm, "the forward of the root calls batch_norm as a function and can't be traced", 0),
-        (_IslandOfTwoNorms, "carries another BatchNorm already, and the forward of the root can't be traced", 1),
     ],
 )
 def test_says_what_keeps_two_layers_apart(cls: type[nn.Module], reason: str, count: int) -> None:
