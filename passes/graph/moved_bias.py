@@ -11,6 +11,7 @@ mean would be, and is refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -46,7 +47,7 @@ class MovedBias:
         self.bias_path = _joined(owner_path, self.bias)
         mean_owner_path, self.mean_owner, self.mean = (owner_path, None, "") if mean is None else mean
         self.mean_path = None if mean is None else _joined(mean_owner_path, self.mean)
-        self.holder_path = _common(owner_path, mean_owner_path)
+        self.holder_path = common_path(owner_path, mean_owner_path)
         self.weight_owner, self.weight = weight
         self.size = size
         names = list(self.bias_owner._parameters)
@@ -220,14 +221,10 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _common(first: str, second: str) -> str:
-    """The path of the nearest module around both."""
-    parts = []
-    for mine, theirs in zip(first.split("."), second.split("."), strict=False):
-        if mine != theirs:
-            break
-        parts.append(mine)
-    return ".".join(parts)
+def common_path(first: str, second: str) -> str:
+    """The path of the innermost module around both."""
+    both = zip(first.split("."), second.split("."), strict=False)
+    return ".".join(part for part, _ in itertools.takewhile(lambda parts: parts[0] == parts[1], both))
 
 
 def _within(holder: str, path: str) -> str:

@@ -5,7 +5,6 @@ A `fx.Node` is a place in the program: a call of a module, of a function or of a
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import fx, nn
 
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
 from passes.graph.guards import is_carried, opened_from, sealed_for
+from passes.graph.moved_bias import common_path
 from passes.graph.named_reads import NamedReads
 from passes.graph.recording import AUTOCAST, Places, Recordings
 
@@ -168,9 +168,7 @@ class Program:
         home, other = self.home(first), self.home(second)
         if home is other:
             return home
-        both = zip(home.path.split("."), other.path.split("."), strict=False)
-        common = [part for part, _ in itertools.takewhile(lambda parts: parts[0] == parts[1], both)]
-        return self._by_path.get(".".join(common))
+        return self._by_path.get(common_path(home.path, other.path))
 
     def module_of(self, node: fx.Node) -> nn.Module | None:
         """The module that the node calls; None for other nodes."""

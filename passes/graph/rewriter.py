@@ -533,7 +533,8 @@ class Rewriter:
 
     def _seal_in_graph(self, change: Change, first: fx.Node, pair: FoldedPair, behind: Any) -> None:
         self._own(first)
-        held = self._held_in_graph(change, first, pair)
+        with first.graph.inserting_after(first):
+            held = first.graph.get_attr(self._hold(change, self.program.home(first).module, pair))
         sealing = [user for user in first.users if user.target is sealed_for]
         if sealing:
             # Another pass has folded the two together before.
@@ -553,10 +554,6 @@ class Rewriter:
             held = second.graph.get_attr(self._hold(change, self.program.home(second).module, pair))
             opened = second.graph.call_function(opened_from, (value, held, behind))
         second.replace_input_with(value, opened)
-
-    def _held_in_graph(self, change: Change, node: fx.Node, pair: FoldedPair) -> fx.Node:
-        with node.graph.inserting_after(node):
-            return node.graph.get_attr(self._hold(change, self.program.home(node).module, pair))
 
     def _hold(self, change: Change, owner: nn.Module, pair: FoldedPair) -> str:
         """Put the pair into the `__dict__` of the module whose graph checks it, under a name of its own."""
@@ -677,9 +674,7 @@ class Rewriter:
 
 
 def _dims_behind(program: Program, conv: Convolution, norm: Affine) -> int | None:
-    """How many dims there are behind that of the channels in what the second one takes; None for dim 1 in any case."""
-    if norm.leads:
-        return conv.dims
+    """How many dims there are behind that of the channels in what comes to one behind; None for dim 1."""
     if not isinstance(norm, ChannelScale):
         return None
     channels = channels_between(program, conv, norm) if norm.moves else None
