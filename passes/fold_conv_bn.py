@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 
 from passes.base import GraphPass
-from passes.folding import are_finite, float64, scale_of, why_not
+from passes.folding import are_finite, scale_of, why_not
+from passes.graph.arithmetic import exact, float64
 from passes.graph.guards import is_tied
 from passes.graph.match import (
     Affine,
     BatchNorm,
     ChannelScale,
     Convolution,
-    TensorRef,
     affine_chains,
     bn_conv_chains,
     unlike_layers,
@@ -121,9 +121,10 @@ def folded_tensors(conv: Convolution, norm: Affine) -> tuple[torch.Tensor, torch
     weight = conv.weight.value
     assert weight is not None
     scale, shift = _scale_and_shift(conv, norm)
-    old = _float64(conv.bias)
+    old = None if conv.bias_value is None else exact(conv.bias_value)
     if norm.leads:
-        bias = torch.zeros(conv.channels, dtype=torch.float64, device=shift.device) if old is None else old.clone()
+        bias = torch.zeros(conv.channels, dtype=torch.float64, device=shift.device)
+        bias = bias if old is None else bias + old
     else:
         bias = shift if old is None else shift + old * scale
     values = weight.detach()
@@ -132,10 +133,9 @@ def folded_tensors(conv: Convolution, norm: Affine) -> tuple[torch.Tensor, torch
     for rows in _row_slices(values):
         # Most weights are small, and taken whole.
         part, place = (values, new) if rows is None else (values[rows], new[rows])
-        wide = float64(part)
-        place.copy_(wide * _factors(conv, norm, scale, rows))
+        place.copy_(exact(part) * _factors(conv, norm, scale, rows))
         if norm.leads:
-            sums = (wide * _factors(conv, norm, shift, rows)).flatten(1).sum(1)
+            sums = (exact(part) * _factors(conv, norm, shift, rows)).flatten(1).sum(1)
             bias[slice(None) if rows is None else rows] += sums
     return new, bias.to(weight)
 
@@ -144,21 +144,20 @@ def _scale_and_shift(conv: Convolution, affine: Affine) -> tuple[torch.Tensor, t
     """What each channel is multiplied by, and what is added to it then, both (channels,) in float64."""
     if isinstance(affine, ChannelScale):
         return _scale_or_shift(conv, affine)
-    mean = _float64(affine.mean)
-    assert mean is not None
+    assert affine.mean is not None
+    assert affine.mean.value is not None
     scale = scale_of(affine)
-    shift = -mean * scale
-    if (gain := _float64(affine.weight)) is not None:
-        scale, shift = scale * gain, shift * gain
-    if (offset := _float64(affine.bias)) is not None:
-        shift = shift + offset
+    if affine.weight is not None and (gain := affine.weight.value) is not None:
+        scale = scale * exact(gain)
+    shift = -scale * exact(affine.mean.value)
+    if affine.bias is not None and (offset := affine.bias.value) is not None:
+        shift = shift + exact(offset)
     return scale, shift
 
 
 def _scale_or_shift(conv: Convolution, affine: ChannelScale) -> tuple[torch.Tensor, torch.Tensor]:
-    value = _float64(affine.tensor)
-    assert value is not None
-    value = value.reshape(-1).expand(conv.channels)
+    assert affine.tensor.value is not None
+    value = float64(affine.tensor.value).reshape(-1).expand(conv.channels)
     ones, zeros = torch.ones_like(value), torch.zeros_like(value)
     if affine.operation == "mul":
         return value, zeros
@@ -186,8 +185,3 @@ def _factors(conv: Convolution, norm: Affine, values: torch.Tensor, rows: slice 
         values = values.reshape(conv.groups, 1, -1).expand(-1, len(weight) // conv.groups, -1).flatten(0, 1)
     found = values if rows is None else values[rows]
     return found.reshape(*found.shape, *[1] * (weight.dim() - found.dim()))
-
-
-def _float64(ref: TensorRef | None) -> torch.Tensor | None:
-    value = None if ref is None else ref.value
-    return None if value is None else float64(value)

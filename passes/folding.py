@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from passes.graph.arithmetic import float64
 from passes.graph.capture import is_atom
 from passes.graph.guards import SealCheckingForward, inner_forward, is_carried
 from passes.graph.match import (
@@ -136,29 +137,29 @@ def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str |
     refs = [conv.weight, *([conv.bias] if conv.bias_value is not None and conv.bias else []), *norm.tensors]
     for ref in refs:
         if reason := _why_not_tensor(program, ref, (conv, norm)):
-            return reason
+            return f"{_path_of(program, ref)} {reason}"
     return None
 
 
 def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, Affine]) -> str | None:
-    tensor, path = ref.value, _path_of(program, ref)
+    tensor = ref.value
     if tensor is None:
-        return f"{path} is missing"
+        return "is missing"
     if _registered(ref) is not tensor:
-        return f"{path} is computed or set by other code, and is no parameter or buffer"
+        return "is computed or set by other code, and is no parameter or buffer"
     if is_lazy(tensor):
-        return f"{path} is not initialised yet: run the model once first"
+        return "is not initialised yet: run the model once first"
     if tensor.is_meta:
-        return f"{path} is on the meta device and has no values"
+        return "is on the meta device and has no values"
     if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return f"{path} is a {type(tensor).__name__}, which has an arithmetic of its own"
+        return f"is a {type(tensor).__name__}, which has an arithmetic of its own"
     if not tensor.is_floating_point():
-        return f"{path} is of dtype {str(tensor.dtype).removeprefix('torch.')}"
+        return f"is of dtype {str(tensor.dtype).removeprefix('torch.')}"
     if program.holders_of(tensor) > 1:
-        return f"{path} is shared with another module"
-    if all(ref.owner is not place.module for place in pair) and _is_called(program, ref.owner):
-        return f"{path} is also used by {program.paths[id(ref.owner)][0]}, which is called too"
-    return _why_not_readers(program, ref, path, pair)
+        return "is shared with another module"
+    if ref.owner not in [place.module for place in pair] and _is_called(program, ref.owner):
+        return f"is also used by {program.paths[id(ref.owner)][0]}, which is called too"
+    return _why_not_readers(program, ref, pair)
 
 
 def _is_called(program: Program, owner: nn.Module) -> bool:
@@ -167,16 +168,16 @@ def _is_called(program: Program, owner: nn.Module) -> bool:
 
 
 def _registered(ref: TensorRef) -> torch.Tensor | None:
-    if hasattr(type(ref.owner), ref.name):
+    if hasattr(type(ref.owner), ref.name) or ref.name in ref.owner.__dict__:
         return None
     return ref.owner._parameters.get(ref.name, ref.owner._buffers.get(ref.name))
 
 
-def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Convolution, Affine]) -> str | None:
+def _why_not_readers(program: Program, ref: TensorRef, pair: tuple[Convolution, Affine]) -> str | None:
     nodes = program.readers_of(ref.owner, ref.name)
     for node in nodes:
         if any(user is not pair[0].node and user is not pair[1].node for user in node.users):
-            return f"{path} is also read by {program.home(node).path or 'the root'}"
+            return f"is also read by {program.home(node).path or 'the root'}"
     recorded = program.recorded_readers_of(ref.owner, ref.name)
     if not recorded:
         return None
@@ -184,7 +185,7 @@ def _why_not_readers(program: Program, ref: TensorRef, path: str, pair: tuple[Co
     shown = {type(program.home(node).module).__name__ for node in nodes}
     hidden = {type(island.module).__name__ for key, island in program.islands.items() if key not in program.graphs}
     if unknown := sorted(recorded - (shown - hidden)):
-        return f"{path} is also read by the forward of {unknown[0]}"
+        return f"is also read by the forward of {unknown[0]}"
     return None
 
 
@@ -324,7 +325,7 @@ def scale_of(norm: BatchNorm) -> torch.Tensor:
     """What the BatchNorm multiplies each channel by before its own weight, (channels,), in float64."""
     assert norm.var is not None
     assert norm.var.value is not None
-    return torch.rsqrt(float64(norm.var.value) + norm.eps)
+    return (float64(norm.var.value) + norm.eps).rsqrt_()
 
 
 def are_finite(*tensors: torch.Tensor) -> bool:
@@ -335,9 +336,3 @@ def are_finite(*tensors: torch.Tensor) -> bool:
 def _is_finite(tensor: torch.Tensor) -> bool:
     # A NaN or an infinity is in the sum too; the sum of finite numbers may overflow.
     return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
-
-
-def float64(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in float64, without gradients; on the CPU where the device has no float64."""
-    tensor = tensor.detach()
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()

@@ -41,11 +41,12 @@ class TensorRef:
     def value(self) -> torch.Tensor | None:
         """The tensor, or None where the owner registers the name without one."""
         # Asked for very often: first where it is in all likelihood.
-        value: Any = self.owner._parameters.get(self.name)
+        owner, name = self.owner, self.name
+        value: Any = owner._parameters.get(name)
         if value is None:
-            value = self.owner._buffers.get(self.name)
-        if value is None:
-            value = getattr(self.owner, self.name, None)
+            value = owner._buffers.get(name)
+        if value is None and (name not in owner._parameters or name in owner.__dict__ or hasattr(type(owner), name)):
+            value = getattr(owner, name, None)
         return value if isinstance(value, torch.Tensor) else None
 
 
@@ -358,7 +359,7 @@ def _behind_convolution(program: Program, affine: _A) -> tuple[Convolution, _A] 
     conv = convolution_at(program, source)
     if conv is None:
         return None
-    affine = replace(affine, moves=moves)
+    affine = replace(affine, moves=moves) if moves else affine
     return None if isinstance(affine, ChannelScale) and not scales_channels(program, conv, affine) else (conv, affine)
 
 
@@ -519,9 +520,10 @@ def can_be_sealed(program: Program, conv: Convolution, norm: Affine) -> bool:
 
     Otherwise it is one graph that shows it, which has to be the forward of its module.
     """
+    if norm.module is not None:
+        return True
     other = opened_between(program, conv, norm) or conv.node
-    both_functions = norm.module is None and program.module_of(other) is None
-    return not (both_functions and program.home(other) is program.home(norm.node))
+    return program.module_of(other) is not None or program.home(other) is not program.home(norm.node)
 
 
 def opened_between(program: Program, conv: Convolution, norm: Affine) -> fx.Node | None:
@@ -621,7 +623,7 @@ def has_global_hooks() -> bool:
 
 def is_parametrized(module: nn.Module) -> bool:
     """Whether some parameter of the module is computed from others at every access."""
-    return parametrize.is_parametrized(module)
+    return "parametrizations" in module._modules and parametrize.is_parametrized(module)
 
 
 def _only_tensor(node: fx.Node) -> fx.Node | None:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.graph.arithmetic import float64
+
 # In a module's dicts of hooks: text, as torch numbers its own, and those of another process may have the same numbers.
 _KEY = "optimize_export.moved_bias"
 
@@ -200,8 +202,8 @@ class RefuseMeanAlone(_Hook):
 
 def mean_without(mean: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The mean less the bias, both (channels,): computed in float64 and cast back once, without gradients."""
-    wide = [tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach() for tensor in (mean, bias)]
-    return (wide[0].double() - wide[1].to(wide[0].device).double()).to(mean)
+    wide = float64(mean)
+    return (wide - float64(bias).to(wide.device)).to(mean)
 
 
 def moved_biases(root: nn.Module) -> Iterator[tuple[str, str | None]]:

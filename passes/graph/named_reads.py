@@ -180,12 +180,13 @@ class NamedReads:
         for path, module in (*root.named_modules(), *unregistered):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            values = (value for name, value in module.__dict__.items() if name not in _OWN)
+            held = module.__dict__.items()
+            values = (value for name, value in held if not holds_no_module(value) and name not in _OWN)
             # Modules may share what holds much: a configuration, or a vocabulary.
             new = {id(value): value for value in values if id(value) not in looked_at}
             looked_at.update(new)
-            for held in _modules_in(new.values(), 4):
-                self._holders.setdefault(id(held), path)
+            for other in _modules_in(new.values(), 4):
+                self._holders.setdefault(id(other), path)
             own = function_of(module)
             if own is None or package_of(own) == "torch":
                 continue

@@ -262,14 +262,13 @@ class Program:
             following = self._one_step_back(following)
 
     def _one_step_back(self, node: fx.Node) -> fx.Node | None:
-        inner = self._inner_graph(node)
-        if inner is not None:
-            return _only_output(inner.graph)
         if node.op == "placeholder":
             return self._argument_outside(node)
+        # Most nodes are neither.
         if self.is_identity(node):
             return node.all_input_nodes[0]
-        return None
+        inner = self._inner_graph(node)
+        return None if inner is None else _only_output(inner.graph)
 
     def users(self, node: fx.Node) -> list[fx.Node]:
         """The operations that use the value, looked up likewise; an `output` node where it leaves the known program."""
@@ -301,9 +300,10 @@ class Program:
 
     def _inner_graph(self, node: fx.Node) -> ModuleGraph | None:
         module = self.module_of(node)
-        if module is None or is_atom(module) or len(self.calls_of(module)) != 1:
+        graph = None if module is None else self.graphs.get(id(module))
+        if graph is None or is_atom(graph.module) or len(self.calls_of(graph.module)) != 1:
             return None
-        return self.graphs.get(id(module))
+        return graph
 
     def _argument_outside(self, placeholder: fx.Node) -> fx.Node | None:
         graph = self.home(placeholder)
@@ -355,7 +355,13 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def resolve(owner: nn.Module, target: Any) -> nn.Module:
     """The module that a graph of `owner` calls `target`."""
-    return owner.get_submodule(str(target))
+    found: nn.Module = owner
+    for name in str(target).split("."):
+        if name not in found._modules:
+            # An attribute that the tree doesn't register, or the owner itself.
+            return owner.get_submodule(str(target))
+        found = found._modules[name]  # type: ignore[assignment]
+    return found
 
 
 def operation_name(node: fx.Node) -> str:

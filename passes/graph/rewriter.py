@@ -402,7 +402,8 @@ class Rewriter:
         nothing has to.
         """
         if can_be_sealed(self.program, conv, norm):
-            self._seal(change, conv, norm, self._pair(conv, norm), carried=True)
+            nearer = opened_between(self.program, conv, norm)
+            self._seal(change, conv, norm, nearer, self._pair(conv, norm, nearer), carried=True)
         else:
             self._keep_together(change, conv, norm)
             self._hold_ranks(change, conv, norm)
@@ -452,9 +453,10 @@ class Rewriter:
             elsewhere: the two as they are in the other states.
             trained: whether the convolution had a bias that was trained.
         """
-        pair = self._pair(conv, norm, trained=trained)
+        nearer = opened_between(self.program, conv, norm)
+        pair = self._pair(conv, norm, nearer, trained=trained)
         if can_be_sealed(self.program, conv, norm):
-            self._seal(change, conv, norm, pair, carried=False)
+            self._seal(change, conv, norm, nearer, pair, carried=False)
             for other in elsewhere:
                 self._seal_in_graphs(change, *other, pair)
         else:
@@ -466,15 +468,23 @@ class Rewriter:
                 if place.module is None:
                     self._tied.setdefault(id(self.program.home(place.node)), []).append((conv.bias, pair))
 
-    def _pair(self, conv: Convolution, norm: Affine, *, trained: bool = False) -> FoldedPair:
+    def _pair(self, conv: Convolution, norm: Affine, nearer: fx.Node | None, *, trained: bool = False) -> FoldedPair:
         paths = self.program.where(conv.node), self.program.where(norm.node)
         # Elsewhere than behind the convolution itself, the seal alone says where the channels are.
-        is_beyond = norm.leads or opened_between(self.program, conv, norm) is not None
-        rank = None if is_beyond else self._rank(conv, norm)
+        rank = None if norm.leads or nearer is not None else self._rank(conv, norm)
         return FoldedPair(*paths, rank, conv.dims, leads=norm.leads, trained=trained)
 
-    def _seal(self, change: Change, conv: Convolution, norm: Affine, pair: FoldedPair, *, carried: bool) -> None:
-        nearer = opened_between(self.program, conv, norm)
+    def _seal(
+        self,
+        change: Change,
+        conv: Convolution,
+        norm: Affine,
+        nearer: fx.Node | None,
+        pair: FoldedPair,
+        *,
+        carried: bool,
+    ) -> None:
+        """Have both check; `nearer` is where another pair gives the value between them free, if one does."""
         if nearer is not None:
             self._keep_together(change, conv, norm)
             self._seal_beyond(change, nearer, pair)
@@ -576,10 +586,10 @@ class Rewriter:
     def _take_away(self, change: Change, ref: TensorRef) -> None:
         """Leave the name without a tensor, whose values are in others now, and make loading one an error in any case."""
         self.set_tensor(change, ref, None)
-        hooks = OrderedDict(ref.owner._load_state_dict_pre_hooks)
+        hooks = ref.owner._load_state_dict_pre_hooks
         if any(getattr(hook, "hook", None) is refuse_checkpoint for hook in hooks.values()):
             return
-        self._do(change, AttributeEdit(ref.owner, "_load_state_dict_pre_hooks", hooks))
+        self._do(change, AttributeEdit(ref.owner, "_load_state_dict_pre_hooks", OrderedDict(hooks)))
         ref.owner.register_load_state_dict_pre_hook(refuse_checkpoint)
 
     def _do(self, change: Change, edit: Edit) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import keyword
 import math
 import operator
@@ -76,7 +75,7 @@ def function_of(module: nn.Module) -> types.FunctionType | None:
     """The Python function that the module's forward runs, under its decorators; None where there is none."""
     forward = inner_forward(module)
     if forward is None or isinstance(forward, InstanceForward):
-        forward = inspect.getattr_static(type(module), "forward")
+        forward = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
     inner = forward
     for _ in range(_DECORATORS):
         if inner is None:

@@ -327,6 +327,18 @@ class PlainWeight(Pair):
         self.conv.weight = weight
 
 
+def _set_over(module: str, name: str) -> Callable[[], nn.Module]:
+    """A tensor that stands before the registered one of its name, which nothing reads any more."""
+
+    def make() -> nn.Module:
+        model = Pair()
+        owner = model.get_submodule(module)
+        vars(owner)[name] = getattr(owner, name).detach() * 2 + 1
+        return model
+
+    return make
+
+
 class ComputedWeight(Pair):
     class Conv(nn.Conv2d):
         @property
@@ -608,6 +620,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "decorated by autocast": (DecoratedAutocast, "it runs under autocast to bfloat16"),
     "plain weight": (PlainWeight, "conv.weight is computed or set by other code, and is no parameter or buffer"),
     "computed weight": (ComputedWeight, "conv.weight is computed or set by other code"),
+    "weight set over the parameter": (_set_over("conv", "weight"), "conv.weight is computed or set by other code"),
+    "bias set over the parameter": (_set_over("conv", "bias"), "conv.bias is computed or set by other code"),
+    "scale set over the parameter": (_set_over("bn", "weight"), "bn.weight is computed or set by other code"),
+    "mean set over the buffer": (_set_over("bn", "running_mean"), "bn.running_mean is computed or set by other code"),
     "linear on 3-D": (StraightLine, "its input is 3-D, where the BatchNorm's channels are not the outputs"),
     "unbatched": (Unbatched, "its input is 2-D, where the BatchNorm's channels are not the outputs"),
 }
