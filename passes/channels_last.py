@@ -38,7 +38,7 @@ class ChannelsLast(GraphPass):
 
     On a CPU, convolutions whose weights are large beside the maps that they read and write stay in contiguous format:
     kernels for channels_last pack a weight anew at every call, and there that costs more than it saves. The maps are
-    those of the example inputs.
+    those of the example inputs, and the kernels those that torch takes for them with as many threads as it has now.
 
     Does not handle: shared or parametrized weights; inputs in tuples, lists and dicts, which the convolutions convert;
     operations that lose the format, which are named and left as they are; outputs with gaps in memory, such as a slice
@@ -147,20 +147,22 @@ def _too_dear(
 
     In channels_last, oneDNN packs the weight in a slow way at every call; in contiguous format it brings the input into
     blocks and the output back. A measured ResNet-50 loses by the first what it gains by the second where the numbers of
-    elements are equal. Between two convolutions of different formats, the input is changed. The cheapest formats for the
+    elements are equal. The kernels of torch's own, which it takes for small inputs, pack nothing. Between two convolutions of different formats, the input is changed. The cheapest formats for the
     whole run are found by going through it in order, as the shortest path through two states.
     """
     if program.recordings is None:
         return frozenset()
     paths = {id(module): path for path, module in convolutions.items()}
     steps = [(paths[key], maps) for key, maps in program.recordings.maps.items() if key in paths]
-    costs = [_costs(convolutions[path], reasons[path], *maps) for path, maps in steps]
+    costs = [_costs(convolutions[path], reasons[path], maps) for path, maps in steps]
     formats = _cheapest_formats(costs)
     dear = (path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
     return frozenset(path for path in dear if not is_kept_contiguous(convolutions[path]))
 
 
-def _costs(module: nn.Module, reason: str | None, read: int, written: int) -> _Costs:
+def _costs(module: nn.Module, reason: str | None, maps: Sequence[tuple[torch.Size, torch.Size]]) -> _Costs:
+    read = sum(shape.numel() for shape, _ in maps)
+    written = sum(shape.numel() for _, shape in maps)
     if is_kept_contiguous(module):
         return _Costs(math.inf, 0, read)
     weight = module._parameters["weight"]
@@ -168,7 +170,33 @@ def _costs(module: nn.Module, reason: str | None, read: int, written: int) -> _C
     # A weight that needs no change is in both formats at once where its kernel has one element.
     is_free = reason is None or (reason == "" and weight.is_contiguous())
     has_choice = is_free and is_stock(module, STOCK_CONVOLUTIONS)
-    return _Costs(weight.numel(), read + written if has_choice else math.inf, read)
+    packed = weight.numel() if not has_choice or any(_packs(module, shape) for shape, _ in maps) else 0
+    return _Costs(packed, read + written if has_choice else math.inf, read)
+
+
+# Kernels that read a weight in channels_last as it lies.
+_READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})
+
+
+def _packs(module: nn.Module, shape: torch.Size) -> bool:
+    """Whether the kernel that torch takes for an input of this shape packs a weight in channels_last at every call."""
+    assert isinstance(module, _ConvNd)
+    weight = module.weight.detach()
+    batched = shape if len(shape) == weight.dim() else (1, *shape)
+    sides = module._reversed_padding_repeated_twice
+    backend = torch._C._select_conv_backend(
+        weight.new_empty(()).expand(batched),
+        weight,
+        bias=None,
+        bias_sizes=None,
+        stride=module.stride,
+        padding=[max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)][::-1],
+        dilation=module.dilation,
+        transposed=module.transposed,
+        output_padding=module.output_padding,
+        groups=module.groups,
+    )
+    return backend.name not in _READING_CHANNELS_LAST
 
 
 def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:

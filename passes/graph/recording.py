@@ -79,8 +79,8 @@ class Recordings:
             however often.
         reads: as in `Recording`, over all runs.
         autocast: as in `Recording`, over all runs.
-        maps: for each atom that takes one tensor and gives one, in the order of the first run, the numbers of elements
-            of the two in that run; those of several calls together.
+        maps: for each atom that takes one tensor and gives one, in the order of the first run, the shapes of the two in
+            each call of that run.
     """
 
     structures: dict[int, CallStructure | str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Recordings:
     chains: list[ModuleGraph] = field(default_factory=list)
     reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     autocast: dict[int, torch.dtype] = field(default_factory=dict)
-    maps: dict[int, tuple[int, int]] = field(default_factory=dict)
+    maps: dict[int, list[tuple[torch.Size, torch.Size]]] = field(default_factory=dict)
 
 
 # In the notes of a node of a recorded graph: the dtype of the autocast that the operation ran under.
@@ -323,20 +323,14 @@ def agree(root: nn.Module, runs: Sequence[Recording], unregistered: Places = ())
             result.reads.setdefault(place, set()).update(readers)
         result.autocast |= run.autocast
     for key, first_calls in (runs[0].calls if runs else {}).items():
-        maps = _elements(first_calls)
-        if maps is not None:
+        maps = [
+            (call.shapes[0], call.output_shape)
+            for call in first_calls
+            if len(call.shapes) == 1 and call.output_shape is not None
+        ]
+        if len(maps) == len(first_calls):
             result.maps[key] = maps
     return result
-
-
-def _elements(calls: Sequence[RecordedCall]) -> tuple[int, int] | None:
-    read = written = 0
-    for call in calls:
-        if len(call.shapes) != 1 or call.output_shape is None:
-            return None
-        read += call.shapes[0].numel()
-        written += call.output_shape.numel()
-    return read, written
 
 
 def _common_structure(calls: Sequence[RecordedCall]) -> CallStructure | str:

@@ -171,7 +171,7 @@ def narrowing() -> nn.Module:
     """Large maps and small weights first, small maps and large weights at the end."""
     return image_net(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(8), nn.Conv2d(16, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.Conv2d(64, 32, 1),
+        nn.Conv2d(64, 32, (1, 2)),
     )  # fmt: skip
 
 
@@ -209,16 +209,31 @@ def test_more_rows_are_worth_more() -> None:
 
 
 def test_weights_that_are_all_large_are_left_alone() -> None:
-    model = image_net(nn.Conv2d(16, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 1))
+    model = image_net(nn.Conv2d(16, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 2))
     done = check_pass(ChannelsLast(), model, (image(2, 16, 4, 4),))
     assert done.changes == ()
     assert [(skip.where, skip.reason) for skip in done.skips] == [("0", DEAR), ("2", DEAR)]
 
 
+def test_weights_that_no_kernel_packs_are_worth_it_however_large() -> None:
+    """Small inputs of one row go to kernels of torch's own, which read the weight as it lies; oneDNN takes more rows."""
+    model = image_net(nn.Conv2d(16, 64, 3, padding="same"), nn.ReLU(), nn.ConvTranspose2d(64, 64, 2))
+    one, more = image(1, 16, 4, 4), image(2, 16, 4, 4)
+    assert [change.where for change in check_pass(ChannelsLast(), model, (one,)).changes] == ["0", "2", ""]
+    unbatched = ChannelsLast().run(*captured(model, (one[0],)))
+    assert [change.where for change in unbatched.changes] == ["0", "2", ""]
+    assert check_pass(ChannelsLast(), model, (more,)).changes == ()
+    assert [change.where for change in check_pass(ChannelsLast(), model.double(), (more.double(),)).changes] == [
+        "0",
+        "2",
+        "",
+    ]
+
+
 def test_another_device_has_no_such_rule() -> None:
     program, context = captured(narrowing(), (image(2, 3, 34, 34),))
     done = ChannelsLast().run(program, dataclasses.replace(context, device=torch.device("cuda")))
-    assert [change.where for change in done.changes] == ["0", "3", ""]
+    assert [change.where for change in done.changes] == ["0", "3", "6", ""]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("fold-conv-bias", "fold-conv-bn", "channels-last"))])
