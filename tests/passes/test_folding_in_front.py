@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import image
-from pass_contract import captured, sentences_of
+from pass_contract import captured, check_compiles, check_fold, check_fold_of_copy, check_unseen, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
@@ -145,24 +144,13 @@ FOLDED: dict[type[Front], int] = {
 
 @pytest.mark.parametrize("kind", FOLDED)
 def test_folds_and_stays_right(kind: type[Front]) -> None:
-    model = kind().eval()
-    before = copy.deepcopy(model.state_dict())
-    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(model.example,))
+    fast = check_fold(kind().eval(), kind.example)
     assert len(report_of(fast).passes[1].changes) == FOLDED[kind]
-    report = check_parity(model, fast, (model.example,), batch_sizes=(1, 2, 5))
-    assert report.ok, report.reason
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    x = model.example.clone().requires_grad_()
-    (wanted,), (got,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (model, fast))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Front, BothSides, Island])
 def test_what_is_folded_can_be_copied_and_optimized_again(kind: type[Front]) -> None:
-    model = kind().eval()
-    fast = copy.deepcopy(optimize(model, example_inputs=(model.example,)))
-    again = optimize(fast, example_inputs=(model.example,))
-    assert check_parity(model, again, (model.example,), batch_sizes=(2, 3)).ok
+    check_fold_of_copy(kind().eval(), kind.example)
 
 
 def test_a_norm_behind_is_folded_when_one_in_front_is_already() -> None:
@@ -183,8 +171,7 @@ def test_what_is_folded_can_be_exported_and_compiled(kind: type[Front], tmp_path
     fast = optimize(model, example_inputs=(model.example,))
     bundle = export(fast, example_inputs=(model.example,), output=tmp_path / "out", formats=("torchscript", "onnx"))
     assert bundle.parity.ok
-    compiled = torch.compile(fast, backend="eager")
-    torch.testing.assert_close(compiled(model.example), model(model.example), rtol=1e-4, atol=1e-4)
+    check_compiles(model, fast, model.example)
 
 
 class Padded(Front):
@@ -353,12 +340,7 @@ UNSEEN = {
 
 @pytest.mark.parametrize("kind", UNSEEN)
 def test_an_unseen_branch_raises(kind: type[Front]) -> None:
-    model = kind().eval()
-    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
-    assert report_of(fast).passes[0].status == "applied"
-    torch.testing.assert_close(fast(model.example), model(model.example), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UnseenCall, match=UNSEEN[kind]):
-        fast(model.example + 1e3)
+    check_unseen(kind().eval(), kind.example, UNSEEN[kind])
 
 
 def test_weights_of_before_and_another_eps_raise() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import image
-from pass_contract import captured, sentences_of
+from pass_contract import captured, check_compiles, check_fold, check_fold_of_copy, check_unseen, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
-from optimizer import check_parity, export, optimize, report_of
+from optimizer import export, optimize, report_of
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
 from passes.graph.guards import SealedOutput
@@ -131,24 +130,13 @@ FOLDED = [Moved, Flattened, Viewed, Permuted, Island, Pixels, Dropped, Across, F
 
 @pytest.mark.parametrize("kind", FOLDED)
 def test_folds_and_stays_right(kind: type[Moved]) -> None:
-    model = kind().eval()
-    before = copy.deepcopy(model.state_dict())
-    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(model.example,))
+    fast = check_fold(kind().eval(), kind.example)
     assert [(record.status, len(record.changes)) for record in report_of(fast).passes] == [("applied", 1)] * 2
-    report = check_parity(model, fast, (model.example,), batch_sizes=(1, 2, 5))
-    assert report.ok, report.reason
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    x = model.example.clone().requires_grad_()
-    (wanted,), (got,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (model, fast))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Flattened, Pixels, Island])
 def test_what_is_folded_can_be_copied_and_optimized_again(kind: type[Moved]) -> None:
-    model = kind().eval()
-    fast = copy.deepcopy(optimize(model, example_inputs=(model.example,)))
-    again = optimize(fast, example_inputs=(model.example,))
-    assert check_parity(model, again, (model.example,), batch_sizes=(2, 3)).ok
+    check_fold_of_copy(kind().eval(), kind.example)
 
 
 @pytest.mark.parametrize("kind", [Flattened, Dropped])
@@ -163,8 +151,7 @@ def test_what_is_folded_can_be_exported(kind: type[Moved], tmp_path: Any) -> Non
 def test_what_is_folded_can_be_compiled(kind: type[Moved]) -> None:
     model = kind().eval()
     fast = optimize(model, example_inputs=(model.example,))
-    compiled = torch.compile(fast, backend="eager")
-    torch.testing.assert_close(compiled(model.example), model(model.example), rtol=1e-4, atol=1e-4)
+    check_compiles(model, fast, model.example)
 
 
 class OtherDim(Moved):
@@ -281,12 +268,7 @@ class Doubling(Moved):
 
 @pytest.mark.parametrize(("kind", "reason"), [(Turning, "they come to it in dim 2"), (Doubling, "used without it")])
 def test_an_unseen_branch_raises(kind: type[Moved], reason: str) -> None:
-    model = kind().eval()
-    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
-    assert report_of(fast).passes[0].status == "applied"
-    torch.testing.assert_close(fast(model.example), model(model.example), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UnseenCall, match=reason):
-        fast(model.example + 1e3)
+    check_unseen(kind().eval(), kind.example, reason)
 
 
 def test_other_ranks_raise() -> None:

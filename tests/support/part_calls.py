@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +21,6 @@ from passes.graph.guards import SealedOutput
 _NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # Path, positional and keyword arguments of one call.
 PartCall = tuple[str, tuple[Any, ...], dict[str, Any]]
-
-
 # Makes a module, the same at every call.
 Make = Callable[[], nn.Module]
 
@@ -47,6 +46,8 @@ def calls_in_a_run(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[str]:
     """See that every part of the result gives what the original's part gives, or a sealed value, or raises.
 
+    Each call is the first one that its model gets, or comes behind calls that left nothing behind in it.
+
     Args:
         original, fast: make the original and the result, or copies.
         calls: of the parts, in the order of a run.
@@ -58,8 +59,9 @@ def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[st
         AssertionError: a part gives something else.
     """
     outcomes: Counter[str] = Counter()
+    mine, theirs = _Parts(lambda: original().eval()), _Parts(fast)
     for call in calls:
-        wanted, got = _answer(original().eval(), call), _answer(fast(), call)
+        wanted, got = mine.answer(call), theirs.answer(call)
         if isinstance(got, UnseenCall):
             outcomes["refused"] += 1
         elif any(type(leaf) is SealedOutput for leaf in _leaves(got)):
@@ -71,15 +73,46 @@ def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[st
     return outcomes
 
 
-def _answer(root: nn.Module, call: PartCall) -> Any:
-    path, args, kwargs = call
-    part = dict(modules_of(root)).get(path)
-    assert part is not None, f"the result has no part {path}"
-    try:
-        with torch.no_grad():
-            return part(*_cloned(args), **_cloned(kwargs))
-    except UnseenCall as error:
-        return error
+class _Parts:
+    """The parts of a model to be called by hand; the model is made anew where a call left something behind."""
+
+    def __init__(self, make: Make) -> None:
+        self.make = make
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the model."""
+        self.parts = dict(modules_of(self.make()))
+        self.held, self.versions = self.state()
+
+    def answer(self, call: PartCall) -> Any:
+        """What the part gives, or the error by which it refuses."""
+        if not self.is_as_made():
+            self.renew()
+        path, args, kwargs = call
+        assert path in self.parts, f"the result has no part {path}"
+        try:
+            with torch.no_grad():
+                return self.parts[path](*_cloned(args), **_cloned(kwargs))
+        except UnseenCall as error:
+            return error
+
+    def is_as_made(self) -> bool:
+        """Whether every module holds what it held, and no tensor was written to."""
+        held, versions = self.state()
+        return versions == self.versions and len(held) == len(self.held) and all(map(operator.is_, held, self.held))
+
+    def state(self) -> tuple[list[Any], list[int]]:
+        """What the attributes of the modules are and what they contain, and how often each tensor was written to."""
+        held: list[Any] = []
+        for module in self.parts.values():
+            for value in module.__dict__.values():
+                held.append(value)
+                if isinstance(value, dict):
+                    held += (*value, *value.values())
+                elif isinstance(value, list | tuple | set):
+                    held += value
+        return held, [value._version for value in held if isinstance(value, Tensor)]
 
 
 def _judge(original: Make, fast: Make, call: PartCall) -> None:

@@ -14,10 +14,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optimizer import optimize, report_of
 from optimizer.inputs import Call, Samples
 from optimizer.parity import check_parity
 from optimizer.pipeline import Pipeline
@@ -25,6 +27,7 @@ from optimizer.preserve import kept_state
 from optimizer.report import no_progress
 from optimizer.working_copy import Mode, working_copy
 from passes.base import Context, Pass, PassResult, device_of
+from passes.errors import UnseenCall
 from passes.graph.capture import capture
 from passes.graph.program import Program
 
@@ -127,6 +130,41 @@ def check_pass(
     check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
     _check_options(item)
     return result
+
+
+def check_fold(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Fold both ways and see that answers and gradients are the model's, and the model is as it was; the result."""
+    before = copy.deepcopy(model.state_dict())
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,))
+    report = check_parity(model, fast, (x,), batch_sizes=(1, 2, 5))
+    assert report.ok, report.reason
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    x = x.clone().requires_grad_()
+    (wanted,), (got,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (model, fast))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    return fast
+
+
+def check_fold_of_copy(model: nn.Module, x: torch.Tensor) -> None:
+    """See that a copy of the result can be optimized again."""
+    fast = copy.deepcopy(optimize(model, example_inputs=(x,)))
+    again = optimize(fast, example_inputs=(x,))
+    assert check_parity(model, again, (x,), batch_sizes=(2, 3)).ok
+
+
+def check_compiles(model: nn.Module, fast: nn.Module, x: torch.Tensor) -> None:
+    """See that torch.compile takes the result, which then answers as the model does."""
+    compiled = torch.compile(fast, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def check_unseen(model: nn.Module, x: torch.Tensor, reason: str) -> None:
+    """See that the result answers as the model does, and raises in the branch that it takes where numbers are large."""
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied"
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnseenCall, match=reason):
+        fast(x + 1e3)
 
 
 def tree_of(root: nn.Module) -> Snapshot:

@@ -1032,16 +1032,22 @@ def _combined(inner: st.SearchStrategy[Block]) -> st.SearchStrategy[Combined]:
 _BLOCKS: st.SearchStrategy[Block] = _pairs(resizes=False) | _combined(
     _pairs(resizes=False) | _combined(_pairs(resizes=False))
 )
+_DIMS = st.sampled_from([2, 2, 1, 3])
+_DTYPES = st.sampled_from(["float32", "float32", "float32", "float64", "bfloat16", "float16"])
 DESCRIPTIONS: st.SearchStrategy[Description] = st.builds(
     Description,
     blocks=st.tuples(_pairs(resizes=True)) | st.tuples(_BLOCKS) | st.tuples(_pairs(resizes=True), _BLOCKS),
-    dims=st.sampled_from([2, 2, 1, 3]),
+    dims=_DIMS,
     head=st.sampled_from(["none", "none", *_HEADS]),
     output=st.sampled_from([*_ROOTS]),
-    dtype=st.sampled_from(["float32", "float32", "float32", "float64", "bfloat16", "float16"]),
+    dtype=_DTYPES,
     layout=st.sampled_from(["contiguous", "channels_last", "strided"]),
     scaled=st.booleans(),
     training=st.booleans(),
     batch=st.sampled_from([2, 3, 1, 0]),
     seed=st.integers(0, 7),
+)
+# One pair, with nothing around it that may be in the way of a fold.
+LONE_PAIRS: st.SearchStrategy[Description] = st.builds(
+    Description, blocks=st.tuples(_pairs(resizes=True)), dims=_DIMS, dtype=_DTYPES
 )
