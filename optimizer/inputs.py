@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from optimizer.errors import LoadError, UsageError
+from optimizer.preserve import random_state
 from optimizer.sentences import quote
 from optimizer.structure import leaves_of, rebuild
 
@@ -117,9 +118,8 @@ class Samples:
     def _from_function(self, batch_size: int, draw: int) -> Call:
         assert self._function is not None
         generator = self._generator(batch_size, draw)
-        # A function that forgets its generator draws from the global one: that one is seeded for the time.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator.initial_seed())
+        # A function that forgets its generator draws from the global ones: those are seeded for the time.
+        with random_state(generator.initial_seed()):
             made = self._ask(self._function, batch_size, generator)
         if isinstance(made, Call):
             return self._placed(Call(made.args, {**self._kwargs, **made.kwargs}))

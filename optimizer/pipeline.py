@@ -18,7 +18,7 @@ from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
-from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state
+from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state, seed_torch
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
@@ -245,7 +245,7 @@ class Pipeline:
     def _outputs(self, *, tolerate: bool = False) -> Any:
         outputs = []
         for number, call in enumerate(self._fresh_calls()):
-            torch.manual_seed(number)
+            seed_torch(number)
             try:
                 outputs.append(self.copy.root(*call.args, **call.kwargs))
             except Exception as error:
@@ -279,7 +279,7 @@ class Pipeline:
         by_graph = _installed(graph)
 
         def run(forward: Callable[..., Any]) -> Any:
-            torch.manual_seed(0)
+            seed_torch(0)
             own_args, own_kwargs = pytree.tree_map(_cloned, (args, kwargs))
             return forward(*own_args, **own_kwargs)
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,27 +23,55 @@ from passes.graph.side_effects import REGISTRIES, holds_no_module
 one_at_a_time = threading.RLock()
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch on the CPU and on the devices in use.
+
+    `torch.manual_seed` also has every other device take the seed when it is used first, in the place of the user's own.
+    """
+    torch.default_generator.manual_seed(seed)
+    for device in _started():
+        device.seed(seed)
+
+
+class _Random(NamedTuple):
+    """How the random state of one kind of device is read, put back and seeded."""
+
+    state: Callable[[], Any]
+    put_back: Callable[[Any], None]
+    seed: Callable[[int], Any]
+
+
+def _started() -> list[_Random]:
+    """Of the kinds of devices in use: to read or seed the random state of another one would start it."""
+    kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available() and kind.is_initialized()]
+    found = [_Random(kind.get_rng_state_all, kind.set_rng_state_all, kind.manual_seed_all) for kind in kinds]
+    if torch.backends.mps.is_available():
+        found.append(_Random(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed))
+    return found
+
+
 @contextmanager
 def random_state(seed: int | None = None) -> Iterator[None]:
-    """Keep the random state of torch (CPU and CUDA), numpy and Python; inside, all of them start from `seed`."""
-    # CUDA's state is read only where a context exists: reading it would make one.
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    """Keep the random state of torch, on the CPU and on devices in use, of numpy and of Python.
+
+    Inside, all of them start from `seed`.
+    """
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     cpu_state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if cuda else []
+    states = [(device, device.state()) for device in _started()]
     numpy_state = numpy_random.get_state() if numpy_random is not None else None
     python_state = random.getstate()
     try:
         if seed is not None:
-            torch.manual_seed(seed)
+            seed_torch(seed)
             random.seed(seed)
             if numpy_random is not None:
                 numpy_random.seed(seed % (1 << 32))
         yield
     finally:
         torch.set_rng_state(cpu_state)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda_states)
+        for device, state in states:
+            device.put_back(state)
         if numpy_random is not None:
             numpy_random.set_state(numpy_state)
         random.setstate(python_state)

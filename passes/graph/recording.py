@@ -289,12 +289,21 @@ class _Recorder(TorchFunctionMode):
 
     def mark_escapes(self) -> None:
         """A value that outlives the run was kept somewhere: it has a user that no graph shows."""
-        gc.collect()
-        for reference, node in (entry for entries in self.values.values() for entry in entries):
-            tensor = reference()
-            if tensor is not None and id(tensor) not in self.owners:
-                node.meta["escapes"] = True
+        # Most runs leave nothing, and to look for what goes round in circles takes long.
+        if self._outliving():
+            gc.collect()
+        for node in self._outliving():
+            node.meta["escapes"] = True
         self.values.clear()
+
+    def _outliving(self) -> list[fx.Node]:
+        """The nodes of the values that are alive, and no tensors of the modules."""
+        return [
+            node
+            for entries in self.values.values()
+            for reference, node in entries
+            if (tensor := reference()) is not None and id(tensor) not in self.owners
+        ]
 
 
 def agree(root: nn.Module, runs: Sequence[Recording], unregistered: Places = ()) -> Recordings:

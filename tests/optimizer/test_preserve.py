@@ -27,6 +27,19 @@ class Countdown:
         return self.left + next(self.inner)
 
 
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="a device in use is seeded at once")
+def test_a_device_that_is_not_in_use_keeps_the_seed_that_it_will_start_from() -> None:
+    """`torch.manual_seed` leaves it with torch.cuda, which takes the last one."""
+    torch.manual_seed(7)
+    waiting = torch.cuda._lazy_seed_tracker.get_calls()
+    queued = list(torch.cuda._queued_calls)
+    model = enliven(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3), nn.Dropout(0.5))).eval()
+    fast = optimize(model, example_inputs=(torch.randn(2, 3, 4),))
+    check_parity(model, fast, example_inputs=lambda size, generator: (torch.randn(size, 3, 4, generator=generator),))
+    assert torch.cuda._lazy_seed_tracker.get_calls() == waiting
+    assert torch.cuda._queued_calls == queued
+
+
 class Drawing(nn.Module):
     def __init__(self, items):
         super().__init__()
