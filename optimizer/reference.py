@@ -677,6 +677,10 @@ class _Compared:
     frontier: tuple[tuple[float, float], ...] = ()
 
 
+# As many units of the largest gradient may be left of a sum of gradients that is zero.
+_LEFT_OF_A_SUM = 16
+
+
 class Comparison:
     """Gathers a candidate's differences from the reference."""
 
@@ -767,13 +771,24 @@ class Comparison:
             elif kind == "input" and not self.flat:
                 self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
             elif name in self.moved.gradients:
-                if self.noises[name].signal is None:
+                if not self._is_rounding(name):
                     self._problem(
                         f"The candidate trains without {name.removeprefix('gradient of ')}, which has a gradient in the"
                         " original"
                     )
             else:
                 self.lacking[name] = None
+
+    def _is_rounding(self, name: str) -> bool:
+        """Whether a gradient is nothing but what rounding leaves of a sum that is zero."""
+        noise = self.noises[name]
+        if noise.signal is not None:
+            return True
+        # Where nothing more exact than the original is known, its noise is one sample of few numbers; what is summed is of
+        # the size of other gradients.
+        step = unit(getattr(torch, noise.dtype))
+        largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
+        return step <= unit(torch.float32) and noise.rms <= _LEFT_OF_A_SUM * step * largest
 
     def _compare(self, kept: Kept, name: str, value: torch.Tensor) -> None:
         slices = Slices() if name in self.slices else None

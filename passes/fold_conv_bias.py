@@ -53,7 +53,7 @@ class FoldConvBias(GraphPass):
         """Fold every bias that can be folded."""
         elsewhere = [(state, _pairs_of(state)) for state in graph.program.other_states]
         for conv, norm in conv_bn_chains(graph.program):
-            if conv.bias_value is None:
+            if conv.bias is None or not conv.bias.is_there:
                 continue
             if reason := _why_not(graph.program, conv, norm) or _why_not_elsewhere(
                 graph.program, elsewhere, conv, norm
@@ -61,6 +61,7 @@ class FoldConvBias(GraphPass):
                 graph.skip(conv.node, reason)
                 continue
             moved = _moved_mean(conv, norm)
+            assert conv.bias_value is not None
             if are_finite(*([conv.bias_value] if moved is None else [moved, scale_of(norm)])):
                 there = [pairs[key] for _, pairs in elsewhere if (key := _key_of(conv, norm)) in pairs]
                 _fold(graph, conv, norm, moved, there)
@@ -87,8 +88,7 @@ def _why_not_statistics(program: Program, norm: BatchNorm) -> str | None:
 def _why_not_trained(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """Whether somebody counts on the bias being trained."""
     bias = conv.bias_value
-    assert bias is not None
-    if program.mode != "training" or not bias.requires_grad:
+    if program.mode != "training" or bias is None or not bias.requires_grad:
         return None
     if not norm.uses_batch_statistics:
         where = program.where(norm.node)

@@ -134,7 +134,7 @@ def _why_not_called_elsewhere(program: Program, place: Convolution | Affine, mod
 
 
 def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str | None:
-    refs = [conv.weight, *([conv.bias] if conv.bias_value is not None and conv.bias else []), *norm.tensors]
+    refs = [conv.weight, *([conv.bias] if conv.bias is not None and conv.bias.is_there else []), *norm.tensors]
     for ref in refs:
         if reason := _why_not_tensor(program, ref, (conv, norm)):
             return f"{_path_of(program, ref)} {reason}"
@@ -143,9 +143,9 @@ def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str |
 
 def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, Affine]) -> str | None:
     tensor = ref.value
-    if tensor is None:
+    if tensor is None and not ref.is_computed:
         return "is missing"
-    if _registered(ref) is not tensor:
+    if tensor is None or _registered(ref) is not tensor:
         return "is computed or set by other code, and is no parameter or buffer"
     if is_lazy(tensor):
         return "is not initialised yet: run the model once first"
@@ -168,7 +168,7 @@ def _is_called(program: Program, owner: nn.Module) -> bool:
 
 
 def _registered(ref: TensorRef) -> torch.Tensor | None:
-    if hasattr(type(ref.owner), ref.name) or ref.name in ref.owner.__dict__:
+    if ref.is_computed or ref.name in ref.owner.__dict__:
         return None
     return ref.owner._parameters.get(ref.name, ref.owner._buffers.get(ref.name))
 

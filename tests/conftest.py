@@ -31,7 +31,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seen: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, counts in getattr(report, "user_properties", ()):
+            # The reports of its setting up and tearing down carry the same again.
+            for name, counts in report.user_properties if getattr(report, "when", "") == "call" else ():
                 if name == "seen":
                     seen.update(counts)
     if seen:

@@ -32,6 +32,7 @@ from random_modules import (
     Block,
     BuiltPair,
     Combined,
+    Conv,
     Description,
     Pair,
     build,
@@ -113,6 +114,11 @@ def test_a_random_module_trains_the_same(share: int) -> None:
         check_training(description, in_eval)
 
     trains_the_same()
+
+
+def test_a_gradient_that_is_left_of_a_sum_is_no_gradient() -> None:
+    """In float64 nothing more exact tells how large rounding may get."""
+    check_training(Description(blocks=(Pair(), Pair(Conv(dilation=2))), dims=3, dtype="float64"), [])
 
 
 def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,14 +231,18 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool) 
         may_be_left = description.dtype not in EXACT or description.may_be_unseen
         check_folded(built.pairs, plan, fast, may_be_left=may_be_left)
     may_raise = not with_examples or description.may_be_unseen
-    check_answers(
-        model,
-        fast,
-        example_inputs,
-        example_kwargs,
-        may_be_unseen=may_raise,
-        may_be_vacuous=description.dtype not in EXACT,
-    )
+
+    def compared(result: nn.Module) -> None:
+        check_answers(
+            model,
+            result,
+            example_inputs,
+            example_kwargs,
+            may_be_unseen=may_raise,
+            may_be_vacuous=description.dtype not in EXACT,
+        )
+
+    compared(fast)
     # The older weight_norm leaves in the tree what torch doesn't copy; and then what is counted goes on.
     copyable = all(pair.extra != "old weight_norm" for pair in description.pairs())
     copied = (lambda: copy.deepcopy(fast)) if copyable else (lambda: fast)
@@ -240,8 +250,9 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool) 
         calls = calls_in_a_run(lambda: build(description).model, rows, example_kwargs or {})
         outcomes = check_parts(lambda: build(description).model, copied, calls)
         SEEN.update(f"part: {outcome}" for outcome in outcomes.elements())
-    if copyable:
-        check_copy(fast, copied(), rows, example_kwargs or {}, may_raise=may_raise)
+    if copyable and not answers_alike(fast, copied(), rows, example_kwargs or {}, may_raise=may_raise):
+        # Its tensors begin elsewhere in memory, by which the order of a sum may go: it has to be as right then.
+        compared(copied())
     check_untouched(model, before)
 
 
@@ -259,10 +270,10 @@ def count_folds(pairs: tuple[BuiltPair, ...], fast: nn.Module, dtype: str) -> No
                 SEEN.update(f"bias: {kind}" for kind in pair.kinds)
 
 
-def check_copy(
+def answers_alike(
     fast: nn.Module, twin: nn.Module, rows: tuple[Tensor, ...], kwargs: dict[str, Any], *, may_raise: bool
-) -> None:
-    """See that a copy of the result gives what the result gives, at the first call of both."""
+) -> bool:
+    """Whether a copy of the result gives what the result gives, at the first call of both."""
     answers: list[Any] = []
     for module in (fast, twin):
         try:
@@ -271,7 +282,7 @@ def check_copy(
         except UnseenCall:
             assert may_raise
             answers.append(None)
-    assert are_near(*answers), "a copy of the result gives something else"
+    return are_near(*answers)
 
 
 def trees_of(model: nn.Module) -> Iterator[nn.Module]:

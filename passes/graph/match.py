@@ -39,15 +39,25 @@ class TensorRef:
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The tensor, or None where the owner registers the name without one."""
+        """The tensor; None where the owner registers the name without one, or computes it."""
         # Asked for very often: first where it is in all likelihood.
         owner, name = self.owner, self.name
         value: Any = owner._parameters.get(name)
         if value is None:
             value = owner._buffers.get(name)
-        if value is None and (name not in owner._parameters or name in owner.__dict__ or hasattr(type(owner), name)):
+        if value is None and (name not in owner._parameters or name in owner.__dict__) and not self.is_computed:
             value = getattr(owner, name, None)
         return value if isinstance(value, torch.Tensor) else None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the owner's class computes it at every access, which may write to the model: spectral_norm's does."""
+        return hasattr(type(self.owner), self.name)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the owner has something under the name."""
+        return self.value is not None or self.is_computed
 
 
 @dataclass(frozen=True)
@@ -83,16 +93,18 @@ class Convolution:
 
     @property
     def channels(self) -> int:
-        """How many channels it makes."""
+        """How many channels it makes; as its module says where the weight is computed."""
         weight = self.weight.value
-        assert weight is not None
+        if weight is None:
+            return int(getattr(self.module, "out_channels" if self.dims else "out_features"))
         return int(weight.shape[1]) * self.groups if self.transposed else int(weight.shape[0])
 
     @property
     def input_channels(self) -> int:
-        """How many channels it takes."""
+        """How many channels it takes; as its module says where the weight is computed."""
         weight = self.weight.value
-        assert weight is not None
+        if weight is None:
+            return int(getattr(self.module, "in_channels" if self.dims else "in_features"))
         return int(weight.shape[0]) if self.transposed else int(weight.shape[1]) * self.groups
 
 
@@ -271,7 +283,7 @@ def _batch_norm_module(node: fx.Node, module: nn.Module | None) -> BatchNorm | N
         return None
     assert isinstance(module, _BatchNorm)
     refs = [TensorRef(module, name) for name in ("weight", "bias", "running_mean", "running_var")]
-    weight, bias, mean, var = (ref if ref.value is not None else None for ref in refs)
+    weight, bias, mean, var = (ref if ref.is_there else None for ref in refs)
     uses_batch = module.training or mean is None
     updates = module.training and module.track_running_stats and mean is not None
     return BatchNorm(node, source, weight, bias, mean, var, module.eps, uses_batch, updates, module)

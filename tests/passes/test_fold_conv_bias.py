@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import CONVOLUTIONS, FAR, image, norm_behind
-from pass_contract import captured, check_pass
+from pass_contract import captured, check_pass, check_same, tree_of
 from tiny_models import enliven
 from torch import nn
 from torch.func import functional_call
@@ -388,6 +388,35 @@ def test_who_trains_on_in_eval_is_told_that_the_bias_is_lost(cls: type[nn.Module
         fast(image()).sum().backward()
     # Once is enough.
     fast(image()).sum().backward()
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("owner", ["conv", "bn"])
+def test_a_weight_that_is_computed_at_every_access_isnt_asked_for(owner: str, with_inputs: bool) -> None:
+    """In training each access to a weight under spectral_norm, or one that is counted, moves the caller's buffers."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return weight * 2
+
+    model = models.Pair().train()
+    module = model.get_submodule(owner)
+    if owner == "conv":
+        nn.utils.parametrizations.spectral_norm(module)
+    else:
+        nn.utils.parametrize.register_parametrization(module, "weight", Counted())
+    before = tree_of(model)
+    inputs = (image(4, 3, 8, 8),) if with_inputs else None
+    fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=inputs)
+    check_same(before, tree_of(model), "the original is another")
+    (record,) = report_of(fast).passes
+    assert record.status == "unchanged"
+    assert ["has parametrizations" in skip.text for skip in record.skips] == [True]
 
 
 def test_a_bias_with_hooks_is_left_alone() -> None:

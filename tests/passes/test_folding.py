@@ -349,6 +349,28 @@ class ComputedWeight(Pair):
         self.conv.__class__ = self.Conv
 
 
+class ComputedScale(Pair):
+    class Norm(nn.BatchNorm2d):
+        @property
+        def weight(self) -> Tensor:
+            return self.gain * 2
+
+        @weight.setter
+        def weight(self, value: Tensor) -> None:
+            raise AttributeError
+
+    def more(self) -> None:
+        gain = self.bn._parameters.pop("weight")
+        self.bn.__class__ = self.Norm
+        self.bn.gain = gain
+
+
+def _parametrized_bias() -> nn.Module:
+    model = Pair()
+    nn.utils.parametrize.register_parametrization(model.conv, "bias", nn.Softplus())
+    return model
+
+
 class OwnCall(Pair):
     class Conv(nn.Conv2d):
         def __call__(self, x: Tensor) -> Tensor:
@@ -605,6 +627,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight_norm": (_normed(nn.utils.parametrizations.weight_norm), "the convolution conv has parametrizations"),
     "spectral_norm": (_normed(nn.utils.parametrizations.spectral_norm), "the convolution conv has parametrizations"),
     "parametrized norm": (_parametrized_norm, "the BatchNorm bn has parametrizations"),
+    "parametrized bias": (_parametrized_bias, "the convolution conv has parametrizations"),
+    "computed scale": (ComputedScale, "bn.weight is computed or set by other code"),
     "old weight_norm": (
         _normed(nn.utils.weight_norm),
         "the convolution conv has hooks, which set its weight at every call",
