@@ -82,17 +82,16 @@ class WorkingCopy:
         """
         if self.mode == "training":
             return
-        done: dict[int, torch.Tensor] = {}
-        for module in map(self._twin_of, self.originals.values()):
-            if _is_script(module) or _only_reads(module):
-                continue
+        modules = [module for module in map(self._twin_of, self.originals.values()) if not _is_script(module)]
+        writing = [module for module in modules if not _only_reads(module)]
+        own: dict[int, torch.Tensor] = {}
+        for module in writing:
             graph = graphs.get(id(module))
-            if graph is not None and graph.traced and not writes_in_place(graph.graph):
-                continue
-            for home in (module._buffers, module.__dict__):
-                for name, value in home.items():
-                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                        home[name] = done.setdefault(id(value), _own(value))
+            if graph is None or not graph.traced or writes_in_place(graph.graph):
+                own |= {id(value): _own(value) for _, _, value in _state_of(module) if id(value) not in own}
+        # Whoever reads what another one writes goes on doing so.
+        for home, name, value in [place for module in modules for place in _state_of(module)]:
+            home[name] = own.get(id(value), value)
 
     def _twin_of(self, original: nn.Module) -> nn.Module:
         twin: nn.Module = self._memo[id(original)]
@@ -235,6 +234,16 @@ def _answer_for_copy(value: Any, seen: dict[int, int], depth: int) -> Iterator[A
 
 def _is_script(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
+
+
+def _state_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The buffers and plain tensors of a module: in which dict they are, under what name, and they themselves."""
+    return [
+        (home, name, value)
+        for home in (module._buffers, module.__dict__)
+        for name, value in home.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    ]
 
 
 def _only_reads(module: nn.Module) -> bool:
