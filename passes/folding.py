@@ -43,8 +43,8 @@ def why_not(program: Program, conv: Convolution, norm: Affine) -> str | None:
     """
     if has_global_hooks():
         return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
-    tensors = [ref.value for ref in (conv.weight, *norm.tensors) if ref.value is not None]
-    if autocast_dtype({tensor.device.type for tensor in tensors}) is not None:
+    values = [ref.value for ref in (conv.weight, *norm.tensors)]
+    if autocast_dtype({value.device.type for value in values if value is not None}) is not None:
         return "optimize() was called under autocast, which changes what is computed in which dtype: call it outside"
     return (
         _why_not_value(program, conv, norm)
@@ -209,7 +209,7 @@ def _why_not_channels(program: Program, conv: Convolution, norm: Affine) -> str 
     reason = _why_not_moved(program, conv, norm) if norm.moves else _why_not_rank(program, conv, norm)
     if reason:
         return reason
-    sizes = {ref.value.numel() for ref in norm.tensors if ref.value is not None}
+    sizes = {value.numel() for ref in norm.tensors if (value := ref.value) is not None}
     count = conv.input_channels if norm.leads else conv.channels
     if sizes and sizes != {count}:
         if norm.leads:
