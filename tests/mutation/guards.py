@@ -27,6 +27,7 @@ FILES = (
     "passes/fold_conv_bias.py",
     "passes/graph/match.py",
     "passes/graph/moves.py",
+    "passes/graph/moved_bias.py",
     "passes/graph/guards.py",
     "passes/graph/rewriter.py",
 )
@@ -37,6 +38,7 @@ LETS_PASS = {
     "is_stock": True, "has_hooks": False, "has_global_hooks": False, "is_parametrized": False,
     "_asks_isinstance": True, "is_carried": True, "is_tied": False,
     "is_leaving_alone": False, "_is_unused": True, "scales_channels": True, "_is_called": False,
+    "is_gone": True, "_are_tensors": True,
 }  # fmt: skip
 # What stands in these files and judges no fold.
 OTHER_WORK = {
@@ -170,8 +172,8 @@ class _Reader:
             if _is_constant(value, None):
                 yield from self._permitted(function, condition)
             elif isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
-                note = self._before(statement)
-                yield from (self._guard(function, part, [self._swap(part, "None")], [note]) for part in value.values)
+                for part in value.values:
+                    yield self._guard(function, part, [self._swap(part, "None")], self._where(part, True))
             else:
                 yield from self._refused(function, statement, condition)
 
@@ -190,11 +192,10 @@ class _Reader:
                 continue
             if condition is not None and isinstance(condition.test, ast.BoolOp):
                 yield from self._permitted(function, condition)
-            probes = self._around(value, passing)
-            parts = _parts(value, ast.And if passing else ast.Or)
-            for part in parts:
-                yield self._guard(function, part, [self._swap(part, str(passing))], probes)
-        probes = [probe for each, _ in _returns(function) if each.value for probe in self._around(each.value, passing)]
+            for part in _parts(value, ast.And if passing else ast.Or):
+                yield self._guard(function, part, [self._swap(part, str(passing))], self._where(part, not passing))
+        values = [each.value for each, _ in _returns(function) if each.value]
+        probes = [probe for value in values for probe in self._where(value, not passing)]
         for node in ast.walk(function):
             for entry in node.elts if isinstance(node, ast.Tuple) and _holds_names(node) else ():
                 yield self._guard(function, entry, [self._swap(entry, _NOTHING)], probes)
@@ -206,13 +207,11 @@ class _Reader:
                 if statement is not function.body[-1]:
                     yield from self._refused(function, statement, condition)
             elif isinstance(value, ast.IfExp) and _is_constant(value.orelse, None):
-                note = self._inside(value.orelse)
                 for part in _parts(value.test, ast.And):
-                    yield self._guard(function, part, [self._swap(part, "True")], [note])
+                    yield self._guard(function, part, [self._swap(part, "True")], self._where(part, False))
             elif isinstance(value, ast.IfExp) and _is_constant(value.body, None):
-                note = self._inside(value.body)
                 for part in _parts(value.test, ast.Or):
-                    yield self._guard(function, part, [self._swap(part, "False")], [note])
+                    yield self._guard(function, part, [self._swap(part, "False")], self._where(part, True))
             else:
                 yield from self._permitted(function, condition)
 
@@ -225,14 +224,14 @@ class _Reader:
                 called = ast.unparse(call.func).rpartition(".")[2]
                 given = [ast.unparse(argument) for argument in call.args]
                 refuses = called.startswith(("_check_", "_refuse_")) or "refuse_checkpoint" in given
-                if refuses or ast.unparse(call.func) == "error_msgs.append":
+                if refuses or ast.unparse(call.func) in ("error_msgs.append", "missing_keys.append"):
                     yield from self._refused(function, statement, condition)
             elif isinstance(statement, ast.Assign) and ast.unparse(statement) == "self._half_done = True":
                 yield from self._refused(function, statement, condition)
             elif isinstance(statement, ast.If) and _calls(statement.test, "are_finite"):
                 for argument in statement.test.args:  # type: ignore[attr-defined]
                     edit = self._swap(argument, "*()")
-                    yield self._guard(function, argument, [edit], self._around(statement.test, True))
+                    yield self._guard(function, argument, [edit], self._where(statement.test, False))
 
     def _of_class(self, cls: ast.ClassDef) -> Iterator[Guard]:
         """The operators that refuse, and the methods whose writes a change that is left alone drops."""
@@ -252,25 +251,25 @@ class _Reader:
                 for decorator in method.decorator_list:
                     if _is_named(decorator, "_writes"):
                         edit = self._swap(decorator, "(lambda write: write)")
-                        yield self._guard(method, decorator, [edit], self._around(value, False))
+                        yield self._guard(method, decorator, [edit], self._where(value, True))
 
     def _refused(self, function: ast.FunctionDef, statement: ast.stmt, condition: ast.If | None) -> Iterator[Guard]:
         """The guard of a statement that refuses; of each part of its condition where that is a chain of `or`."""
-        note = self._before(statement)
         parts = [] if condition is None else _parts(condition.test, ast.Or)
         if len(parts) < 2:
             text = _sentence(statement) or self._said(statement, condition)
+            note = self._before(statement)
             yield self._guard(function, statement, [self._swap(statement, "pass")], [note], text)
             return
         for part in parts:
-            yield self._guard(function, part, [self._swap(part, "False")], [note])
+            yield self._guard(function, part, [self._swap(part, "False")], self._where(part, True))
 
     def _permitted(self, function: ast.FunctionDef, condition: ast.If | None) -> Iterator[Guard]:
         """The guards of a permission: each part of its condition where that is a chain of `and`."""
         parts = [] if condition is None else _parts(condition.test, ast.And)
         if condition is not None and len(parts) > 1:
             for part in parts:
-                yield self._guard(function, part, [self._swap(part, "True")], self._around(condition.test, True))
+                yield self._guard(function, part, [self._swap(part, "True")], self._where(part, False))
 
     def _guard(
         self, function: ast.stmt, node: ast.AST, edits: list[Edit], probes: Sequence[Edit], text: str | None = None
@@ -295,15 +294,10 @@ class _Reader:
         start = self._start(statement)
         return Edit(start, start, "reached.note({}); ")
 
-    def _inside(self, value: ast.expr) -> Edit:
-        start = self._start(value)
-        return Edit(start, start, "reached.note({}) or ")
-
-    def _around(self, value: ast.expr, passing: bool) -> list[Edit]:
-        """Notes where the value isn't the one that lets pass."""
+    def _where(self, value: ast.expr, answer: bool) -> list[Edit]:
+        """Notes where the value is true, or where it is not; it stays what it is."""
         start, end = self._start(value), self._end(value)
-        behind = ") or reached.note({})" if passing else ") and not reached.note({})"
-        return [Edit(start, start, "(("), Edit(end, end, f"{behind})")]
+        return [Edit(start, start, f"reached.note_where({{}}, {answer}, ("), Edit(end, end, "))")]
 
     def _start(self, node: ast.AST) -> int:
         return self.lines[node.lineno - 1] + node.col_offset

@@ -4,7 +4,7 @@
 
 All is done in copies of the project in a temporary folder. First the tests run once with a note at every guard, which
 tells whom each test makes say no: only those tests can see that the guard is gone. Then each guard is taken away in
-turn, and its tests run, the quickest first, until one fails.
+turn, and its tests run, the quickest first, until one fails. Each run is a fork of a process that has imported torch.
 
 The exit code is 1 where a guard survives that `declared.py` doesn't name, or where that names one which is killed or
 isn't there any more.
@@ -13,11 +13,11 @@ isn't there any more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +31,7 @@ from typing import Any
 
 import rich.table
 from declared import DECLARED
+from forks import Forks, Run
 from guards import FILES, Guard, edited, guards_in, noting
 from rich.console import Console
 from rich.markup import escape
@@ -42,11 +43,13 @@ _COPIED = ("passes", "optimizer", "exporters", "tests", "pyproject.toml")
 _TESTS = (
     "tests/passes/graph/test_moves.py",
     "tests/passes/graph/test_match.py",
+    "tests/passes/graph/test_moved_bias.py",
     "tests/passes/graph/test_guards.py",
     "tests/passes/graph/test_rewriter.py",
     "tests/passes/test_folding.py",
     "tests/passes/test_folding_functions.py",
     "tests/passes/test_folding_in_front.py",
+    "tests/passes/test_folding_in_row.py",
     "tests/passes/test_folding_moves.py",
     "tests/passes/test_folding_scales.py",
     "tests/passes/test_folding_tensors.py",
@@ -54,11 +57,13 @@ _TESTS = (
     "tests/passes/test_fold_conv_bn.py",
     "tests/optimizer/test_seals.py",
 )
-_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120")
+_PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")
 # How lines on tests that failed begin.
 _FAILED = ("FAILED ", "ERROR ")
 # A run whose tests took so long in all, in seconds, is stuck.
 _LIMIT = 600
+# The exit codes of pytest that say that it was given no tests, or that it couldn't begin.
+_NOT_RUN = (4, 5, 70)
 
 
 @dataclass(frozen=True)
@@ -135,16 +140,17 @@ def judged(
     Raises:
         RuntimeError: no test can be run.
     """
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
+        trees: queue.SimpleQueue[Forks] = queue.SimpleQueue()
         for number in range(max(1, jobs)):
-            trees.put(_copy_to(Path(folder, str(number))))
+            trees.put(stack.enter_context(_forks_in(_copy_to(Path(folder, str(number))))))
         if kept is not None and kept.exists():
             reaching = json.loads(kept.read_text(encoding="utf-8"))
         else:
-            tree = trees.get()
-            reaching = _reaching(tree, guards, tests, jobs)
-            trees.put(tree)
+            forks = trees.get()
+            reaching = _reaching(forks, guards, tests, jobs)
+            trees.put(forks)
             if kept is not None:
                 kept.write_text(json.dumps(reaching, indent=1) + "\n", encoding="utf-8")
         lock = threading.Lock()
@@ -165,6 +171,13 @@ def judged(
             return list(pool.map(one, range(len(guards))))
 
 
+def _forks_in(tree: Path) -> Forks:
+    # The bytecode of a file that is written twice within a second, as long as before, would be taken for right.
+    own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    paths = f"{tree}{os.pathsep}{tree / 'tests' / 'mutation'}"
+    return Forks(tree, {**os.environ, **own, "PYTHONPATH": paths, "REACHED": str(tree / "notes")})
+
+
 def _copy_to(tree: Path) -> Path:
     for name in _COPIED:
         if (ROOT / name).is_dir():
@@ -174,8 +187,9 @@ def _copy_to(tree: Path) -> Path:
     return tree
 
 
-def _reaching(tree: Path, guards: Sequence[Guard], tests: Sequence[str], jobs: int) -> dict[str, list[str]]:
+def _reaching(forks: Forks, guards: Sequence[Guard], tests: Sequence[str], jobs: int) -> dict[str, list[str]]:
     """By the name of each guard the tests that make it say no, the quickest first."""
+    tree = forks.folder
     numbered: dict[str, dict[int, Guard]] = defaultdict(dict)
     for number, guard in enumerate(guards):
         numbered[guard.file][number] = guard
@@ -185,14 +199,14 @@ def _reaching(tree: Path, guards: Sequence[Guard], tests: Sequence[str], jobs: i
     notes = tree / "notes"
     notes.mkdir()
     spread = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 and len(tests) > 1 else []
-    _pytest(tree, "-p", "reached", "--tb", "no", *spread, *tests, REACHED=str(notes))
+    forks.run(*_PYTEST, "-p", "reached", "--tb", "no", *spread, *tests)
     for file, original in originals.items():
         (tree / file).write_bytes(original)
     records: dict[str, dict[str, Any]] = {}
     for file in notes.iterdir():
         records |= json.loads(file.read_text(encoding="utf-8"))
     failed = [test for test, record in records.items() if not record["passed"]]
-    red = _red(tree, failed) if failed else set()
+    red = _red(forks, failed) if failed else set()
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for test in records.keys() - red:
         for number in records[test].get("guards", []):
@@ -200,66 +214,53 @@ def _reaching(tree: Path, guards: Sequence[Guard], tests: Sequence[str], jobs: i
     return {name: sorted(seconds, key=lambda test: seconds[test]) for name, seconds in found.items()}
 
 
-def _red(tree: Path, tests: Sequence[str]) -> set[str]:
+def _red(forks: Forks, tests: Sequence[str]) -> set[str]:
     """Those that fail with all guards in place; what only the notes disturb, as it compiles the code, is as good as any."""
-    run = _pytest(tree, "--no-header", "--tb", "no", *tests)
-    red = {line.split(" ", 1)[1].split(" - ")[0] for line in run.stdout.splitlines() if line.startswith(_FAILED)}
-    if run.returncode and not red:
-        raise RuntimeError(f"the tests can't be run:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+    run = forks.run(*_PYTEST, "--no-header", "--tb", "no", *tests)
+    red = {test for test, _ in _failed_in(run)}
+    if run.code != 0 and not red:
+        raise RuntimeError(f"the tests can't be run:\n{run.output[-2000:]}")
     for test in sorted(red):
         _progress(f"left out, as it fails with all guards in place: {test}")
     return red
 
 
-def _without(tree: Path, guard: Guard, tests: Sequence[str]) -> Verdict:
+def _without(forks: Forks, guard: Guard, tests: Sequence[str]) -> Verdict:
     """What the tests say of the tree without the guard."""
     declared = DECLARED.get(guard.name, "")
     if not tests:
         return Verdict(guard, "unreached", "", declared, 0, 0.0)
-    path = tree / guard.file
+    path = forks.folder / guard.file
     original = path.read_bytes()
     begun = time.monotonic()
     try:
         path.write_bytes(edited(original, guard.edits))
-        status, test = _run(tree, tests)
+        status, test = _status(forks.run(*_PYTEST, "-x", "--no-header", "--tb", "no", *tests, limit=_LIMIT))
     finally:
         path.write_bytes(original)
     return Verdict(guard, status, test, declared, len(tests), round(time.monotonic() - begun, 1))
 
 
-def _run(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
-    """Status, and the first test that fails."""
-    try:
-        run = _pytest(tree, "-x", "--no-header", "--tb", "no", *tests)
-    except subprocess.TimeoutExpired:
+def _status(run: Run) -> tuple[str, str]:
+    """Status, and the first test that failed."""
+    if run.code is None:
         return "timed out", ""
-    if run.returncode == 0:
+    if run.code == 0:
         return "survived", ""
-    lines = [line for line in run.stdout.splitlines() if line.startswith(_FAILED)]
-    if not lines:
-        # Not even collected, or dead: what it says last tells how.
-        return "killed", (run.stdout + run.stderr).strip().splitlines()[-1]
-    return ("timed out" if "Timeout" in lines[0] else "killed"), lines[0].split(" ", 1)[1].split(" - ")[0]
+    failed = _failed_in(run)
+    if failed:
+        test, why = failed[0]
+        return ("timed out" if "Timeout" in why else "killed"), test
+    if run.code in _NOT_RUN:
+        raise RuntimeError(f"the tests can't be run:\n{run.output[-2000:]}")
+    # Dead: what it says last tells how.
+    return "killed", (run.output.strip().splitlines() or [f"exit code {run.code}"])[-1]
 
 
-def _pytest(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The finished run of tests on a tree.
-
-    Raises:
-        subprocess.TimeoutExpired: it is stuck; a run with notes is never taken for that.
-    """
-    # The bytecode of a file that is written twice within a second, as long as before, would be taken for right.
-    own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-    paths = f"{tree}{os.pathsep}{tree / 'tests' / 'mutation'}"
-    return subprocess.run(
-        [sys.executable, *_PYTEST, *arguments],
-        cwd=tree,
-        env={**os.environ, **own, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=None if "REACHED" in environment else _LIMIT,
-    )
+def _failed_in(run: Run) -> list[tuple[str, str]]:
+    """Each test that failed, or file that couldn't be read, and why."""
+    lines = [line.split(" ", 1)[1] for line in run.output.splitlines() if line.startswith(_FAILED)]
+    return [(test, why) for test, _, why in (line.partition(" - ") for line in lines)]
 
 
 def _progress(text: str) -> None:

@@ -7,20 +7,27 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+_T = TypeVar("_T")
 _NOTED: set[int] = set()
 # What a fixture that lives longer than a test took when it was made counts for all tests that use it.
 _BY_FIXTURE: dict[str, set[int]] = defaultdict(set)
 _TESTS: dict[str, dict[str, Any]] = {}
 
 
-def note(number: int) -> bool:
-    """Called where a guard says no; False, so that it fits into any expression there."""
+def note(number: int) -> None:
+    """Called where a guard says no."""
     _NOTED.add(number)
-    return False
+
+
+def note_where(number: int, answer: bool, value: _T) -> _T:
+    """Called with what a guard says no by: it does where the value is as true as `answer`."""
+    if bool(value) is answer:
+        note(number)
+    return value
 
 
 @pytest.hookimpl(wrapper=True)

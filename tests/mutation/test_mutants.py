@@ -1,6 +1,7 @@
 """The program that breaks guards: it finds them all, breaks one alone, and tells which test notices."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -44,14 +45,19 @@ class Seal:
 
 
 @pytest.fixture(scope="module")
-def guards():
+def mutants():
     sys.path.insert(0, str(HERE))
-    import guards
+    import mutants
 
-    yield guards
+    yield mutants
     sys.path.remove(str(HERE))
-    for name in ("guards", "declared"):
+    for name in ("mutants", "guards", "declared", "forks"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def guards(mutants):
+    return sys.modules["guards"]
 
 
 def without(guards, tmp_path, text):
@@ -109,22 +115,37 @@ def test_takes_one_guard_away_and_nothing_else(guards, tmp_path, text, gone, the
 def test_notes_are_taken_where_a_guard_says_no_and_change_nothing(guards, tmp_path, monkeypatch):
     (tmp_path / "judge.py").write_text(JUDGE)
     found = guards.guards_in(tmp_path, "judge.py")
+    monkeypatch.syspath_prepend(HERE)
+    reached = importlib.import_module("reached")
+    monkeypatch.setitem(sys.modules, "reached", reached)
     noted = []
-    monkeypatch.setitem(sys.modules, "reached", type("Reached", (), {"note": staticmethod(noted.append)}))
+    monkeypatch.setattr(reached, "note", noted.append)
     judge = {}
     exec(guards.noting(JUDGE.encode(), dict(enumerate(found))).decode(), judge)
 
-    class Module:
-        before, behind = (), ()
+    def asked(name, value):
+        noted.clear()
+        return judge[name](value), [found[number].text for number in noted]
 
-    assert judge["has_hooks"](Module) is False
-    assert noted == []
-    Module.behind = (1,)
-    assert judge["has_hooks"](Module) is True
-    assert {found[number].function for number in noted} == {"has_hooks"}
-    noted.clear()
-    assert judge["dim_of"](None) is None
-    assert [found[number].text for number in noted] == ["if value is None: return None"]
+    class Thing:
+        before, behind = (), ()
+        far, odd, known, dim = False, "", True, 3
+        width: int | None = 1
+
+    assert asked("has_hooks", Thing) == (False, [])
+    Thing.behind = (1,)
+    # Of names in a tuple it isn't seen which of them it was.
+    every = ["'before'", "'behind'", "any((getattr(module, name) for name in names))"]
+    answer, texts = asked("has_hooks", Thing)
+    assert (answer, sorted(texts)) == (True, every)
+    assert asked("dim_of", None) == (None, ["if value is None: return None"])
+    assert asked("dim_of", Thing) == (3, [])
+    Thing.dim = 0
+    assert asked("dim_of", Thing) == (None, ["value.dim"])
+    judge |= {"_why_not_more": lambda pair: None, "_why_not_less": lambda pair: "it is less"}
+    assert asked("_why_not", Thing) == ("it is less", ["_why_not_less(pair)"])
+    Thing.width = None
+    assert asked("_why_not", Thing) == ("it is far", ["(width := pair.width) is None"])
 
 
 def test_a_predicate_that_nothing_is_said_of_is_an_error(guards, tmp_path):
@@ -161,9 +182,39 @@ def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     found = [(verdict["text"], verdict["status"], verdict["test"], verdict["ok"]) for verdict in verdicts]
-    assert found == [("dims is None", "killed", test, True), ("len(dims) != 1", "survived", "", False)]
-    assert "1 killed, 1 survived" in done.stdout
+    assert found == [("dims is None", "killed", test, True), ("len(dims) != 1", "unreached", "", False)]
+    assert "1 killed, 1 unreached" in done.stdout
     assert (ROOT / "passes/graph/moves.py").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "status"),
+    [
+        (0, "2 passed", ("survived", "")),
+        (None, "", ("timed out", "")),
+        (1, "FAILED test_a.py::test_b - Failed: Timeout (>120.0s)", ("timed out", "test_a.py::test_b")),
+        (1, "FAILED test_a.py::test_b - assert 1 == 2\n1 failed", ("killed", "test_a.py::test_b")),
+        (2, "ERROR test_a.py - NameError", ("killed", "test_a.py")),
+        (-11, "Segmentation fault", ("killed", "Segmentation fault")),
+        (-9, "", ("killed", "exit code -9")),
+    ],
+)
+def test_what_a_run_says_of_a_guard(mutants, code, output, status):
+    assert mutants._status(mutants.Run(code, output)) == status
+
+
+def test_a_run_without_tests_says_nothing(mutants):
+    with pytest.raises(RuntimeError, match="the tests can't be run:\nERROR: not found"):
+        mutants._status(mutants.Run(4, "ERROR: not found: test_a.py::test_gone"))
+
+
+def test_each_run_reads_the_files_anew_and_a_stuck_one_is_ended(mutants, tmp_path):
+    test = tmp_path / "test_a.py"
+    bodies = [("assert 1", 0, 0), ("assert 0", 0, 1), ("import time; time.sleep(100)", 1, None), ("assert 2", 0, 0)]
+    with mutants._forks_in(tmp_path) as forks:
+        for body, limit, code in bodies:
+            test.write_text(f"def test_b():\n    {body}\n")
+            assert forks.run("-q", "-p", "no:cacheprovider", str(test), limit=limit).code == code
 
 
 def test_a_file_that_is_not_the_judges_is_an_error():
