@@ -378,12 +378,13 @@ def _behind_convolution(program: Program, affine: _A) -> tuple[Convolution, _A] 
 def scales_channels(program: Program, conv: Convolution, scale: ChannelScale) -> bool:
     """Whether the product or sum has one number for each channel of the convolution, or one for all, and keeps its dims."""
     tensor = scale.tensor.value
-    if tensor is None or tensor.is_sparse:
+    assert tensor is not None
+    if tensor.is_sparse:
         return False
     channels = channels_between(program, conv, scale)
     if channels is None:
         # Its channels are as many dims before the last one as it has of space, batched or not.
-        if scale.moves or tensor.dim() > conv.dims + 1:
+        if scale.moves:
             return False
         channels = Channels(conv.dims + 1, 0, conv.channels)
     shape = [1] * (channels.rank - tensor.dim()) + list(tensor.shape)

@@ -516,6 +516,145 @@ def test_what_differs_between_the_modes_is_refused(cls: type[nn.Module], reason:
     assert torch.equal(fast.eval()(x), copy.deepcopy(model).eval()(x))
 
 
+class AloneInEval(AuxiliaryHead):
+    """In eval its convolution goes without the BatchNorm, in a forward that can't be traced there."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.bn(self.conv(x))
+        if self.training:
+            return y, self.aux_bn(self.aux(x))
+        return (y, self.aux(x)) if x.sum() < 1e6 else y
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (OtherwiseInEval, "in eval its output doesn't go to the BatchNorm bn"),
+        (AlsoInEval, "in eval, its output is also used by the root (add)"),
+        (AloneInEval, "in eval its output doesn't go to the BatchNorm aux_bn"),
+    ],
+)
+def test_what_differs_between_the_modes_is_refused_by_structure(cls: type[nn.Module], reason: str) -> None:
+    model = cls().train()
+    fast = optimize(model, ["fold-conv-bias"], mode="training")
+    assert reason in [skip.text for skip in report_of(fast).passes[0].skips]
+    x = image(4, 3, 8, 8, seed=5)
+    wanted, got = (pytree.tree_leaves(one.eval()(x)) for one in (copy.deepcopy(model), fast))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+
+
+def tensors_of(module: nn.Module) -> list[Any]:
+    """Of one that computes by functions; by names that no code shows."""
+    return [getattr(module, name.lower()) for name in ("MEAN", "VAR", "GAIN")]
+
+
+class ByHiddenNames(ByFunctions):
+    def forward(self, x: torch.Tensor) -> Any:
+        mean, var, gain = tensors_of(self)
+        return F.batch_norm(self.layer(x), mean, var, gain, None, self.training)
+
+    def more(self) -> None:
+        super().more()
+        self.layer = nn.Conv2d(3, 4, 3)
+
+
+class InItsParent(nn.Module):
+    """In training the parent computes what the child does in eval, where its own forward can't be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = ByHiddenNames()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            mean, var, gain = tensors_of(self.child)
+            return F.batch_norm(self.child.layer(x), mean, var, gain, None, True)
+        return self.in_eval(x)
+
+    def in_eval(self, x: torch.Tensor) -> Any:
+        y = self.child(x)
+        return y if y.sum() < 1e9 else -y
+
+
+class ByImages(InItsParent):
+    """What it does in eval depends on the batch: no two runs agree."""
+
+    def in_eval(self, x: torch.Tensor) -> Any:
+        y = self.child(x)
+        for row in x:
+            y = y + row.sum()
+        return y
+
+
+class TimesTwo(ByFunctions):
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> Any:
+        return super().forward(x) * factor
+
+
+class CalledOtherwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = TimesTwo()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.child(x, factor=2.0) if self.training else self.child(x)
+
+
+class ByHiddenFlag(ByFunctions):
+    """It goes by the flag of a child, and reads it so that no trace shows it."""
+
+    def more(self) -> None:
+        super().more()
+        self.switch = nn.Identity().eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y if object.__getattribute__(self.switch, "training") else y * 2
+
+
+class WrappedByHiddenFlag(ByHiddenFlag):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = ByFunctions.forward(self, x)
+        return y if object.__getattribute__(self.switch, "training") else (y,)
+
+
+class FlagOfItsOwn(ByFunctions):
+    """Its training flag doesn't follow that of the model."""
+
+    live = False
+    training = property(lambda self: self.live, lambda self, flag: None)  # type: ignore[assignment]
+
+    def more(self) -> None:
+        super().more()
+        self.b.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (InItsParent, "has none in the other mode"),
+        (ByImages, "has none in the other mode"),
+        (CalledOtherwise, "has none in the other mode"),
+        (ByHiddenFlag, "goes by more than its training flag"),
+        (WrappedByHiddenFlag, "goes by more than its training flag"),
+        (FlagOfItsOwn, "is known in one mode only"),
+    ],
+)
+def test_a_graph_that_stands_in_for_a_forward_is_known_in_both_modes(make: type[nn.Module], reason: str) -> None:
+    model = make()
+    for module in (model, *model.children()):
+        module.training = not isinstance(module, nn.Identity)
+    x = image(4, 3, 8, 8)
+    fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=(x,))
+    (record,) = report_of(fast).passes
+    where = "child" if make is CalledOtherwise else "the root"
+    sentence = f"the forward of {where}, which a graph would stand in for, {reason}"
+    assert (record.status, [skip.text for skip in record.skips]) == ("unchanged", [sentence])
+    for flag in (True, False):
+        wanted, got = (pytree.tree_leaves(one.train(flag)(x)) for one in (copy.deepcopy(model), fast))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+
+
 def test_a_functional_bias_that_comes_back_is_refused() -> None:
     fast = folded(ByFunctions().train(), image(4, 3, 8, 8))
     fast.b = nn.Parameter(torch.ones(4))

@@ -308,6 +308,26 @@ def test_a_bias_in_front_of_a_norm_that_leads_stays_right() -> None:
     assert check_parity(model, again, (model.example,), batch_sizes=(1, 3)).ok
 
 
+def test_a_norm_that_took_a_bias_in_stays_behind_its_convolution() -> None:
+    """It is right behind that one only; folded into the next, it would open no seal any more."""
+    model = InRow().eval()
+    with torch.no_grad():
+        # Folded into the convolution before it, the BatchNorm would give weights that float32 can't hold.
+        model.norm = nn.Identity()
+        model.first.weight *= 1e37
+        model.second.weight *= 1e3
+    x = model.example * 1e-37
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,))
+    bias, norm = report_of(fast).passes
+    assert [change.where for change in bias.changes] == ["first"]
+    assert [skip.text for skip in norm.skips] == [
+        "folded into first, it gives weights that aren't finite",
+        "it isn't folded into layer behind it: it was folded together with the convolution before it",
+    ]
+    report = check_parity(model, fast, (x,), batch_sizes=(1, 3))
+    assert report.ok, report.reason
+
+
 class NormAlone(Front):
     def forward(self, x: Tensor) -> Any:
         return self.norm(x) if x.sum() > 1e3 else self.layer(self.norm(x))

@@ -259,6 +259,43 @@ def test_refuses(kind: type[Scaled]) -> None:
     torch.testing.assert_close(program.root(model.example), model(model.example), rtol=0, atol=0, equal_nan=True)
 
 
+class Spread(Scaled):
+    """One number for each image as much as for each channel, as far as its shape tells."""
+
+    example = image(4, 3, 8, 8)
+    shape = (4, 1, 1, 1)
+
+
+class Flattened(Linear):
+    """What the features become isn't known without the rank of the input."""
+
+    example, shape = image(2, 1, 5), (6,)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).flatten(1) * self.gamma
+
+
+class Sparse(Linear):
+    """The product with a sparse tensor is sparse."""
+
+    def more(self) -> None:
+        super().more()
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 2.0, 0.0, 3.0, 0.0]).to_sparse())
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.layer(x[0]) * self.mask).to_dense()
+
+
+@pytest.mark.parametrize(
+    ("kind", "folds"), [(Scaled, 1), (ForAll, 1), (Batched, 0), (Spread, 0), (Flattened, 0), (Sparse, 0)]
+)
+def test_without_example_inputs_only_what_is_certain_is_folded(kind: type[Scaled], folds: int) -> None:
+    model = kind().eval()
+    program, context = captured(model)
+    assert len(FoldConvBn().run(program, context).changes) == folds
+    torch.testing.assert_close(program.root(model.example), model(model.example), rtol=1e-5, atol=1e-5)
+
+
 def test_the_bias_pass_leaves_them_alone() -> None:
     program, context = captured(Shifted().eval(), IMAGE)
     assert FoldConvBias().run(program, context).changes == ()

@@ -225,6 +225,10 @@ def test_what_doesn_t_fit_is_said() -> None:
         fast.load_state_dict(state | {"last.bias": torch.zeros(7)})
     with pytest.raises(RuntimeError, match=r"size mismatch for norm.running_mean"):
         fast.load_state_dict(state | {"norm.running_mean": torch.zeros(7)})
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for last.bias: float in the checkpoint, \(5,\) in the model"
+    ):
+        fast.load_state_dict(state | {"last.bias": 0.5})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*last.scale"):
         fast.load_state_dict(state | {"last.scale": torch.zeros(7)})
 
