@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import AcrossModules, BatchNormAct, Functional, Head, Island, Output, Pair, Reader, Stem, image
+from folding_models import (
+    AcrossModules,
+    BatchNormAct,
+    Functional,
+    Head,
+    Island,
+    IslandRawOutput,
+    Output,
+    Pair,
+    Reader,
+    Stem,
+    image,
+)
 from pass_contract import captured, check_same, sentences_of, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -804,6 +816,28 @@ class _DisagreeingAcross(_Disagreeing):
         self.inner = nn.Sequential(nn.Sequential(conv), nn.Sequential(norm))
 
 
+class _DisagreeingAroundIsland(_Disagreeing):
+    """The forward that calls the two can't be traced either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = IslandRawOutput()
+
+
+class _DisagreeingAroundFunctions(_Disagreeing):
+    """No seal guards two functions in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Functional()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        for row in x:
+            y = y + row.sum()
+        return y
+
+
 class _DisagreeingReader(_Disagreeing):
     """It reads the weight of the convolution too."""
 
@@ -837,6 +871,16 @@ def test_runs_that_disagree_about_more_than_that() -> None:
         program, context = captured(model.eval(), image())
         ((_, text),) = sentences_of(FoldConvBn().run(program, context))
         assert reason in text
+
+
+@pytest.mark.parametrize("cls", [_DisagreeingAroundIsland, _DisagreeingAroundFunctions])
+def test_where_runs_disagree_only_what_one_graph_shows_and_a_seal_guards_is_folded(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    (skip,) = report_of(fast).passes[0].skips
+    assert "the forward of the root around it can't be traced, and the recorded runs don't agree" in skip.text
+    for x in (image(seed=3), image() + 1e6):
+        assert torch.equal(fast(x), model(x))
 
 
 def test_where_runs_disagree_an_unseen_call_raises() -> None:
