@@ -349,7 +349,7 @@ def channel_scale_at(program: Program, node: fx.Node) -> ChannelScale | None:
         return None
     first, second = (_ref(program, argument) for argument in node.args)
     value, tensor = (node.args[1], first) if second is None else (node.args[0], second)
-    if tensor is None or not isinstance(value, fx.Node) or value.op == "get_attr":
+    if tensor is None or not isinstance(value, fx.Node):
         return None
     if second is None:
         operation = {"mul": "mul", "add": "add", "sub": "rsub"}.get(operation)

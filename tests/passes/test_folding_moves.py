@@ -244,6 +244,47 @@ def test_dropout_that_draws_is_no_move() -> None:
     assert FoldConvBn().run(program, context).changes == ()
 
 
+class DroppedByModule(Dropped):
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.drop(self.layer(x)))
+
+
+class DroppedByFunction(Dropped):
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(F.dropout(self.layer(x), 0.2, self.training))
+
+
+@pytest.mark.parametrize("kind", [DroppedByModule, DroppedByFunction])
+def test_in_training_dropout_is_no_move(kind: type[Moved]) -> None:
+    """It draws, and what it sets to zero is zero without the bias too: the bias doesn't cancel."""
+    model = kind().train()
+    fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=(image(4, 3, 8, 8),))
+    (record,) = report_of(fast).passes
+    assert (record.status, record.skips) == ("unchanged", ())
+    # In eval alone it would be one.
+    program, context = captured(model.eval(), image(4, 3, 8, 8))
+    assert len(FoldConvBias().run(program, context).changes) == 1
+
+
+class MovedConstant(Moved):
+    """What the BatchNorm is given comes from nowhere that a recorded run knows."""
+
+    def more(self) -> None:
+        self.grid = [image(7, 6, 2)]
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(torch.permute(self.grid[0], (2, 1, 0)))
+        return y if x.sum() > 1e6 else y + self.layer(x).transpose(1, 2)
+
+
+def test_what_is_moved_may_come_from_nowhere() -> None:
+    model = MovedConstant().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
+    (record,) = report_of(fast).passes
+    assert (record.status, record.changes) == ("unchanged", ())
+    assert torch.equal(fast(model.example), model(model.example))
+
+
 def test_without_a_run_the_rank_isnt_known() -> None:
     program, context = captured(Moved().eval())
     ((_, text),) = sentences_of(FoldConvBn().run(program, context))

@@ -225,6 +225,23 @@ class WithAlpha(Scaled):
         return torch.add(self.layer(x), self.gamma, alpha=2)
 
 
+class WithAlphaByPosition(Scaled):
+    """A spelling from before `alpha`."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.sub(self.layer(x), 2, self.gamma)
+
+
+class OfTwo(Scaled):
+    """The product of two parameters has no layer before it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).tanh() + self.gamma * self.layer.bias[:, None, None] + self.gamma * self.other
+
+    def more(self) -> None:
+        self.other = nn.Parameter(torch.rand(4, 1, 1))
+
+
 class Rounded(Scaled):
     def forward(self, x: Tensor) -> Any:
         return torch.div(self.layer(x), self.gamma, rounding_mode="floor")
@@ -240,7 +257,7 @@ class ByZero(Scaled):
 
 REFUSED: dict[type[Scaled], str | None] = {
     ByPosition: None, Square: None, Whole: None, Wider: None, Computed: None, InPlace: None, DividedBy: None,
-    WithAlpha: None, Rounded: None,
+    WithAlpha: None, WithAlphaByPosition: None, OfTwo: None, Rounded: None,
     OtherDtype: "gamma64 is of another dtype than its weight",
     Shared: "gamma is also read by the root",
     TakesBoth: "its output is also used by the root (add)",
@@ -248,6 +265,7 @@ REFUSED: dict[type[Scaled], str | None] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:This overload of sub is deprecated:UserWarning")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refuses(kind: type[Scaled]) -> None:
     model = kind().eval()

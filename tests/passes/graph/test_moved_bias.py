@@ -233,6 +233,16 @@ def test_what_doesn_t_fit_is_said() -> None:
         fast.load_state_dict(state | {"last.scale": torch.zeros(7)})
 
 
+def test_without_its_mean_a_bias_is_in_no_checkpoint() -> None:
+    """Who takes the running statistics away has the BatchNorm go by those of the batch: the bias is gone for good."""
+    fast = folded_net()
+    fast.norm.running_mean = fast.norm.running_var = None
+    assert [bias for bias, _ in moved_biases(fast)] == ["stem.conv.bias"]
+    state = fast.state_dict()
+    assert "last.bias" not in state
+    assert fast.load_state_dict(state) == ([], [])
+
+
 def test_a_bias_that_was_dropped_may_have_any_value() -> None:
     model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False))).train()
     fast = folded(model)

@@ -306,12 +306,21 @@ def test_work_grows_with_the_model_and_not_with_its_square(passes: Any) -> None:
 
 def test_reading_a_tensor_ref_that_is_gone() -> None:
     assert TensorRef(nn.Conv2d(1, 1, 1, bias=False), "bias").value is None
+    assert TensorRef(nn.Conv2d(1, 1, 1), "stride").value is None
 
 
 def test_the_last_change_can_be_withdrawn_and_no_other() -> None:
     program = program_of(Pair().eval())
     before = state_of(program)
     graph = Rewriter(program)
+    with graph.change("bn", "taken out", [next(iter(program.nodes()))]) as replacing:
+        pass
+    with pytest.raises(RuntimeError, match="none that replaces nodes"):
+        graph.withdraw(replacing)
+    graph.roll_back()
+    graph = Rewriter(program)
+    with pytest.raises(RuntimeError, match="only the last change can be withdrawn"):
+        graph.withdraw(replacing)
     first = graph.convert_inputs(["x"])
     second = graph.convert_inputs(["x", "y"])
     with pytest.raises(RuntimeError, match="only the last change can be withdrawn"):
