@@ -233,10 +233,10 @@ class WithAlphaByPosition(Scaled):
 
 
 class OfTwo(Scaled):
-    """The product of two parameters has no layer before it."""
+    """The product of two parameters, or of one and a number, has no layer before it."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.layer(x).tanh() + self.gamma * self.layer.bias[:, None, None] + self.gamma * self.other
+        return self.layer(x).tanh() + self.gamma * self.other + 2 * self.gamma
 
     def more(self) -> None:
         self.other = nn.Parameter(torch.rand(4, 1, 1))
