@@ -464,13 +464,12 @@ def is_moving(program: Program, module: nn.Module) -> bool:
 
 def channels_between(program: Program, conv: Convolution, norm: Affine) -> Channels | None:
     """Where the channels stand in what the second of a pair is given; None where that isn't known."""
-    if norm.leads:
-        rank = program.rank_of_input(norm.node)
-        dim, count = 1, conv.input_channels
-    else:
-        rank = program.rank_of_input(conv.node)
-        dim, count = (rank or 0) - conv.dims - 1, conv.channels
-    if rank is None or not 0 <= dim < rank:
+    first, _ = in_order(conv, norm)
+    rank = program.rank_of_input(first.node)
+    if rank is None:
+        return None
+    dim, count = (1, conv.input_channels) if norm.leads else (rank - conv.dims - 1, conv.channels)
+    if not 0 <= dim < rank:
         return None
     channels: Channels | None = Channels(rank, dim, count)
     for node in norm.moves:
@@ -481,7 +480,7 @@ def channels_between(program: Program, conv: Convolution, norm: Affine) -> Chann
 
 def uses_values(program: Program, user: fx.Node, value: fx.Node) -> bool:
     """Whether an operation that is given the value does more than ask for its shape and kind."""
-    if user.op == "call_function" and user.target is getattr:
+    if user.target is getattr:
         return user.args[1] not in SHAPE_AND_KIND
     if user.op != "call_method":
         return True

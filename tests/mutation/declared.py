@@ -22,7 +22,10 @@ DECLARED: dict[str, str] = {
     "passes/graph/match.py: _module_move: if module is None: return None": _A_MODULE_IS_CALLED,
     "passes/graph/match.py: _move_at: len(node.args) == 1": _ONE_ARGUMENT,
     "passes/graph/match.py: _move_at: not node.kwargs": _ONE_ARGUMENT,
-    "passes/graph/match.py: channels_between: not 0 <= dim < rank": (
+    "passes/graph/match.py: channel_scale_at: operation is None (1)": (
+        "it is asked again at the end: here it spares a look at the arguments of all other nodes"
+    ),
+    "passes/graph/match.py: channels_between: if not 0 <= dim < rank: return None": (
         "torch takes no convolution, linear layer or BatchNorm on fewer dims, and the rank is that of a recorded run"
     ),
     "passes/graph/match.py: uses_values: user.args[0] is user.args[1]": (

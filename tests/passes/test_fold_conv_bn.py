@@ -323,3 +323,11 @@ def test_a_guarded_module_can_be_optimized_again(guarded: Any) -> None:
     assert torch.allclose(again(image(seed=4)), fast(image(seed=4)), atol=1e-5)
     with pytest.raises(UnseenCall):
         again(FAR)
+
+
+def test_one_statistic_without_the_other_is_refused() -> None:
+    model = models.Pair().eval()
+    model.bn.running_var = None
+    program, context = captured(model)
+    (skip,) = FoldConvBn().run(program, context).skips
+    assert skip.reason == "it keeps no running statistics"

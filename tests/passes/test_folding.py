@@ -50,6 +50,17 @@ class Returned(Pair):
         return self.bn(y), y
 
 
+class NamedAsAQuestion(Pair):
+    """The module that uses the output has the name of what may be asked of it."""
+
+    def more(self) -> None:
+        self.size = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.bn(y) + self.size(y)
+
+
 class CalledTwice(Pair):
     def forward(self, x: Tensor) -> Any:
         return self.bn(self.conv(x)) + self.conv(x.tanh())
@@ -587,6 +598,7 @@ class BatchStatistics(Functional):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other user": (Residual, "its output is also used by the root (add)"),
+    "used by one named as a question": (NamedAsAQuestion, "its output is also used by size"),
     "returned": (Returned, "its output is also used by the caller of the root, which returns it"),
     "called twice": (CalledTwice, "the convolution conv is called 2 times"),
     "norm called twice": (NormTwice, "the BatchNorm bn is called 2 times"),
@@ -1237,7 +1249,11 @@ def _quantized(kind: str) -> nn.Module:
     model.qconfig = quantization.get_default_qconfig("x86")
     if kind == "stubs":
         return model
-    if kind == "aware of quantization":
+    if kind == "fake":
+        model[2] = quantization.FakeQuantize()
+        model(image())
+        model[2].disable_observer()
+    elif kind == "aware of quantization":
         model[1].qconfig = quantization.get_default_qat_qconfig("x86")
         model[1] = torch.ao.nn.qat.Conv2d.from_float(model[1])
     elif kind == "fused and aware":
@@ -1258,6 +1274,7 @@ def _quantized(kind: str) -> nn.Module:
     [
         ("aware of quantization", "3", "the layer before it, 1, is the Conv2d of torch.ao, which works with quantized"),
         ("fused and aware", "0.bn", "the layer around it, 0, is the ConvBn2d of torch.ao, which works with quantized"),
+        ("fake", "3", "the layer before it, 2, is the FakeQuantize of torch.ao, which works with quantized numbers"),
         ("observed", "3", "the convolution 1 has hooks"),
         ("quantized", "3", "the layer before it, 2, is the DeQuantize of torch.ao, which works with quantized numbers"),
     ],

@@ -285,3 +285,36 @@ def test_a_convolution_that_is_a_function_can_still_be_brought_into_channels_las
     assert len(folded.changes) == 1
     assert (converted.status, converted.reason) == ("applied", "")
     assert check_parity(model, fast, (IMAGE,), batch_sizes=(1, 2, 5)).ok
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 + image(4, 1, 1, seed=5).abs())
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.weight
+
+
+class ScaledBetween(nn.Module):
+    """The product is right on any rank, the BatchNorm behind it isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale, self.norm = PlainConv(), Scale(), BatchNormAct(4)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.scale(self.conv(x)))
+
+
+def test_behind_a_product_too_a_norm_takes_one_dim_for_the_channels() -> None:
+    model = ScaledBetween().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert len(report_of(fast).passes[0].changes) == 2
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 3)).ok
+    # As many rows as channels: without a batch dim, the function normalises the rows.
+    x = image(3, 6, 8)
+    assert model(x).shape == (4, 4, 6)
+    with pytest.raises(UnseenCall):
+        fast(x)
