@@ -63,6 +63,8 @@ PLANS = st.permutations(PASSES).flatmap(lambda order: st.sampled_from([order, or
 SEEN: Counter[str] = Counter()
 # Whether there are example inputs.
 WITH_EXAMPLES = st.sampled_from([True, True, False])
+# Whether the result is optimized once more, by all passes.
+AGAIN = st.sampled_from([False, False, True])
 
 
 def examples(number: int, first_seed: int) -> Any:
@@ -96,9 +98,9 @@ def test_a_random_module_computes_the_same(share: int, record_property: Callable
     SEEN.clear()
 
     @examples(min(SHARE, EXAMPLES - share * SHARE), FIRST_SEED + share)
-    @given(DESCRIPTIONS, PLANS, WITH_EXAMPLES)
-    def computes_the_same(description: Description, plan: tuple[str, ...], with_examples: bool) -> None:
-        check(description, plan, with_examples)
+    @given(DESCRIPTIONS, PLANS, WITH_EXAMPLES, AGAIN)
+    def computes_the_same(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool) -> None:
+        check(description, plan, with_examples, again)
 
     try:
         computes_the_same()
@@ -197,8 +199,12 @@ def kinds_in(description: Description) -> Iterator[str]:
             blocks += block.parts
 
 
-def check(description: Description, plan: tuple[str, ...], with_examples: bool) -> None:
-    """Optimize the described model by the passes, with or without example inputs, and see that all is as promised."""
+def check(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool = False) -> None:
+    """Optimize the described model by the passes, with or without example inputs, and see that all is as promised.
+
+    Args:
+        again: optimize the result by all passes too, and see that what is left of the folds is done then.
+    """
     built = build(description)
     SEEN.update(f"module: {kind}" for kind in set(kinds_in(description)))
     model, inputs = built.model, inputs_of(description)
@@ -243,6 +249,21 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool) 
         )
 
     compared(fast)
+    if again:
+        try:
+            twice = optimize(
+                fast,
+                PASSES,
+                example_inputs=example_inputs if with_examples else None,
+                example_kwargs=example_kwargs if with_examples else None,
+            )
+        except LoadError:
+            if not may_raise:
+                raise
+        else:
+            compared(twice)
+            if with_examples and description.dtype in EXACT and not description.may_be_unseen:
+                check_folded_by_now(built.pairs, fast, twice)
     # The older weight_norm leaves in the tree what torch doesn't copy; and then what is counted goes on.
     copyable = all(pair.extra != "old weight_norm" for pair in description.pairs())
     copied = (lambda: copy.deepcopy(fast)) if copyable else (lambda: fast)
@@ -326,6 +347,13 @@ def check_folded(pairs: tuple[BuiltPair, ...], plan: tuple[str, ...], fast: nn.M
         wanted = {pair.conv for pair in plain if pair.has_bias}
         missing = wanted - changed_by(records["fold-conv-bias"]) - left
         assert not missing, f"biases not folded: {missing}, {records['fold-conv-bias'].skips}"
+
+
+def check_folded_by_now(pairs: tuple[BuiltPair, ...], *results: nn.Module) -> None:
+    """See that of what has nothing hard about it nothing is left, whenever it was folded."""
+    records = [record for result in results for record in report_of(result).passes if record.name == "fold-conv-bn"]
+    missing = {pair.norm for pair in pairs if pair.is_plain}.difference(*map(changed_by, records))
+    assert not missing, f"not folded, in {len(records)} runs: {missing}"
 
 
 def changed_by(record: PassRecord) -> set[str]:
@@ -417,3 +445,5 @@ def check_training(description: Description, in_eval: list[int]) -> None:
     compared(model, fast, "training")
     fast.load_state_dict(twin.state_dict())
     compared(twin, fast, "inference")
+    deployed = optimize(fast.eval(), ["fold-conv-bn"], example_inputs=rows, example_kwargs=kwargs)
+    compared(twin, deployed, "inference")

@@ -251,7 +251,9 @@ def _convolution_call(
     if not isinstance(source, fx.Node) or weight is None or not isinstance(groups, int):
         return None
     if given.get("bias") is not None and bias is None:
-        return None
+        bias = _unset(program, given["bias"])
+        if bias is None:
+            return None
     padding = given.get("padding", 0)
     sides = padding if isinstance(padding, list | tuple) else [padding]
     pads = padding != "valid" and any(type(side) is not int or side != 0 for side in sides)
@@ -642,6 +644,14 @@ def _only_tensor(node: fx.Node) -> fx.Node | None:
     """The one argument of a module call that takes one tensor and nothing else."""
     arguments = (*node.args, *node.kwargs.values())
     return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], fx.Node) else None
+
+
+def _unset(program: Program, argument: Any) -> TensorRef | None:
+    """The parameter that a node reads and that is none any more: the biases of training results are."""
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    owner, name, value = program.tensor_of(argument)
+    return TensorRef(owner, name) if value is None and name in owner._parameters else None
 
 
 def _ref(program: Program, argument: Any) -> TensorRef | None:

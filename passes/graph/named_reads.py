@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from passes.graph.guards import SHAPE_AND_KIND
+from passes.graph.moved_bias import MovedBias
 from passes.graph.side_effects import contents_of, holds_no_module, names_in, package_of, values_in, with_helpers
 from passes.graph.tracing import function_of
 
@@ -234,7 +235,8 @@ _OWN = frozenset({"_modules", "_parameters", "_buffers", "forward"})
 def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
     for value in values:
         kind = type(value)
-        if holds_no_module(value):
+        # Who keeps checkpoints as they were knows modules, and calls none.
+        if holds_no_module(value) or kind is MovedBias:
             continue
         if issubclass(kind, nn.Module):
             yield value

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
 from passes.graph.capture import ModuleGraph, is_atom
+from passes.graph.guards import SealedOutput
 from passes.graph.interception import intercepted_calls
 from passes.graph.structure import CallStructure, Unstructured, binder_of, signature_of
 from passes.graph.tracing import METADATA, function_name
@@ -168,12 +169,13 @@ class _Recorder(TorchFunctionMode):
     def around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = self.frames[-1] if self.frames else None
         frame = _Frame(module, is_atom(module))
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        seen, named_seen = _opened((args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((seen, named_seen)) if isinstance(leaf, torch.Tensor)]
         if (dtype := autocast_dtype(self.devices)) is not None:
             self.recording.autocast[id(module)] = dtype
-        structure, named = self._structure(module, args, kwargs)
+        structure, named = self._structure(module, seen, named_seen)
         shapes = tuple(tensor.shape for tensor in (tensors if named is None else named))
-        arguments = None if caller is None else self._arguments(caller, (args, kwargs))
+        arguments = None if caller is None else self._arguments(caller, (seen, named_seen))
         for index, tensor in enumerate(tensors):
             frame.keep(tensor, frame.graph.placeholder(f"input_{index}"))
         self.frames.append(frame)
@@ -183,11 +185,12 @@ class _Recorder(TorchFunctionMode):
             self.frames.pop()
         finished = RecordedCall(structure, shapes, None if frame.atom else frame.graph)
         self.recording.calls.setdefault(id(module), []).append(finished)
-        self._finish(frame, finished, outputs)
+        given = _opened(outputs)
+        self._finish(frame, finished, given)
         if caller is not None and arguments is not None:
             node = caller.graph.create_node("call_module", self._target(caller.module, module), *arguments)
             node.meta["module"] = module
-            self._keep(caller, outputs, node)
+            self._keep(caller, given, node)
         return outputs
 
     def _structure(
@@ -304,6 +307,13 @@ class _Recorder(TorchFunctionMode):
             for reference, node in entries
             if (tensor := reference()) is not None and id(tensor) not in self.owners
         ]
+
+
+def _opened(values: Any) -> Any:
+    """The values with the tensors in the place of sealed ones: which modules are folded together doesn't change what is run."""
+    if not any(type(leaf) is SealedOutput for leaf in pytree.tree_leaves(values)):
+        return values
+    return pytree.tree_map(lambda leaf: leaf.sealed_value if type(leaf) is SealedOutput else leaf, values)
 
 
 def agree(root: nn.Module, runs: Sequence[Recording], unregistered: Places = ()) -> Recordings:

@@ -770,6 +770,22 @@ def test_without_example_inputs_it_goes_by_structure(cls: type[nn.Module]) -> No
         assert all(relative(mine, theirs) < 1e-4 for mine, theirs in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("cls", [ByFunctions, *TRAINED])
+def test_what_was_trained_is_folded_for_inference(cls: type[nn.Module], with_inputs: bool) -> None:
+    x = image(4, 3, 8, 8)
+    trained = optimize(cls().train(), ["fold-conv-bias"], mode="training", example_inputs=(x,)).eval()
+    deployed = optimize(trained, ["fold-conv-bn"], example_inputs=(x,) if with_inputs else None)
+    seen = with_inputs or cls not in (models.Island, models.IslandAsksShape)
+    assert report_of(deployed).passes[0].status == ("applied" if seen else "unchanged")
+    for mine, theirs in zip(_flat(trained(x)), _flat(deployed(x)), strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+
+
+def _flat(outputs: Any) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+
 def test_conversion_to_synced_norms_comes_before() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(models.Pair().train())
     x = image(4, 3, 8, 8)
