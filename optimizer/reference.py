@@ -269,6 +269,7 @@ class Original:
         self.refused = ""
         self.lowered: set[str] = set()
         self.coarsest = 0.0
+        self.inside: dict[str, Pool] = {}
         self.perturbed = True
         self.gathered: dict[str, _Gathered] = {}
         self.inputs_vary = False
@@ -325,6 +326,9 @@ class Original:
             for name, own in kept.own.values.items():
                 if is_exact(own):
                     kept.unstable[name] |= own != kept.truth.values[name]
+        if self._is_most_exact():
+            # What rounding does inside can't be seen in its own error.
+            self.inside = self._rounded(samples, "element")
         noises = {name: self._noise(name) for name in self.gathered}
         slices = self._slice_noises(noises, samples)
         self._note(noises)
@@ -546,7 +550,8 @@ class Original:
         found: dict[str, SliceNoise] = {}
         for name, gathered in self.gathered.items():
             own = next(kept.own.values[name] for kept in self.kept if name in kept.own.values)
-            measured = [pool.slices for pool in (gathered.own_error, gathered.response, gathered.again) if pool.slices]
+            pools = (gathered.own_error, gathered.response, gathered.again, self.inside.get(name, Pool()))
+            measured = [pool.slices for pool in pools if pool.slices]
             if is_exact(own) or gathered.size.slices is None or not noises[name].deterministic:
                 continue
             noise = slice_noise(gathered.size.slices, measured, own.dtype, least_samples=_LEAST_SAMPLES)
@@ -558,6 +563,10 @@ class Original:
         for name, noise in found.items():
             noise.raise_to(pool.slices if (pool := rounded.get(name)) and pool.slices else Slices())
         return found
+
+    def _is_most_exact(self) -> bool:
+        """Whether the original computes in float64 throughout: there is no truth beside it."""
+        return not self.refused and not self.coarsest
 
     def _repeats(self, gathered: _Gathered) -> bool:
         """Whether an output is deterministic, but for sums in another order as a GPU may take them."""
@@ -571,11 +580,14 @@ class Original:
         own = sample.own.values[name]
         scale, rms = gathered.size.largest, gathered.size.rms
         floor, floor_rms = floors(own.dtype, scale, rms)
-        rounding = max(gathered.own_error.largest, gathered.response.largest, floor)
+        if self._is_most_exact() and sample.own.kinds[name] == "gradient":
+            floor, floor_rms = _SUMMED * floor, _SUMMED * floor_rms
+        inside = self.inside.get(name, Pool())
+        rounding = max(gathered.own_error.largest, gathered.response.largest, inside.largest, floor)
         deterministic = self._repeats(gathered)
         again = gathered.again if deterministic else Pool()
-        response = max(gathered.response.largest, again.largest)
-        response_rms = max(gathered.response.rms, again.rms)
+        response = max(gathered.response.largest, inside.largest, again.largest)
+        response_rms = max(gathered.response.rms, inside.rms, again.rms)
         noise_rms = max(gathered.own_error.rms, response_rms, floor_rms)
         tied = sum(int(kept.unstable[name].sum()) for kept in self.kept if name in kept.unstable)
         return OutputNoise(
@@ -677,6 +689,9 @@ class _Compared:
     frontier: tuple[tuple[float, float], ...] = ()
 
 
+# Gradients are sums over all rows and places: in float64 such a sum was seen to be off by 43 units of itself, which
+# neither inputs nor results that are off by one unit show. This is how many times more they may be off than outputs.
+_SUMMED = 16
 # As many units of the largest gradient may be left of a sum of gradients that is zero.
 _LEFT_OF_A_SUM = 16
 

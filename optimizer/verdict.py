@@ -25,9 +25,10 @@ class OutputNoise:
         scale, rms: largest magnitude and root mean square of the reference.
         own_error, own_error_rms: the original against the float64 reference; 0 where there is none.
         response, response_rms: the original against itself with inputs and weights off by one unit in the last place,
-            and against itself run again.
+            and against itself run again; where it computes in float64 throughout, with results inside off by one too.
         noise, noise_rms: the larger of the two, and at least four units in the last place of the output's own scale,
-            for float16 and bfloat16 one (for the root mean square half of that, of the root mean square).
+            for float16 and bfloat16 one, for gradients in float64 sixty-four (for the root mean square half of that, of the
+            root mean square).
         signal: None, or why the output proves nothing: "all zero", "the same for every input", …
         deterministic: False where the original differs from itself by more than rounding: it is not judged.
         tied: elements of an integer output which the original itself changes within its noise: they are not compared.

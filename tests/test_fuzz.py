@@ -401,7 +401,13 @@ def check_answers(
         if not answered:
             return
         report = compared(fast, answered)
-    assert report.ok or (may_be_vacuous and report.verdict == "vacuous"), report.reason
+    if report.verdict == "vacuous" and not may_be_vacuous:
+        # Some models give nothing but zeros.
+        rows = example_inputs if isinstance(example_inputs, tuple) else example_inputs(2, torch.Generator())
+        with torch.no_grad():
+            assert are_near(*(module(*copy.deepcopy(rows), **(kwargs or {})) for module in (model, fast)))
+        return
+    assert report.ok or report.verdict == "vacuous", report.reason
 
 
 def check_training(description: Description, in_eval: list[int]) -> None:

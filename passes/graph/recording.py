@@ -190,7 +190,7 @@ class _Recorder(TorchFunctionMode):
         if caller is not None and arguments is not None:
             node = caller.graph.create_node("call_module", self._target(caller.module, module), *arguments)
             node.meta["module"] = module
-            self._keep(caller, given, node)
+            self._keep(caller, given, node, tensors)
         return outputs
 
     def _structure(
@@ -237,7 +237,7 @@ class _Recorder(TorchFunctionMode):
         node = frame.graph.create_node(op, target, *arguments)
         if (dtype := autocast_dtype(self.devices)) is not None:
             node.meta[AUTOCAST] = dtype
-        self._keep(frame, result, node)
+        self._keep(frame, result, node, pytree.tree_leaves((args, kwargs)))
         return result
 
     def _arguments(self, frame: _Frame, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -266,12 +266,14 @@ class _Recorder(TorchFunctionMode):
         frame.keep(tensor, node)
         return node
 
-    def _keep(self, frame: _Frame, value: Any, node: fx.Node) -> None:
+    def _keep(self, frame: _Frame, value: Any, node: fx.Node, given: Sequence[Any]) -> None:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 frame.keep(leaf, node)
                 known = [entry for entry in self.values.get(id(leaf), ()) if entry[0]() is leaf]
-                self.values[id(leaf)] = [*known, (weakref.ref(leaf), node)]
+                # Who gives an input of the run back has made no value: `flatten` of one dim does.
+                if known or not any(leaf is other for other in given):
+                    self.values[id(leaf)] = [*known, (weakref.ref(leaf), node)]
 
     def _target(self, caller: nn.Module, module: nn.Module) -> str:
         # A recorded graph is read, never run: the path from the root does as the name of a call.

@@ -267,3 +267,25 @@ def test_errors_of_the_forward_come_through_and_leave_nothing_patched():
     with pytest.raises(ZeroDivisionError):
         record(model, (x(),), {})
     assert nn.Module.__call__ is call
+
+
+def test_an_input_that_is_given_back_isnt_kept():
+    """Whoever holds it held it before: in two calls of one module, one with an input of the run, the graphs agree."""
+
+    class Inner(Net):
+        def forward(self, x):
+            return self.b(self.a(x.flatten(1)))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(self.inner(x))
+
+    model = Twice()
+    found = recorded(model, x(2), x(3))
+    graph = found.graphs[id(model.inner)]
+    assert operations(model.inner, graph) == ["flatten", "a", "b"]
+    assert not any(node.meta.get("escapes") for node in graph.graph.nodes)
