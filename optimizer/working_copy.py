@@ -145,7 +145,7 @@ class _Cloner:
             if not _copies_itself(module):
                 self._remember(module, object.__new__(type(module)))
         # Children first: a module that copies itself finds those inside it in the memo, and complete.
-        for module in reversed(modules):
+        for module in _children_first(modules):
             if not _copies_itself(module):
                 self._fill(module)
                 continue
@@ -210,6 +210,24 @@ class _Cloner:
             if not isinstance(hook, types.FunctionType):
                 copied[key] = self._copied(hook, f"a hook of {type(module).__name__}")
         return copied
+
+
+def _children_first(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules, each behind its children: one that stands in several places is a child of others in front of it too."""
+    order: dict[int, nn.Module] = {}
+    entered = set[int]()
+    for top in reversed(modules):
+        waiting = [(top, False)]
+        while waiting:
+            module, is_left = waiting.pop()
+            if is_left:
+                order[id(module)] = module
+            elif id(module) not in entered:
+                entered.add(id(module))
+                waiting.append((module, True))
+                children = () if _is_script(module) else module._modules.values()
+                waiting += [(child, False) for child in children if child is not None]
+    return list(order.values())
 
 
 def _answer_for_copy(value: Any, seen: dict[int, int], depth: int) -> Iterator[Any]:

@@ -315,9 +315,11 @@ def _why_not_code(program: Program, conv: Convolution, norm: Affine) -> str | No
     else:
         replaced |= {id(program.home(norm.node).module)}
     for ref in (conv.weight, *([conv.bias] if conv.bias else []), *norm.tensors):
-        reader = program.named_reads.reader_of(program.paths[id(ref.owner)][0], ref.name, but=replaced)
-        if reader is not None:
-            return f"{_path_of(program, ref)} may be read by the code of {reader or 'the root'}, in a branch of its own"
+        for path in program.paths[id(ref.owner)]:
+            reader = program.named_reads.reader_of(path, ref.name, but=replaced)
+            if reader is not None:
+                code = f"the code of {reader or 'the root'}"
+                return f"{_path_of(program, ref)} may be read by {code}, in a branch of its own"
     return None
 
 

@@ -175,19 +175,26 @@ class NamedReads:
         self._unregistered = frozenset(path for path, _ in unregistered)
         self._reads: dict[str, list[_Read]] = {}
         self._holders: dict[int, str] = {}
+        # For each module that holds others so: the paths of those.
+        self._held: dict[str, list[str]] = {}
         self._askers: set[int] = set()
         codes: dict[tuple[types.FunctionType, type], _Code] = {}
-        looked_at: set[int] = set()
-        for path, module in (*root.named_modules(), *unregistered):
+        # Modules may share what holds much: a configuration, or a vocabulary.
+        inside: dict[int, list[nn.Module]] = {}
+        everything = [*root.named_modules(), *unregistered]
+        paths = {id(module): path for path, module in reversed(everything)}
+        for path, module in everything:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            held = module.__dict__.items()
-            values = (value for name, value in held if not holds_no_module(value) and name not in _OWN)
-            # Modules may share what holds much: a configuration, or a vocabulary.
-            new = {id(value): value for value in values if id(value) not in looked_at}
-            looked_at.update(new)
-            for other in _modules_in(new.values(), 4):
-                self._holders.setdefault(id(other), path)
+            for name, value in module.__dict__.items():
+                if holds_no_module(value) or name in _OWN:
+                    continue
+                if id(value) not in inside:
+                    inside[id(value)] = list(_modules_in((value,), 4))
+                for other in inside[id(value)]:
+                    self._holders.setdefault(id(other), path)
+                    if id(other) in paths:
+                        self._held.setdefault(path, []).append(paths[id(other)])
             own = function_of(module)
             if own is None or package_of(own) == "torch":
                 continue
@@ -217,15 +224,23 @@ class NamedReads:
         Args:
             but: modules, by identity, whose forwards are no matter.
         """
-        # Whoever holds the container of one that the tree doesn't register may stand anywhere.
-        anywhere = path in self._unregistered
         for read in self._reads.get(name, ()):
-            if read.module not in but and (read.takes_of(path) or (anywhere and read.start is None)):
+            if read.module not in but and (read.takes_of(path) or self._takes_elsewhere(read, path)):
                 return read.reader
         for read in self._of_many:
-            if read.module not in but and (read.takes_below(path) or (anywhere and read.start is None)):
+            if read.module not in but and (read.takes_below(path) or self._takes_elsewhere(read, path)):
                 return read.reader
         return None
+
+    def _takes_elsewhere(self, read: _Read, path: str) -> bool:
+        """Whether the attribute may be of the module at the path, which doesn't stand below the reader.
+
+        It may where the reader holds the module, or one around it, beside its own children. Whoever holds the container of
+        one that the tree doesn't register may stand anywhere.
+        """
+        if read.start is not None:
+            return False
+        return path in self._unregistered or any(is_under(path, held) for held in self._held.get(read.reader, ()))
 
 
 # What every module has: its children, its own tensors, and a forward that a rewrite put there.

@@ -46,7 +46,8 @@ def test_times_every_step_in_every_round(done):
         assert all(len(seconds["values"]) == 1 and seconds["median"] > 0 for seconds in graph["seconds"].values())
         assert graph["to_symbolic_trace"]["symbolic_trace"]["median"] == 1
         passes = sum(graph["seconds"][name]["median"] for name in graph["changes"])
-        assert graph["seconds"]["all passes"]["median"] == pytest.approx(passes, rel=0.1)
+        # The one time is taken around the others.
+        assert graph["seconds"]["all passes"]["median"] >= passes * 0.999
 
 
 def test_growth_is_that_from_the_smallest_graph_to_the_largest(done):

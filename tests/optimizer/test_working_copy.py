@@ -409,6 +409,28 @@ def test_a_layer_reads_on_what_a_forward_writes(forward):
     assert result.root.bn.running_var.data_ptr() == model.bn.running_var.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Conv1d(4, 4, 1), lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Conv1d(4, 4, 1))]
+)
+def test_a_module_in_two_places_is_one_in_the_copy_too(layer):
+    """Convolutions copy themselves: one that a later module holds too has to be there by then."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = layer()
+            self.second = nn.Sequential(nn.ReLU(), self.first)
+            self.second.itself = self.first
+            self.listed = [nn.Sequential(self.first)]
+
+    model = Holder()
+    result = working_copy(model).root
+    assert result.first is not model.first
+    assert result.second[1] is result.second.itself is result.listed[0][0] is result.first
+    theirs = {id(module) for module in model.modules()}
+    assert not any(id(module) in theirs for module in result.modules())
+
+
 @pytest.mark.parametrize("inputs", [(X,), None])
 def test_the_result_counts_as_the_model_does(inputs):
     class Follows(nn.Module):

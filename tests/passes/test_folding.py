@@ -744,6 +744,38 @@ def test_refuses_with_the_reason_and_stays_right(kind: str) -> None:
     _answers_as(model, program.root, x, exactly=not biases)
 
 
+@pytest.mark.parametrize("held", ["in a list", "as a child"])
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_the_weight_of_a_function_isnt_read_by_who_holds_its_module(held: str, with_inputs: bool) -> None:
+    """In a branch that no run takes, of a module beside the one whose function it is."""
+
+    class Own(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.conv2d(x, self.weight, self.bias)
+
+    class Reader(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            conv = self.held[0] if held == "in a list" else self.held
+            if x.sum() > 1e6:
+                return x * conv.weight.mean()
+            return x
+
+    class Model(Pair):
+        def more(self) -> None:
+            self.conv, self.reader = Own(3, 4, 3), Reader()
+            self.reader.held = [self.conv] if held == "in a list" else self.conv
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.reader(self.bn(self.conv(x)))
+
+    model = enliven(Model()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),) if with_inputs else None)
+    (record,) = report_of(fast).passes
+    assert ["may be read by the code of reader" in skip.text for skip in record.skips] == [True]
+    for x in (image(), image() * 1e6 + 1e6):
+        assert torch.equal(fast(x), model(x))
+
+
 @pytest.mark.parametrize("kind", UNTOUCHED)
 def test_leaves_alone_what_is_no_pair(kind: str) -> None:
     model = UNTOUCHED[kind]().eval()

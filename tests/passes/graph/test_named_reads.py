@@ -112,3 +112,22 @@ def test_containers_that_hold_each_other_are_looked_through() -> None:
     children.append(parent)
     tree[0].parent = parent
     assert NamedReads(tree).holder_of(tree[1]) == "0"
+
+
+def test_who_holds_a_module_or_one_around_it_may_read_it() -> None:
+    class Reader(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.held[0].weight
+
+    shared: list[nn.Module] = []
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1)), Reader(), Reader(), Reader())
+    model[1].held, model[2].held = [model[0]], shared
+    reads = NamedReads(model)
+    assert reads.reader_of("0.0", "weight", frozenset()) == "1"
+    shared.append(model[0][0])
+    reads = NamedReads(model)
+    assert reads.reader_of("0.0", "weight", frozenset({id(model[1])})) == "2"
+    assert reads.reader_of("0.0", "weight", frozenset({id(model[1]), id(model[2])})) is None
+    model[3].held = shared
+    reads = NamedReads(model)
+    assert reads.reader_of("0.0", "weight", frozenset({id(model[1]), id(model[2])})) == "3"
