@@ -15,6 +15,7 @@ from optimizer.float64 import Float64Mode, raised
 from optimizer.inputs import Call
 from optimizer.preserve import kept_state, random_state
 from optimizer.structure import clone, leaves_of, rebuild
+from passes.graph.storage import same_values
 
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
@@ -75,7 +76,7 @@ def observe(
             _add_gradients(observation, target, outputs, inputs, names, seed, mode)
             _add_buffers(observation, target, mode)
     for name, tensor, old in zip(names, inputs, before, strict=True):
-        if not _same(tensor, old):
+        if not same_values(tensor, old.to(tensor.dtype)):
             observation.add("input", f"{name} (changed in place)", _on_cpu(tensor))
     return observation
 
@@ -156,18 +157,6 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return plain.to("cpu", copy=True).resolve_conj().resolve_neg()
 
 
-def _same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    if tensor.shape != before.shape:
-        return False
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return bool(torch.equal(_on_cpu(tensor), _on_cpu(before)))
-    now, old = tensor.detach(), before.to(tensor.dtype)
-    if torch.equal(now, old):
-        return True
-    # NaN differs from itself.
-    return bool(((now == old) | ((now != now) & (old != old))).all())
-
-
 def _add_gradients(
     observation: Observation,
     target: Any,
@@ -177,7 +166,8 @@ def _add_gradients(
     seed: int,
     mode: Any,
 ) -> None:
-    roots = [tensor for _, tensor in leaves_of(outputs).tensors() if tensor.requires_grad]
+    tensors = (tensor for _, tensor in leaves_of(outputs).tensors() if tensor.requires_grad)
+    roots = [tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor for tensor in tensors]
     wanted = {
         f"gradient of {name}": tensor
         for name, tensor in zip(input_names, inputs, strict=True)

@@ -34,6 +34,7 @@ from passes.graph.program import Program, own_tensors
 from passes.graph.recording import Recordings, agree, record
 from passes.graph.region import Region
 from passes.graph.rewriter import Change, Place
+from passes.graph.storage import same_values
 from passes.graph.witness import witness_inputs
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -632,19 +633,7 @@ def _same(wanted: Any, got: Any) -> bool:
 def _same_leaf(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b)
-    if a.layout is not b.layout or a.is_nested is not b.is_nested:
-        return False
-    if a.is_nested:
-        rows, others = a.unbind(), b.unbind()
-        return len(rows) == len(others) and all(map(_same_leaf, rows, others))
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    same = a == b
-    if a.is_floating_point() or a.is_complex():
-        same = same | (a.isnan() & b.isnan())
-    return bool(same.all())
+    return same_values(a, b)
 
 
 def _cloned(leaf: Any) -> Any:

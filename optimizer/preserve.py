@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.written_parameters import kept_values
 from passes.graph.side_effects import REGISTRIES, holds_no_module
+from passes.graph.storage import kind_of, same_values, write_values
 
 # The numeric settings, the random state and the patches of a recorded run are the process's: two threads that measure or
 # optimize take turns.
@@ -371,13 +372,11 @@ class _TensorState:
             return
         guard: Callable[[], Any] = torch.inference_mode if self.version is None else torch.no_grad
         with guard():
-            if self.tensor.shape != self.values.shape:
+            if kind_of(self.tensor) is None and self.tensor.shape != self.values.shape:
                 self.tensor.resize_(self.values.shape)
-            self.tensor.copy_(self.values)
+            write_values(self.tensor, self.values)
 
     def _unchanged(self) -> bool:
         # The version alone won't do: batch_norm writes its running statistics without moving it.
-        now, before = self.tensor.detach(), self.values
-        if now.shape != before.shape or (self.version is not None and self.tensor._version != self.version):
-            return False
-        return bool(((now == before) | ((now != now) & (before != before))).all())
+        is_counted = self.version is not None and self.tensor._version != self.version
+        return not is_counted and same_values(self.tensor, self.values)

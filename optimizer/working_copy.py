@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, values_in
+from passes.graph.storage import same_values, write_values
 from passes.graph.tracing import writes_in_place
 
 Mode = Literal["inference", "training"]
@@ -296,7 +297,7 @@ def _same_storage(tensor: torch.Tensor) -> torch.Tensor:
         return _own(tensor)
     # `detach` shares the version counter with the caller's tensor, so a later write is seen on both sides.
     clone = tensor.detach()
-    if type(clone) is not type(tensor):
+    if type(clone) is not type(tensor) and type(tensor) is not nn.Parameter:
         clone = clone.as_subclass(type(tensor))
     if isinstance(tensor, nn.Parameter) and not isinstance(clone, nn.Parameter):
         clone = nn.Parameter(clone, requires_grad=False)
@@ -341,11 +342,12 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
         with held_iterators(modules):
             yield written
     finally:
-        changed = {id(tensor) for *_, tensor in places if not _same_values(tensor, copies[id(tensor)])}
+        changed = {id(tensor) for *_, tensor in places if not same_values(tensor, copies[id(tensor)])}
         snapshot.restore()
         for tensor, values in nested.values():
-            if not _same_values(tensor, values):
-                tensor.detach().copy_(values)
+            if not same_values(tensor, values):
+                with torch.no_grad():
+                    write_values(tensor, values)
         kept: dict[int, torch.Tensor] = {}
         for module, is_buffer, name, tensor in places:
             (module._buffers if is_buffer else module.__dict__)[name] = tensor
@@ -370,13 +372,3 @@ def _nested_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         for item in container.values() if isinstance(container, dict) else container:
             inner = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else (item,)
             yield from (t for t in inner if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
-
-
-def _same_values(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if mine.is_meta:
-        return True
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return False
-    if mine.layout is not torch.strided:
-        mine, theirs = mine.to_dense(), theirs.to_dense()
-    return torch.equal(mine, theirs)

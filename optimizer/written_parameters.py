@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from optimizer.float64 import name_of, written_tensors
+from passes.graph.storage import parts_of, write_values
 
 
 @contextmanager
@@ -68,7 +69,7 @@ class _KeptParameter:
         with torch.no_grad(), torch.inference_mode(self._versions is None):
             if _layout_of(self._parameter) != _layout_of(self._place):
                 self._parameter.data = self._place
-            self._place.copy_(self._values)
+            write_values(self._place, self._values)
         if self._versions is not None:
             self._versions.__exit__(None, None, None)
 
@@ -98,13 +99,15 @@ class _Guard(TorchFunctionMode):
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tuple((part.data_ptr(), part.shape, part.stride()) for part in parts_of(tensor))
 
 
 def _storage_of(tensor: Any) -> int | None:
-    """Where a plain tensor's numbers lie; None where they don't lie in one place of their own."""
+    """Where a tensor's numbers lie; None where they don't lie in one place of their own."""
     if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
         return None
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if tensor.is_mkldnn or tensor.is_meta:
         return None
-    return tensor.untyped_storage().data_ptr() or None
+    # Of a sparse tensor the numbers are the last part.
+    *_, numbers = parts_of(tensor) or (None,)
+    return None if numbers is None else numbers.untyped_storage().data_ptr() or None

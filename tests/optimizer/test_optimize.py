@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.utils.checkpoint
+from laid_out import LAYOUTS, laid_out, numbers_in
 from tiny_models import enliven
 from torch import nn
 
@@ -495,6 +496,44 @@ class Lends(nn.Module):
 def twice():
     block = Block(3)
     return nn.Sequential(block, block, nn.ModuleDict({"alias": block})["alias"])
+
+
+class Holds(nn.Module):
+    """Has a pair that folds, and beside it a tensor in another layout."""
+
+    def __init__(self, layout, place):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        matrix = laid_out(layout, torch.eye(4) * 2 + torch.eye(4).roll(1, 0))
+        if place == "buffer":
+            self.register_buffer("held", matrix)
+        elif place == "parameter":
+            self.held = nn.Parameter(matrix, requires_grad=matrix.is_floating_point())
+        else:
+            self.held = [matrix] if place == "list" else matrix
+
+    def forward(self, x):
+        held = self.held[0] if isinstance(self.held, list) else self.held
+        y = self.norm(self.linear(x))
+        return (held @ y.t()).t() if held.layout in PRODUCTS else y * numbers_in(held).sum()
+
+
+PRODUCTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr)
+
+
+@pytest.mark.parametrize("place", ["buffer", "parameter", "plain", "list"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_in_another_layout_is_no_hindrance(layout, place):
+    model = enliven(Holds(layout, place)).eval()
+    # torch has no gradients of a block-wise product.
+    modes = ("inference",) if layout == "bsr" else ("inference", "training")
+    x = torch.randn(4, 4)
+    for mode, name in zip(modes, ("fold-conv-bn", "fold-conv-bias"), strict=False):
+        fast = optimize(model.train(mode == "training"), [name], example_inputs=(x,), mode=mode)
+        assert [record.status for record in fast.report.passes] == ["applied"]
+        with torch.no_grad():
+            torch.testing.assert_close(fast.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    assert optimize(model).report.passes
 
 
 def normed():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from laid_out import NESTED, SPARSE, laid_out
 from tiny_models import enliven
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -804,6 +805,28 @@ def test_sparse_inputs_are_run_at_every_batch_size(layout):
     assert report.ok, report.reason
     assert sorted(report.batch_sizes) == [1, 2, 3, 4, 5, 8]
     assert not check_parity(by_sparse, lambda x: x.to_dense() @ model.weight.t() * 1.001, (rows,)).ok
+
+
+class GivesLaidOut(nn.Module):
+    """Answers in another layout; what it holds lies in that one too."""
+
+    def __init__(self, layout, factor=1.0):
+        super().__init__()
+        self.layout, self.factor, self.linear = layout, factor, nn.Linear(4, 4)
+        self.register_buffer("held", laid_out(layout, torch.eye(4)))
+
+    def forward(self, x):
+        y = self.linear(torch.cat([x, x])) * self.factor
+        return laid_out(self.layout, y)
+
+
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_outputs_in_other_layouts_are_compared(layout, mode):
+    model, wrong = enliven(GivesLaidOut(layout)), enliven(GivesLaidOut(layout, 1.001))
+    report = check_parity(model, copy.copy(model), (torch.randn(4, 4),), mode=mode)
+    assert report.ok, report.reason
+    assert not check_parity(model, wrong, (torch.randn(4, 4),), mode=mode).ok
 
 
 @pytest.mark.parametrize("relative", [1e-3, 0.01, 0.1])

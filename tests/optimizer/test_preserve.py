@@ -4,6 +4,7 @@ import tempfile
 
 import pytest
 import torch
+from laid_out import NESTED, SPARSE, laid_out, numbers_in
 from tiny_models import enliven
 from torch import nn
 
@@ -25,6 +26,23 @@ class Countdown:
     def __next__(self):
         self.left -= 1
         return self.left + next(self.inner)
+
+
+@pytest.mark.parametrize("place", ["buffer", "plain", "list"])
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn", "empty"])
+def test_tensors_without_strides_have_their_values_back(layout, place):
+    model, tensor = nn.Module(), laid_out(layout, torch.eye(4))
+    if place == "buffer":
+        model.register_buffer("held", tensor)
+    else:
+        model.held = [tensor] if place == "list" else tensor
+    before = tensor._version
+    with kept_state(model):
+        pass
+    assert tensor._version == before
+    with kept_state(model):
+        tensor.mul_(2)
+    assert torch.equal(numbers_in(tensor), numbers_in(laid_out(layout, torch.eye(4))))
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="a device in use is seeded at once")

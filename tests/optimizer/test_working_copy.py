@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from laid_out import NESTED, SPARSE, laid_out, numbers_in
 from tiny_models import enliven
 from torch import fx, nn
 from torch.nn.utils import parametrizations
@@ -140,15 +141,41 @@ def test_parameters_of_every_kind_keep_their_class_and_storage(tensor):
         assert tensor.dtype in (torch.float32, torch.complex64)
 
 
-def test_sparse_buffers():
-    model = make()
-    model.register_buffer("sparse", torch.eye(3).to_sparse())
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn"])
+def test_parameters_without_strides_keep_their_layout_and_memory(layout):
+    model = make(w=nn.Parameter(laid_out(layout, torch.eye(4))))
     clone = working_copy(model).root
+    assert clone.w is not model.w
+    assert (type(clone.w), clone.w.layout, clone.w.requires_grad) == (type(model.w), model.w.layout, True)
+    assert isinstance(clone.w, nn.Parameter)
+    with torch.no_grad():
+        model.w.mul_(2)
+    assert clone.w._version == model.w._version == 1
+    # torch gives a sparse tensor of this layout new memory at such a write.
+    assert layout == "coo" or torch.equal(numbers_in(clone.w), numbers_in(model.w))
+
+
+@pytest.mark.parametrize("place", ["buffer", "plain", "list"])
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn"])
+def test_a_run_leaves_no_trace_in_tensors_without_strides(layout, place):
+    model, tensor = make(), laid_out(layout, torch.eye(4))
+    if place == "buffer":
+        model.register_buffer("held", tensor)
+    else:
+        model.held = [tensor] if place == "list" else tensor
+
+    def held_by(module):
+        return module.held[0] if place == "list" else module.held
+
+    clone = working_copy(model).root
+    with private_buffers(clone) as untouched:
+        pass
     with private_buffers(clone) as written:
-        clone.sparse.mul_(2)
-    assert written == {(id(clone), "sparse")}
-    assert torch.equal(clone.sparse.to_dense(), torch.eye(3))
-    assert torch.equal(model.sparse.to_dense(), torch.eye(3))
+        held_by(clone).mul_(2)
+    assert untouched == set()
+    assert written == (set() if place == "list" else {(id(clone), "held")})
+    for module in (clone, model):
+        assert torch.equal(numbers_in(held_by(module)), numbers_in(laid_out(layout, torch.eye(4))))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")

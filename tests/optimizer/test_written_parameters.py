@@ -4,6 +4,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from laid_out import laid_out
 from tiny_models import enliven
 from torch import nn
 
@@ -85,6 +86,43 @@ def assert_untouched(model, before):
         assert value is same
         assert torch.equal(value, values), name
         assert (value._version, value.data_ptr()) == (version, place), name
+
+
+class WritesSparse(nn.Module):
+    def __init__(self, layout, write):
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+        self.matrix = nn.Parameter(laid_out(layout, torch.eye(4) * 2))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.matrix)
+        return (self.matrix.detach() @ self.linear(x).t()).t()
+
+
+@pytest.mark.parametrize(
+    ("layout", "write"),
+    [
+        ("coo", lambda matrix: matrix.mul_(1.5)),
+        ("coo", lambda matrix: matrix.add_(torch.ones(4, 4).to_sparse())),
+        ("csr", lambda matrix: matrix.values().mul_(1.5)),
+        ("csr", lambda matrix: matrix.mul_(1.5)),
+        ("bsr", lambda matrix: matrix.values().mul_(1.5)),
+    ],
+)
+def test_a_sparse_parameter_that_is_written_to_is_put_back(layout, write):
+    model = enliven(WritesSparse(layout, write)).eval()
+    matrix, before = model.matrix, model.matrix.detach().clone()
+    shared = matrix.detach()
+    with kept_parameters(model) as written:
+        model(torch.randn(3, 4))
+        assert not torch.equal(model.matrix.to_dense(), before.to_dense())
+    assert written == {"matrix"}
+    assert check_parity(model, copy.copy(model), (torch.randn(3, 4),)).ok
+    optimize(model, example_inputs=(torch.randn(3, 4),))
+    assert model.matrix is matrix
+    for tensor in (matrix, shared):
+        assert torch.equal(tensor.to_dense(), before.to_dense())
 
 
 def ids():

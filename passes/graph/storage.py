@@ -1,0 +1,81 @@
+"""Tensors whose numbers don't lie in strides: sparse and nested ones, and those in mkldnn's own layout."""
+
+from __future__ import annotations
+
+import torch
+
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams, torch.per_channel_symmetric)
+_PLAIN_INDICES = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """What a tensor without strides is, as in "it is sparse"; None for one that has them."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is torch.strided:
+        return None
+    return "in mkldnn's own layout" if tensor.is_mkldnn else "sparse"
+
+
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Whether dims and strides can be asked for and rearranged; those of one quantized per channel can't."""
+    return kind_of(tensor) is None and not (tensor.is_quantized and tensor.qscheme() in _PER_CHANNEL)
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors with strides that hold all its numbers, and for a sparse one their places; nothing becomes dense by it.
+
+    Those of a sparse or nested tensor lie in its own memory. A tensor with strides is its only part.
+    """
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return tuple(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _PLAIN_INDICES:
+        return (*(indices(tensor) for indices in _PLAIN_INDICES[tensor.layout]), tensor.values())
+    return (tensor.to_dense(),) if tensor.is_mkldnn else (tensor,)
+
+
+def same_values(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN in the same places, in the same layout, shape and dtype.
+
+    Tensors on the meta device hold none, and are the same where their shapes are.
+    """
+    if mine.dtype != theirs.dtype or mine.layout is not theirs.layout or mine.is_nested is not theirs.is_nested:
+        return False
+    if not mine.is_nested and mine.shape != theirs.shape:
+        return False
+    if mine.is_meta:
+        return True
+    parts, others = parts_of(mine), parts_of(theirs)
+    return len(parts) == len(others) and all(map(_equal, parts, others))
+
+
+def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the values of another tensor of the same kind into the memory of this one, for all who share it.
+
+    A sparse tensor that holds more or fewer numbers by now gets memory of its own, as torch has it.
+    """
+    parts, others = parts_of(tensor), parts_of(values)
+    if tensor.is_mkldnn or [part.shape for part in parts] != [other.shape for other in others]:
+        tensor.copy_(values)
+        return
+    for part, other in zip(parts, others, strict=True):
+        part.copy_(other)
+
+
+def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if mine.shape != theirs.shape:
+        return False
+    same = mine == theirs
+    if bool(same.all()):
+        return True
+    # NaN differs from itself.
+    is_inexact = mine.is_floating_point() or mine.is_complex()
+    return is_inexact and bool((same | ((mine != mine) & (theirs != theirs))).all())

@@ -1,0 +1,78 @@
+"""Tensors without strides: what they are, what holds their numbers, and whether two hold the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from laid_out import LAYOUTS, NESTED, SPARSE, laid_out, numbers_in
+
+from passes.graph.storage import has_strides, kind_of, parts_of, same_values, write_values
+
+DENSE = torch.tensor([[1.0, 0.0, 2.0, 0.0], [0.0, 0.5, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0], [1.0, 0.0, 0.0, 4.0]])
+KINDS = {**dict.fromkeys(SPARSE, "sparse"), **dict.fromkeys(NESTED, "nested"), "mkldnn": "in mkldnn's own layout"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_tensor_without_strides_is(layout: str) -> None:
+    tensor = laid_out(layout, DENSE)
+    assert kind_of(tensor) == KINDS.get(layout)
+    assert has_strides(tensor) is (layout in ("quantized", "empty"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_the_same_only_to_the_bit(layout: str) -> None:
+    mine, other = laid_out(layout, DENSE), laid_out(layout, DENSE.clone())
+    assert same_values(mine, other)
+    assert same_values(mine, mine.clone())
+    assert not same_values(mine, DENSE)
+    if layout != "empty":
+        assert not same_values(mine, laid_out(layout, DENSE + 0.1 * (DENSE == 4)))
+        assert not same_values(mine, laid_out(layout, DENSE[:2]))
+    if layout in SPARSE:
+        assert not same_values(mine, laid_out(layout, DENSE.t().contiguous()))
+
+
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn"])
+def test_a_nan_is_the_same_as_a_nan(layout: str) -> None:
+    with_nan = DENSE.where(DENSE != 4, math.nan)
+    assert same_values(laid_out(layout, with_nan), laid_out(layout, with_nan.clone()))
+    assert not same_values(laid_out(layout, with_nan), laid_out(layout, DENSE))
+
+
+def test_values_of_other_dtypes_and_those_that_arent_there() -> None:
+    assert not same_values(DENSE, DENSE.double())
+    assert same_values(DENSE.to("meta"), torch.empty(4, 4, device="meta"))
+    assert not same_values(DENSE.to("meta"), torch.empty(4, 3, device="meta"))
+    assert same_values(DENSE.to(torch.complex64) * math.nan, DENSE.to(torch.complex64) * math.nan)
+
+
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED])
+def test_the_parts_lie_in_the_tensors_own_memory(layout: str) -> None:
+    tensor = laid_out(layout, DENSE)
+    parts_of(tensor)[-1].mul_(2)
+    assert not same_values(tensor, laid_out(layout, DENSE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_written_for_all_who_share_the_memory(layout: str) -> None:
+    values = laid_out(layout, DENSE)
+    tensor = values.clone()
+    shared = tensor.detach()
+    if layout != "mkldnn":
+        for part, other in zip(parts_of(tensor), parts_of(laid_out(layout, 2 * DENSE)), strict=True):
+            part.copy_(other)
+        assert layout == "empty" or not same_values(shared, values)
+    write_values(tensor, values)
+    assert torch.equal(numbers_in(tensor), numbers_in(values))
+    assert torch.equal(numbers_in(shared), numbers_in(values))
+
+
+def test_a_sparse_tensor_that_has_grown_gets_its_values_back() -> None:
+    values = laid_out("coo", DENSE)
+    tensor = values.clone()
+    tensor.add_(laid_out("coo", torch.ones(4, 4)))
+    assert len(tensor._values()) != len(values._values())
+    write_values(tensor, values)
+    assert same_values(tensor, values)
