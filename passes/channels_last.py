@@ -18,6 +18,7 @@ from passes.graph.layouts import FORMATS, Layouts, LayoutWatch, Loss, is_taken_f
 from passes.graph.match import STOCK_CONVOLUTIONS, Node, TensorRef, convolution_at, has_hooks, is_parametrized, is_stock
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
+from passes.graph.storage import kind_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
     assert weight is not None
     if is_lazy(weight):
         return "its weight is not initialised yet: run the model once first"
+    if kind := kind_of(weight):
+        return f"its weight is {kind}"
     if _needs_no_change(module, weight) or is_kept_contiguous(module):
         return ""
     if not context.example_calls:

@@ -33,6 +33,7 @@ from passes.graph.match import (
 )
 from passes.graph.program import Program, operation_name
 from passes.graph.recording import autocast_dtype
+from passes.graph.storage import kind_of
 
 
 def why_not(program: Program, conv: Convolution, norm: Affine) -> str | None:
@@ -153,6 +154,8 @@ def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, A
         return "is on the meta device and has no values"
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"is a {type(tensor).__name__}, which has an arithmetic of its own"
+    if kind := kind_of(tensor):
+        return f"is {kind}: a fold computes with dense numbers"
     if not tensor.is_floating_point():
         return f"is of dtype {str(tensor.dtype).removeprefix('torch.')}"
     if program.holders_of(tensor) > 1:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
+from passes.graph.storage import has_strides
 
 # The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
 # (0, 2, 3, 1) channels_last.
@@ -625,7 +626,7 @@ def _order_of(leaf: Any) -> DimOrder | None:
 
 
 def _is_dense(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, torch.Tensor) and has_strides(leaf)
 
 
 def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:

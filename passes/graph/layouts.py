@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.guards import is_kept_contiguous, positional_names
 from passes.graph.interception import intercepted_calls
+from passes.graph.storage import has_strides, kind_of
 from passes.graph.tracing import METADATA, function_name
 
 FORMATS: Mapping[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -305,7 +306,7 @@ def layout_of(value: Any) -> str | None:
     """The format of a map: `LAST`, `CONTIGUOUS` for all others, `EITHER` where it is in both; None for what is no map."""
     if not isinstance(value, torch.Tensor):
         return None
-    if value.layout is not torch.strided or value.is_nested or value.dim() not in FORMATS:
+    if not has_strides(value) or value.dim() not in FORMATS:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         # It stands for many, whose dims are others.
@@ -352,5 +353,5 @@ def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both look at the same memory."""
     if tensor is other:
         return True
-    both_plain = tensor.layout is torch.strided is other.layout
+    both_plain = kind_of(tensor) is None is kind_of(other)
     return both_plain and bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]

@@ -381,8 +381,6 @@ def scales_channels(program: Program, conv: Convolution, scale: ChannelScale) ->
     """Whether the product or sum has one number for each channel of the convolution, or one for all, and keeps its dims."""
     tensor = scale.tensor.value
     assert tensor is not None
-    if tensor.is_sparse:
-        return False
     channels = channels_between(program, conv, scale)
     if channels is None:
         # Its channels are as many dims before the last one as it has of space, batched or not.

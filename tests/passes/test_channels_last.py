@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from folding_models import Direct, Pair, StandardisedConv, image
+from laid_out import laid_out
 from pass_contract import captured, check_pass, check_same, sentences_of, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -153,6 +154,25 @@ def test_refusals() -> None:
         assert done.changes == ()
         assert {text for _, text in sentences_of(done)} == {reason}
     assert check_pass(ChannelsLast(), normed, (image(),)).changes == ()
+
+
+class FromMkldnn(Pair):
+    """Its first convolution is in mkldnn's own layout, as `torch.utils.mkldnn` makes them."""
+
+    def more(self) -> None:
+        self.first = nn.Conv2d(3, 3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(self.first(x.to_mkldnn()).to_dense()))
+
+
+def test_a_weight_in_mkldnns_own_layout_is_left_alone() -> None:
+    model = FromMkldnn().eval()
+    for name, value in list(model.first.named_parameters()):
+        setattr(model.first, name, nn.Parameter(laid_out("mkldnn", value.detach())))
+    (record,) = report_of(optimize(model, [ChannelsLast()], example_inputs=(image(2, 3, 12, 12),))).passes
+    assert [change.where for change in record.changes if change.where] == ["conv"]
+    assert [(skip.where, skip.text) for skip in record.skips] == [("first", "its weight is in mkldnn's own layout")]
 
 
 def test_what_is_in_the_format_already_is_left_alone() -> None:

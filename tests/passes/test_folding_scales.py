@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from folding_models import image
+from laid_out import laid_out
 from pass_contract import captured, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -298,10 +299,33 @@ class Sparse(Linear):
 
     def more(self) -> None:
         super().more()
-        self.register_buffer("mask", torch.tensor([1.0, 0.0, 2.0, 0.0, 3.0, 0.0]).to_sparse())
+        self.register_buffer("mask", self.laid_out(torch.tensor([1.0, 0.0, 2.0, 0.0, 3.0, 0.0])))
+
+    def laid_out(self, mask: Tensor) -> Tensor:
+        return mask.to_sparse()
 
     def forward(self, x: Tensor) -> Any:
         return (self.layer(x[0]) * self.mask).to_dense()
+
+
+class SparseRow(Sparse):
+    """The same in the layout of a sparse matrix."""
+
+    def laid_out(self, mask: Tensor) -> Tensor:
+        return laid_out("csr", mask[None])
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.layer(x[0, :1]) * self.mask).to_dense()
+
+
+@pytest.mark.parametrize("kind", [Sparse, SparseRow])
+def test_a_sparse_scale_is_refused(kind: type[Linear]) -> None:
+    model = kind().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
+    (record,) = report_of(fast).passes
+    assert record.changes == ()
+    assert ["mask is sparse: a fold computes with dense numbers" in skip.text for skip in record.skips] == [True]
+    torch.testing.assert_close(fast(model.example), model(model.example), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import FAR, Functional, Island, Pair, image
+from laid_out import laid_out
 from pass_contract import captured, sentences_of
 from torch import Tensor, nn
 
@@ -36,6 +37,15 @@ def _complex() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3, dtype=torch.complex64), nn.BatchNorm2d(4))
 
 
+def _laid_out(layout: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[0].weight = nn.Parameter(laid_out(layout, model[0].weight.detach()))
+        return model
+
+    return make
+
+
 def _lazy_function() -> nn.Module:
     model = Functional()
     model.w = nn.UninitializedParameter()
@@ -45,6 +55,9 @@ def _lazy_function() -> nn.Module:
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "missing": (_without_weight, "conv.weight is missing"),
     "of another class": (_of_another_class, "conv.weight is a Logarithmic, which has an arithmetic of its own"),
+    "sparse": (_laid_out("csr"), "0.weight is sparse: a fold computes with dense numbers"),
+    "in blocks": (_laid_out("bsr"), "0.weight is sparse: a fold computes with dense numbers"),
+    "mkldnn": (_laid_out("mkldnn"), "0.weight is in mkldnn's own layout: a fold computes with dense numbers"),
     "complex": (_complex, "0.weight is of dtype complex64"),
     "other channels behind": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(5)),

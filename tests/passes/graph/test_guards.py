@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import Output, Pair, image
+from laid_out import NESTED, SPARSE, laid_out
 from torch import Tensor, nn
 
 from passes.errors import UnseenCall
@@ -350,6 +351,11 @@ def test_dims_of_size_1_are_told_by_a_call_of_another_size() -> None:
 )
 def test_what_has_no_order_has_none(leaf: Any) -> None:
     assert dim_order([leaf]) is None
+
+
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn", "quantized per channel"])
+def test_what_has_no_strides_has_no_order(layout: str) -> None:
+    assert dim_order([laid_out(layout, torch.eye(4))]) is None
 
 
 def test_a_format_for_other_dims_is_no_error() -> None:
