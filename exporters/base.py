@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from exporters.errors import StructureError
 from exporters.isolation import silent, undisturbed
-from exporters.structure import Structure, bind, identifier, input_names, output_names
+from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
 
 
 class Adapter(nn.Module):
@@ -30,7 +31,7 @@ class Adapter(nn.Module):
 
     Raises:
         StructureError: an argument or output is neither a tensor, nor a constant, nor made of such; there is no tensor
-            among the outputs; the number of given names is wrong.
+            among the outputs; the model holds a sparse, nested or mkldnn tensor; the number of given names is wrong.
     """
 
     input_names: tuple[str, ...]
@@ -51,6 +52,12 @@ class Adapter(nn.Module):
             # A parameter or layer that the model keeps in a plain list: tracers take only what is registered.
             name = f"unregistered_{index}"
             self.add_module(name, stray) if isinstance(stray, nn.Module) else self.register_parameter(name, stray)
+        for place, tensor in _tensors(self):
+            if kind := kind_without_strides(tensor):
+                raise StructureError(
+                    f"The model holds a {kind} tensor ({place.removeprefix('model.')}), which files have no place for;"
+                    " hold a dense one."
+                )
         # Set, not train(): that would switch the model too. The old ONNX exporter reads the flag of the outermost module.
         self.training = model.training
         bound = bind(model, args, kwargs or {})
@@ -286,6 +293,16 @@ def _strays(model: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
                 if id(stray) not in known:
                     known.add(id(stray))
                     yield stray
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor among the parameters, buffers and plain attributes of the modules, with its path."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            leaves = pytree.tree_leaves(value) if name not in _MODULE_STATE else ()
+            yield from ((f"{path}.{name}", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 _MODULE_STATE = frozenset(vars(nn.Module()))

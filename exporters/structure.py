@@ -125,8 +125,8 @@ class Structure:
         return ContainerNode(path, type(value), keys, nodes, rebuild)
 
     def _refuse_layout(self, tensor: torch.Tensor, path: tuple[Key, ...]) -> None:
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            kind = "nested" if tensor.is_nested else "sparse"
+        kind = "quantized" if tensor.is_quantized else kind_without_strides(tensor)
+        if kind is not None:
             way_out = "give" if self.side == "argument" else "return"
             raise StructureError(
                 f"{self.spell(path)} is a {kind} tensor, which files have no place for; {way_out} a dense one."
@@ -310,3 +310,12 @@ def _unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
         used.add(candidate)
         unique.append(candidate)
     return tuple(unique)
+
+
+def kind_without_strides(tensor: torch.Tensor) -> str | None:
+    """What a tensor without strides is called, as in "a sparse tensor"; None for one that has them."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is torch.strided:
+        return None
+    return "mkldnn" if tensor.is_mkldnn else "sparse"

@@ -23,6 +23,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.preserve import random_state
 from optimizer.sentences import quote
 from optimizer.structure import leaves_of, rebuild
+from passes.graph.storage import has_strides
 
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
@@ -206,6 +207,11 @@ def _refuse_unusable(call: Call) -> None:
         if tensor.layout not in _LAYOUTS:
             layout = str(tensor.layout).removeprefix("torch.")
             raise UsageError(f"The example inputs hold a tensor in the layout {layout} ({name}): give a dense one.")
+        if tensor.is_quantized and not has_strides(tensor):
+            raise UsageError(
+                f"The example inputs hold a tensor that is quantized per channel ({name}), of which torch takes no rows:"
+                " give one that is quantized as a whole, or a dense one."
+            )
 
 
 def _kind(value: Any) -> str:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from exportable_models import EXPORTABLE, DictOutput, Keywords, Mlp, exportable, floats
+from laid_out import NESTED, SPARSE, laid_out
 from torch import nn
 
 from exporters import Adapter, StructureError
@@ -55,6 +56,38 @@ def test_given_names_come_first():
 def test_names_that_do_not_fit_are_refused(names, sentence):
     with pytest.raises(StructureError, match=sentence):
         Adapter(Mlp(), (floats(2, 3),), **names)
+
+
+class Holds(nn.Module):
+    def __init__(self, place, tensor):
+        super().__init__()
+        self.inner = Mlp()
+        if place == "buffer":
+            self.inner.register_buffer("held", tensor)
+        elif place == "parameter":
+            self.inner.held = nn.Parameter(tensor)
+        else:
+            self.inner.held = {"rows": [1, tensor]} if place == "dict" else tensor
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("place", ["buffer", "parameter", "plain", "dict"])
+@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn"])
+def test_a_model_that_holds_what_a_file_has_no_place_for_is_refused(layout, place):
+    kind = "mkldnn" if layout == "mkldnn" else "nested" if layout in NESTED else "sparse"
+    with pytest.raises(StructureError) as caught:
+        Adapter(Holds(place, laid_out(layout, torch.eye(4))), (floats(2, 3),))
+    assert str(caught.value) == (
+        f"The model holds a {kind} tensor (inner.held), which files have no place for; hold a dense one."
+    )
+
+
+@pytest.mark.parametrize("layout", ["quantized", "quantized per channel", "empty"])
+def test_a_model_may_hold_quantized_and_empty_buffers(layout):
+    model = Holds("buffer", laid_out(layout, torch.eye(4)))
+    assert Adapter(model, (floats(2, 3),))(floats(2, 3)).shape == model(floats(2, 3)).shape
 
 
 def test_names_that_repeat_are_refused():

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from exportable_models import Detections, Keywords, Pair, floats
+from laid_out import NESTED, SPARSE, laid_out
 from torch import nn
 
 from exporters.errors import StructureError
@@ -51,10 +52,11 @@ def test_another_structure_is_refused(value, sentence):
 
 
 @pytest.mark.parametrize("side", ["argument", "output"])
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_tensors_that_a_file_has_no_place_for_are_refused(side):
-    nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
-    for tensor, kind in ((x.to_sparse(), "sparse"), (x.to_sparse_csr(), "sparse"), (nested, "nested")):
+    named = {**dict.fromkeys(SPARSE, "sparse"), **dict.fromkeys(NESTED, "nested"), "mkldnn": "mkldnn"}
+    named |= {"quantized": "quantized", "quantized per channel": "quantized"}
+    for layout, kind in named.items():
+        tensor = laid_out(layout, torch.eye(4))
         with pytest.raises(StructureError) as caught:
             Structure({"a": [x, tensor]}, side=side)
         assert str(caught.value).startswith(f"{side} `a[1]` is a {kind} tensor, which files have no place for")

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from laid_out import laid_out
 
 from optimizer.errors import LoadError, UsageError
 from optimizer.inputs import Call, Samples
@@ -190,6 +191,7 @@ def meta(size):
         (lambda size, generator: (meta(size),), {}, "a tensor without values (argument_0 is on the meta device)"),
         ((torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),), {}, "a nested tensor (argument_0)"),
         (lambda size, generator: (torch.eye(2).to_sparse_csc(),), {}, "a tensor in the layout sparse_csc (argument_0)"),
+        ((laid_out("quantized per channel", torch.eye(2)),), {}, "a tensor that is quantized per channel (argument_0)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSC tensor support:UserWarning")
