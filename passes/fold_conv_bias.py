@@ -88,7 +88,13 @@ def _why_not_statistics(program: Program, norm: BatchNorm) -> str | None:
 def _why_not_trained(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """Whether somebody counts on the bias being trained."""
     bias = conv.bias_value
-    if program.mode != "training" or bias is None or not bias.requires_grad:
+    if program.mode != "training" or bias is None:
+        return None
+    for ref in (conv.bias, norm.mean):
+        if ref is not None and not program.is_registered(ref.owner):
+            where = program.paths[id(ref.owner)][0]
+            return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+    if not bias.requires_grad:
         return None
     if not norm.uses_batch_statistics:
         where = program.where(norm.node)

@@ -181,14 +181,11 @@ def _why_not_readers(program: Program, ref: TensorRef, pair: tuple[Convolution, 
     for node in nodes:
         if any(user is not pair[0].node and user is not pair[1].node for user in node.users):
             return f"is also read by {program.home(node).path or 'the root'}"
-    recorded = program.recorded_readers_of(ref.owner, ref.name)
-    if not recorded:
-        return None
-    # A recorded run names the classes of those that read; the forwards that the graphs show may be among them.
-    shown = {type(program.home(node).module).__name__ for node in nodes}
-    hidden = {type(island.module).__name__ for key, island in program.islands.items() if key not in program.graphs}
-    if unknown := sorted(recorded - (shown - hidden)):
-        return f"is also read by the forward of {unknown[0]}"
+    # The graph of a forward shows all that it reads; where a run showed no more than parts of it, there may be more.
+    shown = {id(home.module) for home in map(program.home, nodes) if id(home.module) in program.graphs}
+    unknown = program.recorded_readers_of(ref.owner, ref.name) - shown
+    if unknown:
+        return f"is also read by {min(program.paths[key][0] or 'the root' for key in unknown)}"
     return None
 
 

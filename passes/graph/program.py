@@ -187,8 +187,8 @@ class Program:
         """The nodes that read a parameter or buffer of the module, other than by calling the module."""
         return self._reads.get((id(module), name), [])
 
-    def recorded_readers_of(self, module: nn.Module, name: str) -> set[str]:
-        """The classes of modules that read the tensor in a recorded run, other than the module itself."""
+    def recorded_readers_of(self, module: nn.Module, name: str) -> set[int]:
+        """The modules, by identity, whose forwards read the tensor in a recorded run, other than by calling its owner."""
         return self.recordings.reads.get((id(module), name), set()) if self.recordings else set()
 
     def holders_of(self, tensor: torch.Tensor) -> int:

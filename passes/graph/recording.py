@@ -56,13 +56,13 @@ class Recording:
     Attributes:
         calls: the calls of each module, by its identity, in order.
         reads: (id of the owner, name) of each parameter and buffer that something else than its owner's own operation
-            reads, with the class names of the readers. A tensor is known as the object that it is: a view of it that was
-            made before the run isn't seen, and needn't be. It goes on reading the old storage, which no pass writes to.
+            reads, with the readers by identity. A tensor is known as the object that it is: a view of it that was made
+            before the run isn't seen, and needn't be. It goes on reading the old storage, which no pass writes to.
         autocast: the dtype of autocast, for each module, by its identity, that was called under it.
     """
 
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
-    reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    reads: dict[tuple[int, str], set[int]] = field(default_factory=dict)
     autocast: dict[int, torch.dtype] = field(default_factory=dict)
 
 
@@ -89,7 +89,7 @@ class Recordings:
     ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     graphs: dict[int, ModuleGraph] = field(default_factory=dict)
     chains: list[ModuleGraph] = field(default_factory=list)
-    reads: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    reads: dict[tuple[int, str], set[int]] = field(default_factory=dict)
     autocast: dict[int, torch.dtype] = field(default_factory=dict)
     maps: dict[int, list[tuple[torch.Size, torch.Size]]] = field(default_factory=dict)
 
@@ -229,7 +229,8 @@ class _Recorder(TorchFunctionMode):
         frame = self.frames[-1]
         if function_name(func) == "__get__" and func.__self__.__name__ in METADATA:
             return result
-        arguments = self._arguments(frame, (args, kwargs))
+        given = _opened((args, kwargs))
+        arguments = self._arguments(frame, given)
         if frame.atom:
             return result
         method = is_tensor_method_or_property(func) and function_name(func) != "__get__"
@@ -237,7 +238,7 @@ class _Recorder(TorchFunctionMode):
         node = frame.graph.create_node(op, target, *arguments)
         if (dtype := autocast_dtype(self.devices)) is not None:
             node.meta[AUTOCAST] = dtype
-        self._keep(frame, result, node, pytree.tree_leaves((args, kwargs)))
+        self._keep(frame, _opened(result), node, pytree.tree_leaves(given))
         return result
 
     def _arguments(self, frame: _Frame, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -259,8 +260,7 @@ class _Recorder(TorchFunctionMode):
         owner, name, _ = self.owners[id(tensor)]
         if frame.atom and owner is frame.module:
             return None
-        reader = type(frame.module).__name__
-        self.recording.reads.setdefault((id(owner), name), set()).add(reader)
+        self.recording.reads.setdefault((id(owner), name), set()).add(id(frame.module))
         node = frame.graph.get_attr(name)
         node.meta["owner"] = owner
         frame.keep(tensor, node)
@@ -373,6 +373,10 @@ def _common_graph(path: str, module: nn.Module, calls: Sequence[RecordedCall]) -
     for call in calls[1:]:
         if call.graph is None or call.outputs != first.outputs or _shape_of(call.graph) != shape:
             return None
+        # A value that one call leaves somewhere may be left by all.
+        for node, other in zip(first.graph.nodes, call.graph.nodes, strict=True):
+            if other.meta.get("escapes"):
+                node.meta["escapes"] = True
     return ModuleGraph(path, module, first.graph, first.structure, first.outputs, traced=False)
 
 
@@ -471,7 +475,6 @@ def _shape_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
         (
             node.op,
             node.target,
-            bool(node.meta.get("escapes")),
             node.meta.get(AUTOCAST),
             [numbers[source] for source in node.all_input_nodes],
         )

@@ -782,6 +782,42 @@ def test_what_was_trained_is_folded_for_inference(cls: type[nn.Module], with_inp
         torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
 
 
+def test_what_was_trained_is_folded_over_moves_of_functions() -> None:
+    class Moved(models.Pair):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 1e9:
+                return x
+            return self.bn(torch.swapaxes(torch.swapaxes(self.conv(x), 2, 3), 2, 3))
+
+    x = image(4, 3, 8, 8)
+    trained = optimize(Moved().train(), ["fold-conv-bias"], mode="training", example_inputs=(x,)).eval()
+    deployed = optimize(trained, ["fold-conv-bn"], example_inputs=(x,))
+    assert [len(report_of(result).passes[0].changes) for result in (trained, deployed)] == [1, 1]
+    torch.testing.assert_close(deployed(x), trained(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_where_checkpoints_dont_reach_a_bias_stays(with_inputs: bool) -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [models.Pair()]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layers[0](x)
+            return y
+
+    x = image(4, 3, 8, 8)
+    model = Listed().train()
+    fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=(x,) if with_inputs else None)
+    (record,) = report_of(fast).passes
+    assert record.status == "unchanged"
+    if with_inputs:
+        assert [skip.text for skip in record.skips] == [
+            "layers[0].conv stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+        ]
+
+
 def _flat(outputs: Any) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 

@@ -1010,7 +1010,7 @@ def test_in_a_loop_the_other_reasons_hold() -> None:
     program, context = captured(_LoopBesides().eval(), image())
     assert FoldConvBn().run(program, context).changes == ()
     for cls, reason in (
-        (_LoopReadsWeight, "conv.weight is also read by the forward of _LoopReadsWeight"),
+        (_LoopReadsWeight, "conv.weight is also read by the root"),
         (_LoopReadsWeightInBranch, "conv.weight may be read by the code of the root, in a branch of its own"),
     ):
         program, context = captured(cls().eval(), image())

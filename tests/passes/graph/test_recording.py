@@ -201,7 +201,7 @@ def test_what_comes_from_elsewhere_escapes_where_it_was_made():
 def test_reads_of_the_parameters_of_others():
     model = Net(lambda self, y: y @ self.unused.weight)
     found = recorded(model, x())
-    assert found.reads == {(id(model.unused), "weight"): {"Net"}}
+    assert found.reads == {(id(model.unused), "weight"): {id(model)}}
     assert recorded(Net(), x()).reads == {}
 
 
@@ -289,3 +289,22 @@ def test_an_input_that_is_given_back_isnt_kept():
     graph = found.graphs[id(model.inner)]
     assert operations(model.inner, graph) == ["flatten", "a", "b"]
     assert not any(node.meta.get("escapes") for node in graph.graph.nodes)
+
+
+def test_what_one_call_leaves_somewhere_all_may():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.kept = Net(), []
+
+        def forward(self, x):
+            self.kept.append(self.inner(self.inner(x)))
+            return self.kept[0] * 2
+
+    model = Twice()
+    with torch.no_grad():
+        graph = recorded(model, x(2), x(3)).graphs[id(model.inner)]
+    assert operations(model.inner, graph) == ["a", "mul", "b"]
+    assert [node.meta.get("escapes", False) for node in graph.graph.nodes if node.op.startswith("call")] == [
+        False, False, True,
+    ]  # fmt: skip
