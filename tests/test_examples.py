@@ -14,6 +14,8 @@ EXAMPLES = ROOT / "examples"
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "COLUMNS": "200"}
+    # Which kernels a CPU takes, and with them what is worth converting, goes by the number of threads.
+    environment["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
         [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
@@ -48,7 +50,7 @@ def test_resnet_by_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     changes = {record["name"]: len(record["changes"]) for record in document["passes"]}
-    assert changes == {"fold-conv-bias": 0, "fold-conv-bn": 53, "channels-last": 43}
+    assert changes == {"fold-conv-bias": 0, "fold-conv-bn": 53, "channels-last": 24}
     assert document["parity"]["ok"]
     assert document["report"]["before"]["operations"] - document["report"]["after"]["operations"] == 53
 
