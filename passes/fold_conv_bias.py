@@ -94,6 +94,9 @@ def _why_not_trained(program: Program, conv: Convolution, norm: BatchNorm) -> st
         if ref is not None and not program.is_registered(ref.owner):
             where = program.paths[id(ref.owner)][0]
             return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+        if ref is not None and len(program.paths[id(ref.owner)]) > 1:
+            names = " and ".join(program.paths[id(ref.owner)][:2])
+            return f"checkpoints hold its tensors under two names, {names}"
     if not bias.requires_grad:
         return None
     if not norm.uses_batch_statistics:

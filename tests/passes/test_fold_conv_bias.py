@@ -796,6 +796,21 @@ def test_what_was_trained_is_folded_over_moves_of_functions() -> None:
     torch.testing.assert_close(deployed(x), trained(x), rtol=1e-4, atol=1e-5)
 
 
+def test_where_checkpoints_hold_a_mean_twice_its_bias_stays() -> None:
+    class Norm(nn.BatchNorm2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, 1e-5
+            )
+
+    model = models.Pair().train()
+    model.bn = model.alias = Norm(4)
+    fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=(image(4, 3, 8, 8),))
+    (record,) = report_of(fast).passes
+    assert [skip.text for skip in record.skips] == ["checkpoints hold its tensors under two names, bn and alias"]
+    fast.load_state_dict(model.state_dict())
+
+
 @pytest.mark.parametrize("with_inputs", [True, False])
 def test_where_checkpoints_dont_reach_a_bias_stays(with_inputs: bool) -> None:
     class Listed(nn.Module):
