@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.errors import StructureError
+from passes.graph.storage import kind_without_strides
 
 Key = str | int
 
@@ -310,12 +311,3 @@ def _unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
         used.add(candidate)
         unique.append(candidate)
     return tuple(unique)
-
-
-def kind_without_strides(tensor: torch.Tensor) -> str | None:
-    """What a tensor without strides is called, as in "a sparse tensor"; None for one that has them."""
-    if tensor.is_nested:
-        return "nested"
-    if tensor.layout is torch.strided:
-        return None
-    return "mkldnn" if tensor.is_mkldnn else "sparse"

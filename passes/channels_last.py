@@ -150,8 +150,9 @@ def _too_dear(
 
     In channels_last, oneDNN packs the weight in a slow way at every call; in contiguous format it brings the input into
     blocks and the output back. A measured ResNet-50 loses by the first what it gains by the second where the numbers of
-    elements are equal. The kernels of torch's own, which it takes for small inputs, pack nothing. Between two convolutions of different formats, the input is changed. The cheapest formats for the
-    whole run are found by going through it in order, as the shortest path through two states.
+    elements are equal. The kernels of torch's own, which it takes for small inputs, pack nothing. Between two
+    convolutions of different formats, the input is changed. The cheapest formats for the whole run are found by going
+    through it in order, as the shortest path through two states.
     """
     if program.recordings is None:
         return frozenset()

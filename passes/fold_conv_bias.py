@@ -72,7 +72,12 @@ class FoldConvBias(GraphPass):
 
 
 def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    return _why_not_statistics(program, norm) or _why_not_trained(program, conv, norm) or why_not(program, conv, norm)
+    return (
+        _why_not_statistics(program, norm)
+        or _why_not_saved(program, conv, norm)
+        or _why_not_trained(program, conv, norm)
+        or why_not(program, conv, norm)
+    )
 
 
 def _why_not_statistics(program: Program, norm: BatchNorm) -> str | None:
@@ -85,19 +90,23 @@ def _why_not_statistics(program: Program, norm: BatchNorm) -> str | None:
     return None
 
 
+def _why_not_saved(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+    """Whether checkpoints don't hold the bias and the mean under one name each."""
+    if program.mode != "training" or conv.bias_value is None:
+        return None
+    for owner in (ref.owner for ref in (conv.bias, norm.mean) if ref is not None):
+        where, *aliases = program.paths[id(owner)]
+        if not program.is_registered(owner):
+            return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+        if aliases:
+            return f"checkpoints hold its tensors under two names, {where} and {aliases[0]}"
+    return None
+
+
 def _why_not_trained(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
     """Whether somebody counts on the bias being trained."""
     bias = conv.bias_value
-    if program.mode != "training" or bias is None:
-        return None
-    for ref in (conv.bias, norm.mean):
-        if ref is not None and not program.is_registered(ref.owner):
-            where = program.paths[id(ref.owner)][0]
-            return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
-        if ref is not None and len(program.paths[id(ref.owner)]) > 1:
-            names = " and ".join(program.paths[id(ref.owner)][:2])
-            return f"checkpoints hold its tensors under two names, {names}"
-    if not bias.requires_grad:
+    if program.mode != "training" or bias is None or not bias.requires_grad:
         return None
     if not norm.uses_batch_statistics:
         where = program.where(norm.node)

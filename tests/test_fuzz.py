@@ -214,14 +214,14 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     if description.scaled:
         # A function can't make other sizes of what is given beside it.
         example_inputs, example_kwargs = rows, {"scale": torch.linspace(0.5, 1.5, len(rows[0])).to(rows[0].dtype)}
+
+    def optimized(module: nn.Module, passes: tuple[str, ...]) -> nn.Module:
+        given = (example_inputs, example_kwargs) if with_examples else (None, None)
+        return optimize(module, passes, example_inputs=given[0], example_kwargs=given[1])
+
     before = [tree_of(tree) for tree in trees_of(model)]
     try:
-        fast = optimize(
-            model,
-            plan,
-            example_inputs=example_inputs if with_examples else None,
-            example_kwargs=example_kwargs if with_examples else None,
-        )
+        fast = optimized(model, plan)
     except LoadError:
         # The model itself doesn't bear its example inputs: it may say so.
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
@@ -251,12 +251,7 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     compared(fast)
     if again:
         try:
-            twice = optimize(
-                fast,
-                PASSES,
-                example_inputs=example_inputs if with_examples else None,
-                example_kwargs=example_kwargs if with_examples else None,
-            )
+            twice = optimized(fast, PASSES)
         except LoadError:
             if not may_raise:
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import BatchNormAct, image
+from folding_models import BatchNormAct, Scale, image
 from pass_contract import captured, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -285,15 +285,6 @@ def test_a_convolution_that_is_a_function_can_still_be_brought_into_channels_las
     assert len(folded.changes) == 1
     assert (converted.status, converted.reason) == ("applied", "")
     assert check_parity(model, fast, (IMAGE,), batch_sizes=(1, 2, 5)).ok
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.5 + image(4, 1, 1, seed=5).abs())
-
-    def forward(self, x: Tensor) -> Any:
-        return x * self.weight
 
 
 class ScaledBetween(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from folding_models import image
+from folding_models import Scale, image
 from laid_out import laid_out
 from pass_contract import captured, sentences_of
 from tiny_models import enliven
@@ -88,16 +88,8 @@ class Shifted(Scaled):
 class Island(Scaled):
     """The product is in a module of its own, the branch around it."""
 
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(0.5 + image(4, 1, 1, seed=5).abs())
-
-        def forward(self, x: Tensor) -> Any:
-            return x * self.weight
-
     def more(self) -> None:
-        self.scale = self.Scale()
+        self.scale = Scale()
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)

@@ -337,6 +337,17 @@ FOLDED = [
 ]  # fmt: skip
 
 
+class Scale(nn.Module):
+    """A product by channel in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 + image(4, 1, 1, seed=5).abs())
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.weight
+
+
 class Reader(nn.Module):
     """Reads a weight of its sibling, and can't be traced."""
 
