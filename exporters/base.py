@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from exporters.errors import StructureError
 from exporters.isolation import silent, undisturbed
-from exporters.structure import Structure, bind, identifier, input_names, output_names
-from passes.graph.storage import kind_without_strides
+from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
 
 
 class Adapter(nn.Module):

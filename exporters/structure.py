@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.errors import StructureError
-from passes.graph.storage import kind_without_strides
 
 Key = str | int
 
@@ -311,3 +310,15 @@ def _unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
         used.add(candidate)
         unique.append(candidate)
     return tuple(unique)
+
+
+def kind_without_strides(tensor: torch.Tensor) -> str | None:
+    """What a tensor without strides is called, as in "a sparse tensor"; None for one that has them.
+
+    The passes have names of their own for them: neither package imports the other.
+    """
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is torch.strided:
+        return None
+    return "mkldnn" if tensor.is_mkldnn else "sparse"

@@ -13,19 +13,13 @@ _PLAIN_INDICES = {
 }
 
 
-def kind_without_strides(tensor: torch.Tensor) -> str | None:
-    """What a tensor without strides is called, as in "a sparse tensor"; None for one that has them."""
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """What a tensor without strides is, as in "it is sparse"; None for one that has them."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout is torch.strided:
         return None
-    return "mkldnn" if tensor.is_mkldnn else "sparse"
-
-
-def kind_of(tensor: torch.Tensor) -> str | None:
-    """What a tensor without strides is, as in "it is sparse"; None for one that has them."""
-    kind = kind_without_strides(tensor)
-    return "in mkldnn's own layout" if kind == "mkldnn" else kind
+    return "in mkldnn's own layout" if tensor.is_mkldnn else "sparse"
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
