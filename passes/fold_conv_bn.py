@@ -48,8 +48,8 @@ class FoldConvBn(GraphPass):
     Does not handle: a BatchNorm on batch statistics, one in front of a convolution that pads zeros or is transposed, a
     linear layer on input of more than two dims whose features nothing brings to the second, an output with other users,
     shared or parametrized modules, modules with hooks, tensors that something else reads or may read in a branch of its
-    code, folded weights that aren't finite or, in float16 and bfloat16, lose too much to rounding, anything under
-    autocast.
+    code, a product or sum in a forward that the module around it gives None to (an export may give a tensor), folded
+    weights that aren't finite or, in float16 and bfloat16, lose too much to rounding, anything under autocast.
     """
 
     name: ClassVar[str] = "fold-conv-bn"

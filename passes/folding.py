@@ -277,11 +277,23 @@ def _why_not_forward(program: Program, conv: Convolution, norm: Affine) -> str |
         if not home.traced and place.module is None:
             called = operation_name(place.node)
             return f"the forward of {home.path or 'the root'} calls {called} as a function and can't be traced"
+    if isinstance(norm, ChannelScale) and (reason := _why_not_called_so(program, conv, norm)):
+        return reason
     around = program.innermost_around(conv.node, norm.node)
     if around is None or around.traced:
         return None
     if not isinstance(inner_forward(around.module), SealCheckingForward | None):
         return f"the module {around.path or 'the root'} has a forward of its instance, which can't be traced"
+    return None
+
+
+def _why_not_called_so(program: Program, conv: Convolution, scale: ChannelScale) -> str | None:
+    """A product less isn't worth a graph that an export calls otherwise: models make masks only where they are traced."""
+    for place in (conv, scale):
+        home = program.home(place.node)
+        if place.module is None and home.path and home.structure.given_none:
+            name = home.structure.given_none[0]
+            return f"{home.path} is called with None for {name}, and where a model is exported that may be a tensor"
     return None
 
 

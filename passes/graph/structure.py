@@ -186,9 +186,15 @@ class CallStructure:
         for value, leaf in zip(flat, self.leaves, strict=True):
             if leaf is TENSOR and is_plain(value):
                 tensors.append(value)
-            elif leaf is TENSOR or isinstance(value, torch.Tensor) or not _same_leaf(value, leaf):
+            elif leaf is TENSOR or not _answers(value, leaf):
                 raise UnseenCall(f"with {_short(value)} where its graph was made for {_short(leaf)}")
         return tensors
+
+    @property
+    def given_none(self) -> tuple[str, ...]:
+        """The parameters that a call gives None itself, where another call may give a tensor."""
+        parts = pytree.tree_unflatten(list(self.leaves), self.spec)
+        return tuple(name for name, value in parts.items() if value is None and name not in self.omitted)
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of a call with the given tensors (or what stands for them)."""
@@ -247,6 +253,19 @@ def flatten_outputs(outputs: Any, tensor_like: type | tuple[type, ...]) -> tuple
         if not isinstance(leaf, (torch.Tensor, *CONSTANTS)) and not isinstance(leaf, tensor_like):
             raise Unstructured(f"it returns a {type(leaf).__name__}, whose tensors can't be named")
     return leaves, spec
+
+
+def _answers(value: Any, leaf: Any) -> bool:
+    """Whether a graph that was made for the constant `leaf` answers a call that has `value` there."""
+    if not isinstance(value, torch.Tensor):
+        return _same_leaf(value, leaf)
+    # To torch.jit.trace a size is a tensor. What follows from it here holds for this number, as it does where a forward
+    # itself makes a number of one: with `==` those who watch what a trace takes for granted see it.
+    return type(leaf) is int and torch._C._is_tracing() and _is_number(value) and bool(value == leaf)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and tensor.dim() == 0 and tensor.dtype is torch.int64
 
 
 def _same_leaf(mine: Any, theirs: Any) -> bool:

@@ -270,6 +270,65 @@ def test_refuses(kind: type[Scaled]) -> None:
     torch.testing.assert_close(program.root(model.example), model(model.example), rtol=0, atol=0, equal_nan=True)
 
 
+class Masked(Scaled):
+    """May be given a mask, and uses what it is given as a size."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, size: int = 1) -> Any:
+        y = self.layer(x) * self.gamma / (size // 2 + 1)
+        return y if mask is None else y * mask
+
+
+class MaskedFunction(Masked):
+    """The layer is called as a function; the product is elsewhere."""
+
+    def more(self) -> None:
+        self.scale = Scale()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, size: int = 1) -> Any:
+        y = self.scale(nn.functional.conv2d(x, self.layer.weight, self.layer.bias))
+        return y if mask is None else y * mask
+
+
+class Around(nn.Module):
+    """Calls a block with what it was made with."""
+
+    def __init__(self, block: nn.Module, *given: Any) -> None:
+        super().__init__()
+        self.block, self.given = block, given
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x, *self.given, size=x.shape[2])
+
+
+@pytest.mark.parametrize("kind", [Masked, MaskedFunction])
+def test_a_product_in_what_is_called_with_none_stays(kind: type[Scaled]) -> None:
+    """Traced for an export, models may put a mask there, which a graph for None doesn't answer."""
+    model = Around(kind(), None).eval()
+    (record,) = report_of(optimize(model, ["fold-conv-bn"], example_inputs=(IMAGE,))).passes
+    assert record.changes == ()
+    assert any("block is called with None for mask, and where a model is exp" in skip.text for skip in record.skips)
+
+
+@pytest.mark.parametrize("kind", [Masked, MaskedFunction])
+def test_a_product_is_folded_where_none_is_the_default_or_the_users(kind: type[Scaled]) -> None:
+    left_out, root = Around(kind()).eval(), kind().eval()
+    for model, kwargs in ((left_out, {"x": IMAGE}), (root, {"x": IMAGE, "mask": None})):
+        fast = optimize(model, ["fold-conv-bn"], example_kwargs=kwargs)
+        assert len(report_of(fast).passes[0].changes) == 1
+        torch.testing.assert_close(fast(**kwargs), model(**kwargs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_fold_in_what_is_given_a_size_is_exported(tmp_path: Any) -> None:
+    """To a trace a size is a tensor."""
+    model = Around(Masked()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(IMAGE,))
+    assert len(report_of(fast).passes[0].changes) == 1
+    bundle = export(fast, example_inputs=(IMAGE,), output=tmp_path / "out", formats=("torchscript", "onnx"))
+    assert bundle.parity.ok
+    with pytest.raises(UnseenCall, match="a tensor where its graph was made for 8"):
+        fast.block(IMAGE, size=torch.tensor(8))
+
+
 class Spread(Scaled):
     """One number for each image as much as for each channel, as far as its shape tells."""
 

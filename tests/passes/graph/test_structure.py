@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from exporters.isolation import silent
+from exporters.torchscript_deprecation import torchscript_allowed
 from passes.errors import UnseenCall
 from passes.graph.structure import TENSOR, CallStructure, Unstructured, binder_of, flatten_outputs, signature_of
 
@@ -92,6 +94,42 @@ def test_another_structure_is_refused(args, kwargs):
     with pytest.raises(UnseenCall):
         structure.tensors_of(bound)
     assert not structure.same_as(CallStructure.of_call(structure.signature, args, kwargs))
+
+
+def test_which_parameters_are_given_none():
+    def forward(x, y=None, *, z=None, rest=()):
+        return x
+
+    assert structure_of(forward, A).given_none == ()
+    assert structure_of(forward, None, z=None, rest=(None,)).given_none == ("x", "z")
+
+
+@pytest.mark.parametrize(
+    ("made_for", "given", "answered"),
+    [
+        (3, torch.tensor(3), True),
+        (3, torch.tensor(4), False),
+        (3, torch.tensor([3]), False),
+        (3, torch.tensor(3.0), False),
+        (3.0, torch.tensor(3.0), False),
+        (True, torch.tensor(1), False),
+        (None, torch.tensor(3), False),
+    ],
+)
+def test_a_trace_gives_sizes_as_tensors(made_for, given, answered):
+    structure, seen = structure_of(lambda x, y: 0, A, made_for), []
+
+    def called(x):
+        try:
+            seen.append(structure.tensors_of({"x": x, "y": given}) == [x])
+        except UnseenCall:
+            seen.append(False)
+        return x + 1
+
+    called(A)
+    with torchscript_allowed(), silent():
+        torch.jit.trace(called, A, check_trace=False)
+    assert seen == [False, answered]
 
 
 @pytest.mark.parametrize("value", [float("nan"), -0.0, complex("nan")])
