@@ -20,15 +20,14 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-
-# Whose size one unit is taken from where results are rounded: each number's own, or the largest of its tensor.
-Rounded = Literal["element", "tensor"]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -338,13 +337,12 @@ class PerturbedMode(TorchFunctionMode):
     """Each parameter that a call reads is off by about one unit in the last place, up or down at random.
 
     A parameter is off in the same way each time it is read. Gradients reach the parameters themselves.
-    With `results="element"`, so is what each call computes: that is what rounding does to a model, wherever it happens.
-    With `results="tensor"`, what each call but plain arithmetic computes is off by one unit of the result's largest number:
-    no kernel of sigmoid, softmax or a norm need be better than that. `calls` counts what was seen.
+    With `results`, what each call but plain arithmetic computes is off by one unit of the result's largest number: no kernel
+    of sigmoid, softmax or a norm need be better than that. `calls` counts what was seen.
     `written` are parameters that the model writes to: they are left as they are, else the writes would be lost.
     """
 
-    def __init__(self, seed: int, *, results: Rounded | None = None, written: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, seed: int, *, results: bool = False, written: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
         self._written = frozenset(map(id, written))
         self.calls = 0
@@ -378,13 +376,9 @@ class PerturbedMode(TorchFunctionMode):
 
         self.calls += 1
         # Before the call, which may write to its argument.
-        scale = self._scale_of_gate(name, args, kwargs) if self._results == "tensor" else 0.0
+        scale = self._scale_of_gate(name, args, kwargs) if self._results else 0.0
         result = func(*_map(args, perturb), **_map(kwargs, perturb))
-        if self._results == "tensor":
-            return self._off_at_scale(name, scale, result, args, kwargs)
-        if self._results is None or written or not isinstance(result, torch.Tensor) or _shares(result, args, kwargs):
-            return result
-        return self._off(result, self._start())
+        return self._off_at_scale(name, scale, result, args, kwargs) if self._results else result
 
     def _is_perturbed(self, value: Any) -> bool:
         return isinstance(value, nn.Parameter) and id(value) not in self._written
@@ -431,6 +425,43 @@ class PerturbedMode(TorchFunctionMode):
         return off_by_one_ulp(value, self._signs, start)
 
 
+class RoundedMode(TorchDispatchMode):
+    """What each operator computes is off by about one unit in the last place, up or down at random.
+
+    That is what rounding does to a model wherever it happens, in the backward pass too. Norms are taken apart:
+    where the mean that a BatchNorm takes off is off by a unit, all rows are off the same way, and a gradient, which is a sum
+    over them, by as much more. `calls` counts what was rounded.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.calls = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._signs = torch.randint(0, 2, (65537,), generator=self._generator, dtype=torch.int8).mul_(2).sub_(1)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        composed = decomposition_table.get(func) if _PARTS.search(func.__name__) else None
+        if composed is not None:
+            with self:
+                return composed(*args, **kwargs)
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        for value, declared in zip(results, func._schema.returns, strict=False):
+            is_view = declared.alias_info is not None and not declared.alias_info.is_write
+            if not is_view and isinstance(value, torch.Tensor) and _is_inexact(value) and _has_place(value):
+                self._round(value)
+        return result
+
+    def _round(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        start = int(torch.randint(0, len(self._signs), (), generator=self._generator))
+        # A product, as infinity plus an offset of it is no number.
+        value.mul_(_pattern(value, self._signs, start).mul_(torch.finfo(value.dtype).eps).add_(1))
+
+
 def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> torch.Tensor:
     """`value * (1 ± eps)` with the signs (int8, any length) taken in turn from `start` on; differentiable."""
     # In few steps that make another tensor as large: a value may be the weight that most of a model's memory goes to.
@@ -464,10 +495,17 @@ def _shares(result: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result.layout is not torch.strided or result.untyped_storage().data_ptr() in places
 
 
+def _has_place(tensor: torch.Tensor) -> bool:
+    """Whether each of its numbers has a place in memory of its own."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 not in tensor.stride()
+
+
 def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.dtype in _RAISED or tensor.dtype in (torch.float64, torch.complex128)
 
 
+# What subtracts a mean first: what is left may be far smaller than what was rounded.
+_PARTS = re.compile("norm(?!al)")
 _FLOAT_OVERFLOW = re.compile(r"converted to type (?!u?int)\S+ without overflow")
 _INTEGERS = frozenset(
     {

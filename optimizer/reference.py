@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from optimizer.difference import (
     wide,
 )
 from optimizer.errors import LoadError, UsageError
-from optimizer.float64 import Float64Mode, PerturbedMode, Rounded, off_by_one_ulp
+from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
 from optimizer.preserve import eager_only, evaluated, modules_of, one_at_a_time, pinned_settings
@@ -328,7 +328,7 @@ class Original:
                     kept.unstable[name] |= own != kept.truth.values[name]
         if self._is_most_exact():
             # What rounding does inside can't be seen in its own error.
-            self.inside = self._rounded(samples, "element")
+            self.inside = self._rounded_inside(samples)
         noises = {name: self._noise(name) for name in self.gathered}
         slices = self._slice_noises(noises, samples)
         self._note(noises)
@@ -483,7 +483,7 @@ class Original:
         """Refuse a float64 run that is no more exact version of the original but another computation."""
         if self.refused:
             return
-        explained: dict[str, float] | None = None
+        explained: dict[str, Pool] | None = None
         for name, gathered in self.gathered.items():
             if not self._repeats(gathered):
                 continue
@@ -499,8 +499,8 @@ class Original:
             if own <= max(64 * rounding, math.sqrt(self.coarsest) * gathered.size.rms):
                 continue
             # Rounding inside may be far larger than at the ends: numbers that cancel each other.
-            explained = self._rounded_everywhere(samples) if explained is None else explained
-            rounding = max(rounding, explained.get(name, 0.0))
+            explained = self._rounded_inside(samples) if explained is None else explained
+            rounding = max(rounding, explained.get(name, Pool()).rms)
             if own > 64 * rounding:
                 self.refused = (
                     f"the float64 run gave something else: {name} differs by {own:.1e} where rounding explains "
@@ -508,34 +508,45 @@ class Original:
                 )
                 return
 
-    def _rounded_everywhere(self, samples: Samples | None) -> dict[str, float]:
-        """What one unit at the result of every call does to each output, in the root mean square."""
-        return {name: pool.rms for name, pool in self._rounded(samples, "element").items()}
+    def _rounded_inside(self, samples: Samples | None) -> dict[str, Pool]:
+        """How far each output moves when every number is rounded on the way, at all calls; empty where that fails."""
+        moved: dict[str, Pool] = {}
+        for kept in self.kept:
+            perturbed = PerturbedMode(_mixed(kept.seed, 2), written=self._written_parameters())
+            rounded = RoundedMode(_mixed(kept.seed, 3))
+            for name, values in self._moved_at(kept, samples, (perturbed, rounded)).items():
+                if rounded.calls:
+                    _pool_finite(moved.setdefault(name, Pool(slices=Slices())), *values)
+        return moved
 
-    def _rounded(self, samples: Samples | None, results: Rounded) -> dict[str, Pool]:
-        """How far each output moves when the results of calls are rounded, on the first inputs; empty if that fails."""
-        kept = self.kept[0]
+    def _rounded_to_scale(self, samples: Samples | None) -> dict[str, Pool]:
+        """How far each output moves when results are off by a unit of their largest number, at the first call."""
+        kept, moved = self.kept[0], {}
+        mode = PerturbedMode(_mixed(kept.seed, 2), results=True, written=self._written_parameters())
+        for name, values in self._moved_at(kept, samples, (mode,)).items():
+            if mode.calls:
+                moved[name] = Pool(slices=Slices())
+                _pool_finite(moved[name], *values)
+        return moved
+
+    def _moved_at(
+        self, kept: Kept, samples: Samples | None, modes: Sequence[AbstractContextManager[Any]]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The inexact values of one call, as they were and as they are in these modes; empty where it raises in them."""
         call = kept.call if kept.call is not None or samples is None else samples.at(kept.batch_size, kept.draw)
         if call is None or not self.perturbed:
             return {}
-        mode = PerturbedMode(_mixed(kept.seed, 2), results=results, written=self._written_parameters())
         try:
             with as_run(self.target, "training" if self.training else "inference"), eager_only(), _silent():
                 other = observe(
-                    self.target, call, seed=kept.seed, training=self.training and kept.draw == 0, mode=mode,
+                    self.target, call, seed=kept.seed, training=self.training and kept.draw == 0, mode=_all_of(modes),
                     names=kept.names, written=self.written,
                 )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
-            self.notes.append(f"The answer to rounding inside couldn't be measured: {_first_line(error)}")
+            _append_once(self.notes, f"The answer to rounding inside couldn't be measured: {_first_line(error)}")
             return {}
-        moved = {}
-        for name, own in kept.own.values.items():
-            value = other.values.get(name)
-            if not mode.calls or value is None or value.shape != own.shape or is_exact(own):
-                continue
-            moved[name] = Pool(slices=Slices())
-            _pool_finite(moved[name], own, value)
-        return moved
+        pairs = ((name, own, other.values.get(name)) for name, own in kept.own.values.items() if not is_exact(own))
+        return {name: (own, value) for name, own, value in pairs if value is not None and value.shape == own.shape}
 
     def _slice_noises(self, noises: Mapping[str, OutputNoise], samples: Samples | None) -> dict[str, SliceNoise]:
         """What rounding does to each channel and column of the outputs, where that says more than the whole's noise.
@@ -559,7 +570,7 @@ class Original:
                 found[name] = noise
         if not found:
             return {}
-        rounded = self._rounded(samples, "tensor")
+        rounded = self._rounded_to_scale(samples)
         for name, noise in found.items():
             noise.raise_to(pool.slices if (pool := rounded.get(name)) and pool.slices else Slices())
         return found
@@ -868,6 +879,14 @@ def as_run(target: Any, mode: str) -> Iterator[dict[str, str]]:
         if mode == "inference":
             stack.enter_context(evaluated(target))
         yield settings
+
+
+@contextmanager
+def _all_of(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
 
 
 @contextmanager

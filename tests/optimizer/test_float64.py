@@ -10,7 +10,7 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import float64
-from optimizer.float64 import Float64Mode, PerturbedMode, float64_mode
+from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, float64_mode
 
 
 def double_copy(model):
@@ -385,3 +385,54 @@ def test_perturbed_weights_are_off_by_about_one_unit_each_time_alike():
     assert (first != model.weight).float().mean() > 0.9
     assert model.weight._version == version
     assert (first > model.weight).float().mean().sub(0.5).abs() < 0.3
+
+
+def test_what_each_operator_computes_is_rounded():
+    x = torch.linspace(0.5, 2.0, 64, dtype=torch.float64).reshape(4, 16)
+    before = x.clone()
+    with RoundedMode(0) as mode:
+        summed, moved = x + 0.0, x.t()
+        written = torch.zeros_like(x).copy_(x)
+    assert mode.calls == 3
+    for value in (summed, written):
+        up = (value > x).float().mean()
+        assert 0.25 < up < 0.75
+        assert ((value - x).abs() < 2.1 * torch.finfo(torch.float64).eps * x).all()
+        assert (value != x).float().mean() > 0.9
+    assert moved.data_ptr() == x.data_ptr()
+    assert torch.equal(x, before)
+
+
+def test_rounding_leaves_alone_what_is_no_number_and_what_is_drawn():
+    x = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    torch.manual_seed(0)
+    with RoundedMode(0):
+        same, drawn = x.clone(), torch.rand(5)
+        indices, kept = torch.arange(3), (x > 0).to_sparse()
+    torch.manual_seed(0)
+    torch.testing.assert_close(same, x, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(drawn, torch.rand(5), rtol=1e-6, atol=0)
+    assert indices.tolist() == [0, 1, 2]
+    assert kept.to_dense().tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3)])
+def test_a_norm_is_rounded_inside(layer):
+    """A mean that is off moves all rows alike, by as much as the numbers are larger than their differences."""
+    x = 1e6 + torch.linspace(-1.0, 1.0, 15, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
+    layer = enliven(layer).double().train()
+    plain = layer(x)
+    (gradient,) = torch.autograd.grad(plain.square().sum(), x)
+    with RoundedMode(0):
+        out = layer(x)
+        (rounded,) = torch.autograd.grad(out.square().sum(), x)
+    eps = torch.finfo(torch.float64).eps
+    assert 1e4 * eps < (out - plain).abs().max() < 1e9 * eps
+    assert 1e2 * eps < (rounded - gradient).abs().max() < 1e10 * eps
+
+
+def test_the_backward_pass_is_rounded():
+    weight = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).requires_grad_()
+    with RoundedMode(0):
+        (gradient,) = torch.autograd.grad((3 * weight).sum(), weight)
+    assert 0 < (gradient - 3).abs().max() < 1e-14
