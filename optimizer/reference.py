@@ -591,8 +591,6 @@ class Original:
         own = sample.own.values[name]
         scale, rms = gathered.size.largest, gathered.size.rms
         floor, floor_rms = floors(own.dtype, scale, rms)
-        if self._is_most_exact() and sample.own.kinds[name] == "gradient":
-            floor, floor_rms = _SUMMED * floor, _SUMMED * floor_rms
         inside = self.inside.get(name, Pool())
         rounding = max(gathered.own_error.largest, gathered.response.largest, inside.largest, floor)
         deterministic = self._repeats(gathered)
@@ -700,9 +698,6 @@ class _Compared:
     frontier: tuple[tuple[float, float], ...] = ()
 
 
-# Gradients are sums over all rows and places: in float64 such a sum was seen to be off by 43 units of itself, which
-# neither inputs nor results that are off by one unit show. This is how many times more they may be off than outputs.
-_SUMMED = 16
 # As many units of the largest gradient may be left of a sum of gradients that is zero.
 _LEFT_OF_A_SUM = 16
 
