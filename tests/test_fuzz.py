@@ -270,10 +270,10 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     if not bears(build(description).model, rows, example_kwargs or {}):
         # It was optimized for other batch sizes.
         return
-    # The older weight_norm leaves in the tree what torch doesn't copy; and then what is counted goes on.
+    # The older weight_norm leaves in the tree what torch doesn't copy; and then what is counted, or moves, goes on.
     copyable = all(pair.extra != "old weight_norm" for pair in description.pairs())
     copied = (lambda: copy.deepcopy(fast)) if copyable else (lambda: fast)
-    if copyable or all(pair.style != "counter" for pair in description.pairs()):
+    if copyable or not any(pair.style == "counter" or pair.norm.training for pair in description.pairs()):
         calls = calls_in_a_run(lambda: build(description).model, rows, example_kwargs or {})
         outcomes = check_parts(lambda: build(description).model, copied, calls)
         SEEN.update(f"part: {outcome}" for outcome in outcomes.elements())
