@@ -137,6 +137,30 @@ def test_a_weight_that_is_no_tensor_is_none() -> None:
     assert convolution_at(program, node) is None
 
 
+@pytest.mark.parametrize(
+    ("bias", "is_convolution"),
+    [("gone", True), ("gone forever", False), ("training", False), ("bias", True), (0.5, False), ("none", False)],
+)
+def test_a_bias_that_is_no_tensor_any_more_is_none(bias: Any, is_convolution: bool) -> None:
+    """What is trained without a bias is read by a graph that still names it."""
+    program, node = place_of(CONV_CALLS["positional"])
+    program.root.register_parameter("gone", None)
+    program.root.none = None
+    if isinstance(bias, str):
+        node.args[2].target = bias
+    else:
+        node.update_arg(2, bias)
+    found = convolution_at(program, node)
+    assert (found is not None) == is_convolution
+    assert found is None or found.bias == TensorRef(program.root, bias)
+
+
+def test_a_bias_that_a_method_computes_is_none_of_the_parameters() -> None:
+    program, node = place_of(lambda m, x: F.conv1d(x, m.weight, m.bias.abs()))
+    program.root.register_parameter("abs", None)
+    assert convolution_at(program, node) is None
+
+
 USES: dict[str, tuple[Any, bool]] = {
     "shape": (lambda m, x: x.shape, False),
     "values by an attribute": (lambda m, x: x.data, True),
