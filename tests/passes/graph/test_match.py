@@ -139,12 +139,14 @@ def test_a_weight_that_is_no_tensor_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("bias", "is_convolution"),
-    [("gone", True), ("gone forever", False), ("training", False), ("bias", True), (0.5, False), ("none", False)],
+    [("gone", True), ("gone forever", False), ("shadowed", False), ("bias", True), (0.5, False), ("none", False)],
 )
 def test_a_bias_that_is_no_tensor_any_more_is_none(bias: Any, is_convolution: bool) -> None:
     """What is trained without a bias is read by a graph that still names it."""
     program, node = place_of(CONV_CALLS["positional"])
     program.root.register_parameter("gone", None)
+    program.root.register_parameter("shadowed", None)
+    program.root.__dict__["shadowed"] = 0.5
     program.root.none = None
     if isinstance(bias, str):
         node.args[2].target = bias
