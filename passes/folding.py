@@ -24,6 +24,7 @@ from passes.graph.match import (
     has_global_hooks,
     has_hooks,
     in_order,
+    is_layer,
     is_moving,
     is_parametrized,
     is_stock,
@@ -160,9 +161,26 @@ def _why_not_tensor(program: Program, ref: TensorRef, pair: tuple[Convolution, A
         return f"is of dtype {str(tensor.dtype).removeprefix('torch.')}"
     if program.holders_of(tensor) > 1:
         return "is shared with another module"
-    if ref.owner not in [place.module for place in pair] and _is_called(program, ref.owner):
-        return f"is also used by {program.paths[id(ref.owner)][0]}, which is called too"
+    if ref.owner not in [place.module for place in pair] and (reason := _why_not_lent(program, ref.owner, pair)):
+        return reason
     return _why_not_readers(program, ref, pair)
+
+
+def _why_not_lent(program: Program, owner: nn.Module, pair: tuple[Convolution, Affine]) -> str | None:
+    """Whether a layer whose tensor a function uses is called too, or may be where no run shows what is."""
+    path, *aliases = program.paths[id(owner)]
+    if _is_called(program, owner):
+        return f"is also used by {path}, which is called too"
+    if program.recordings is not None or not is_layer(owner) or _is_home(program, owner, pair):
+        return None
+    if aliases:
+        return f"is of {path}, which is also {aliases[0]} and may be called: give example inputs"
+    holder = program.named_reads.holder_of(owner)
+    return None if holder is None else f"is of {path}, which {holder or 'the root'} may call: give example inputs"
+
+
+def _is_home(program: Program, owner: nn.Module, pair: tuple[Convolution, Affine]) -> bool:
+    return any(program.home(place.node).module is owner for place in pair)
 
 
 def _is_called(program: Program, owner: nn.Module) -> bool:

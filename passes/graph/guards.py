@@ -136,6 +136,13 @@ class FoldedPair:
                 stacklevel=2,
             )
 
+    def refuse_reset(self) -> NoReturn:
+        """Stands in a BatchNorm's `__dict__` as its `reset_running_stats`, where its statistics are in other weights."""
+        raise UnseenCall(
+            f"the running statistics of {self.norm_path} went into {self.conv_path} when the two were folded together:"
+            " reset them in the original model and optimize that again."
+        )
+
     def other_eps(self) -> UnseenCall:
         """The error where the BatchNorm's `eps`, which is in the convolution's weights, was set anew."""
         return UnseenCall(
@@ -383,7 +390,13 @@ class FoldedNormForward(InstanceForward):
     def _check_tensors(self) -> None:
         # `functional_call` and the like put tensors in place that no hook sees.
         owner, pair = self.owner, self.pair
-        if owner._parameters.get("weight") is not None or owner._buffers.get("running_mean") is not None:
+        parameters, buffers = owner._parameters, owner._buffers
+        if (
+            parameters.get("weight") is not None
+            or parameters.get("bias") is not None
+            or buffers.get("running_mean") is not None
+            or buffers.get("running_var") is not None
+        ):
             raise pair.other_tensors(pair.norm_path)
         if owner.eps != self.eps:
             raise pair.other_eps()
@@ -399,6 +412,32 @@ class FoldedNormForward(InstanceForward):
             return input
         output: torch.Tensor = self._class_forward(input)
         return output
+
+
+class LentForward(InstanceForward):
+    """The forward of a layer whose tensors a function used when it was folded together with another: it has none.
+
+    Only where the function stands what is left of the layer is right. A call of the layer itself was never seen.
+
+    Attributes:
+        path: where the layer stands in the tree.
+        conv_path, norm_path: where the convolution and the BatchNorm stand, of which at least one is the function.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, path: str, conv_path: str, norm_path: str) -> None:
+        self.owner = owner
+        self.path = path
+        self.conv_path = conv_path
+        self.norm_path = norm_path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnseenCall(
+            f"{self.path} is called, and its tensors were changed when {self.conv_path} was folded together with"
+            f" {self.norm_path}, where they are used without a call: give optimize() example inputs that take this branch,"
+            " or leave the pass out."
+        )
 
 
 def refuse_checkpoint(

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
+from passes.graph.capture import is_atom
 from passes.graph.guards import (
     SHAPE_AND_KIND,
     FoldedConvForward,
@@ -98,6 +99,11 @@ class Convolution:
         if weight is None:
             return int(getattr(self.module, "out_channels" if self.dims else "out_features"))
         return int(weight.shape[1]) * self.groups if self.transposed else int(weight.shape[0])
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """The places of its weight and its bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def input_channels(self) -> int:
@@ -609,6 +615,11 @@ def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
             kept = ("_conv_forward", "_check_input_dim")
             return all(getattr(type(module), name, None) is getattr(cls, name, None) for name in kept)
     return False
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether calling the module runs, or may run, code of torch's own that reads the tensors of one layer."""
+    return isinstance(module, _ConvNd | nn.Linear | _BatchNorm) or is_atom(module)
 
 
 def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:

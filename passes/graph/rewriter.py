@@ -35,6 +35,7 @@ from passes.graph.guards import (
     FoldedNormForward,
     FoldedPair,
     FormattedForward,
+    LentForward,
     SealCheckingForward,
     inner_forward,
     opened_from,
@@ -50,6 +51,7 @@ from passes.graph.match import (
     can_be_sealed,
     channels_between,
     in_order,
+    is_layer,
     opened_between,
 )
 from passes.graph.moved_bias import MovedBias
@@ -401,6 +403,7 @@ class Rewriter:
         tensors; for what is a function, its graph checks, and where one graph shows all that there is between the two,
         nothing has to.
         """
+        self._close_lenders(change, conv, norm)
         if can_be_sealed(self.program, conv, norm):
             nearer = opened_between(self.program, conv, norm)
             self._seal(change, conv, norm, nearer, self._pair(conv, norm, nearer), carried=True)
@@ -411,8 +414,26 @@ class Rewriter:
             self.bypass(norm.node, _value_of(self.program, norm))
         else:
             self._forget_statistics(change, norm)
+            self._refuse_resets(change, norm.module)
         for ref in norm.tensors:
             self._take_away(change, ref)
+
+    def _refuse_resets(self, change: Change, norm: nn.Module) -> None:
+        """The statistics are in another module's weights: setting them back would do nothing, and say nothing."""
+        forward = inner_forward(norm)
+        if isinstance(forward, FoldedNormForward):
+            self._do(change, AttributeEdit(norm, "reset_running_stats", forward.pair.refuse_reset))
+
+    def _close_lenders(self, change: Change, conv: Convolution, norm: Affine) -> None:
+        """Have layers that lend their tensors to a function refuse to be called, which nothing does that was seen."""
+        where = self.program.where(conv.node), self.program.where(norm.node)
+        for place in (conv, norm):
+            if place.module is not None:
+                continue
+            home = self.program.home(place.node).module
+            for owner in {id(ref.owner): ref.owner for ref in place.tensors if ref.owner is not home}.values():
+                if is_layer(owner) and not isinstance(inner_forward(owner), LentForward):
+                    self.set_forward(change, owner, LentForward(owner, self.program.paths[id(owner)][0], *where))
 
     def _hold_ranks(self, change: Change, conv: Convolution, norm: Affine) -> None:
         """Nothing else would say that the BatchNorm's channels aren't the convolution's on input of other dims."""
@@ -463,6 +484,7 @@ class Rewriter:
             self._keep_together(change, conv, norm)
             self._hold_ranks(change, conv, norm)
             self._own(norm.node)
+        self._close_lenders(change, conv, norm)
         if self.program.mode == "training" and conv.bias is not None:
             for place in (conv, norm):
                 if place.module is None:

@@ -320,3 +320,106 @@ def test_torch_export_takes_a_result_that_writes_to_a_buffer():
     exported = torch.export.export(fast, (image(),)).module()
     assert same(exported(image()), model(image()))
     assert same(exported(image()), model(image()))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_each_tensor_that_is_given_back_to_a_norm_is_seen(pair, name):
+    model, fast = pair
+    tensor = getattr(model.bn, name)
+    with pytest.raises(UnseenCall, match="bn has parameters again that went into another module"):
+        torch.func.functional_call(fast, {f"bn.{name}": tensor}, (image(),))
+    setattr(fast.bn, name, tensor)
+    with pytest.raises(UnseenCall, match="bn has parameters again that went into another module"):
+        fast(image())
+
+
+def test_statistics_that_went_into_weights_are_not_reset(pair):
+    model, fast = pair
+    for result in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        with pytest.raises(UnseenCall, match="the running statistics of bn went into conv when the two were folded"):
+            result.bn.reset_running_stats()
+        assert same(result(image()), model(image()))
+
+
+class Lending(nn.Module):
+    """Uses the tensors of a layer without calling it, and may hold what calls it in a branch of its own."""
+
+    def __init__(self, tap=None, *, registered=False):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.tap = None if tap is None else Tap(getattr(self, tap), registered=registered)
+
+    def forward(self, x):
+        y = self.compute(x)
+        return y if self.tap is None else y + self.tap(x, y).mean()
+
+
+class LendingConv(Lending):
+    lends, keeps = "conv", "bn"
+
+    def compute(self, x):
+        return self.bn(F.conv2d(x, self.conv.weight, self.conv.bias))
+
+
+class LendingNorm(Lending):
+    lends, keeps = "bn", "conv"
+
+    def compute(self, x):
+        bn = self.bn
+        y = self.conv(x)
+        return F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+
+
+class LendingBoth(Lending):
+    lends, keeps = "bn", "conv"
+
+    def compute(self, x):
+        bn = self.bn
+        y = F.conv2d(x, self.conv.weight, self.conv.bias)
+        return F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+
+
+class Tap(nn.Module):
+    def __init__(self, layer, *, registered):
+        super().__init__()
+        self.layer = layer if registered else None
+        self.layers = [layer]
+
+    def forward(self, x, y):
+        if y.abs().mean() < 1e3:
+            return y.new_zeros(())
+        return self.layers[0](x if isinstance(self.layers[0], nn.Conv2d) else y)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("inputs", [(image(),), None])
+@pytest.mark.parametrize("kind", [LendingConv, LendingNorm, LendingBoth])
+def test_a_layer_that_lends_its_tensors_to_a_function_is_not_called_itself(kind, inputs, mode):
+    model = enliven(kind()).train(mode == "training")
+    passes = ["fold-conv-bias"] if mode == "training" else ["fold-conv-bias", "fold-conv-bn"]
+    fast = optimize(model, passes, mode=mode, example_inputs=inputs)
+    assert [record.status for record in fast.report.passes] == ["applied"] * len(passes)
+    model.eval()
+    fast.eval()
+    given = {"conv": image(), "bn": image(2, 4, 6, 6)}
+    for result in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert same(result(image()), model(image()))
+        with pytest.raises(
+            UnseenCall, match=f"^{kind.lends} is called, and its tensors were changed when .* was folded"
+        ):
+            getattr(result, kind.lends)(given[kind.lends])
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("kind", [LendingConv, LendingNorm, LendingBoth])
+def test_a_branch_that_calls_a_lending_layer_raises_or_is_known(kind, registered):
+    model = enliven(kind(kind.lends, registered=registered)).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert same(fast(image()), model(image()))
+    with pytest.raises(UnseenCall, match=f"^{kind.lends} is called, and its tensors"):
+        fast(image() * 1e8)
+    unseen = optimize(model, ["fold-conv-bn"])
+    assert unseen.report.passes[0].status == "unchanged"
+    assert any(f"is of {kind.lends}, which" in skip.text for skip in unseen.report.passes[0].skips)
+    assert same(unseen(image() * 1e8), model(image() * 1e8))
