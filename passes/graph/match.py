@@ -234,7 +234,7 @@ def convolution_at(program: Program, node: fx.Node) -> Convolution | None:
 
 
 def _convolution_module(node: fx.Node, module: nn.Module | None) -> Convolution | None:
-    source = _only_tensor(node)
+    source = _sized_tensor(node) if isinstance(module, _ConvTransposeNd) else _only_tensor(node)
     if module is None or source is None or not is_stock(module, (*STOCK_CONVOLUTIONS, nn.Linear)):
         return None
     weight, bias = TensorRef(module, "weight"), TensorRef(module, "bias")
@@ -653,6 +653,13 @@ def _only_tensor(node: fx.Node) -> fx.Node | None:
     """The one argument of a module call that takes one tensor and nothing else."""
     arguments = (*node.args, *node.kwargs.values())
     return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], fx.Node) else None
+
+
+def _sized_tensor(node: fx.Node) -> fx.Node | None:
+    """What a call of a transposed convolution is given, which may say what size is to come out."""
+    arguments = arguments_of(node, ("input", "output_size"))
+    source = arguments.get("input")
+    return source if arguments.keys() <= {"input", "output_size"} and isinstance(source, fx.Node) else None
 
 
 def _unset(program: Program, argument: Any) -> TensorRef | None:

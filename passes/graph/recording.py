@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -128,6 +128,13 @@ def record(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], unregis
     recorder.mark_escapes()
     del unnamed
     return recorder.recording
+
+
+def from_elsewhere() -> NoReturn:
+    """Stands in a recorded graph, which is never run, for a tensor that is no argument of the call: one in an object that is
+    given, or that an earlier call left somewhere.
+    """
+    raise RuntimeError("a recorded graph is read, and never run")
 
 
 class _Frame:
@@ -254,7 +261,9 @@ class _Recorder(TorchFunctionMode):
         if id(leaf) in self.owners:
             return self._read(frame, leaf)
         self._escape(leaf)
-        return None
+        node = frame.graph.call_function(from_elsewhere)
+        frame.keep(leaf, node)
+        return node
 
     def _read(self, frame: _Frame, tensor: torch.Tensor) -> fx.Node | None:
         owner, name, _ = self.owners[id(tensor)]
@@ -367,7 +376,7 @@ def _common_structure(calls: Sequence[RecordedCall]) -> CallStructure | str:
 
 def _common_graph(path: str, module: nn.Module, calls: Sequence[RecordedCall]) -> ModuleGraph | None:
     first = calls[0]
-    if first.graph is None or isinstance(first.structure, str) or first.outputs is None:
+    if first.graph is None or first.outputs is None:
         return None
     shape = _shape_of(first.graph)
     for call in calls[1:]:
@@ -377,7 +386,11 @@ def _common_graph(path: str, module: nn.Module, calls: Sequence[RecordedCall]) -
         for node, other in zip(first.graph.nodes, call.graph.nodes, strict=True):
             if other.meta.get("escapes"):
                 node.meta["escapes"] = True
-    return ModuleGraph(path, module, first.graph, first.structure, first.outputs, traced=False)
+    return ModuleGraph(path, module, first.graph, _structure_of(first), first.outputs, traced=False)
+
+
+def _structure_of(call: RecordedCall) -> CallStructure:
+    return CallStructure.unnamed() if isinstance(call.structure, str) else call.structure
 
 
 class _Chains:
@@ -447,7 +460,7 @@ class _Chains:
         (home,) = self.homes[chain[0]]
         path, caller = self.callers[home]
         call = next(self._calls_of(caller))
-        if isinstance(call.structure, str) or call.outputs is None:
+        if call.outputs is None:
             return
         graph = fx.Graph()
         value = graph.placeholder("input_0")
@@ -456,7 +469,7 @@ class _Chains:
             value = graph.create_node("call_module", node.target, (value,))
             value.meta["module"] = node.meta["module"]
         graph.output([value])
-        yield ModuleGraph(path, caller, graph, call.structure, call.outputs, traced=False, whole=False)
+        yield ModuleGraph(path, caller, graph, _structure_of(call), call.outputs, traced=False, whole=False)
 
 
 def _atom(node: fx.Node | None) -> int:

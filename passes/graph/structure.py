@@ -157,6 +157,12 @@ class CallStructure:
         omitted = frozenset(p.name for p in signature.parameters.values() if p.default is not p.empty)
         return cls(signature, spec, tuple(leaves), len(signature.parameters), omitted)
 
+    @classmethod
+    def unnamed(cls) -> CallStructure:
+        """That of calls whose tensors can't be named, for a graph that is never run."""
+        leaves, spec = pytree.tree_flatten({})
+        return cls(inspect.Signature(), spec, tuple(leaves), 0, frozenset())
+
     def same_as(self, other: CallStructure) -> bool:
         """Whether a graph that answers the one answers the other."""
         if self.spec != other.spec or len(self.leaves) != len(other.leaves):

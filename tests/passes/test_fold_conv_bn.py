@@ -5,6 +5,7 @@ import functools
 import pickle
 import random
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import folding_models as models
@@ -15,7 +16,7 @@ from allocations import LargestResult
 from folding_models import CONVOLUTIONS, FAR, image, norm_behind
 from pass_contract import captured, check_pass
 from tiny_models import enliven
-from torch import nn
+from torch import Tensor, nn
 
 from optimizer import check_parity, optimize, report_of
 from passes import FoldConvBn, fold_conv_bn
@@ -331,3 +332,77 @@ def test_one_statistic_without_the_other_is_refused() -> None:
     program, context = captured(model)
     (skip,) = FoldConvBn().run(program, context).skips
     assert skip.reason == "it keeps no running statistics"
+
+
+class Sized(nn.Module):
+    """A transposed convolution that is told what size is to come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.BatchNorm2d(3)
+        self.conv = nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(self.front(x), output_size=[2 * x.shape[2], 2 * x.shape[3]]))
+
+
+class SizedByPosition(Sized):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x, (11, 12)))
+
+
+class SizedIsland(Sized):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(output_size=(11, 12) if x.sum() > 1e3 else (12, 11), input=x))
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+@pytest.mark.parametrize("kind", [Sized, SizedByPosition, SizedIsland])
+def test_a_transposed_convolution_may_be_told_its_output_size(kind: type[Sized], inputs: bool) -> None:
+    model, x = enliven(kind()).eval(), image(2, 3, 6, 6)
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,) if inputs else None)
+    folds = 0 if kind is SizedIsland and not inputs else 1
+    assert [len(record.changes) for record in report_of(fast).passes] == [folds, folds]
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    assert check_parity(model, fast, (x,), batch_sizes=(1, 3)).ok
+
+
+class Box:
+    """Holds anything, and shows it to nobody who looks for attributes."""
+
+    __slots__ = ("kept",)
+
+
+@dataclass
+class Given:
+    """What a model is given in an object of a class that nobody knows."""
+
+    x: Tensor
+    box: Box
+
+
+class TakesObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, given: Given) -> Tensor:
+        return self.bn(self.conv(given.x))
+
+
+class KeepsInObject(TakesObject):
+    """The object holds the output of the convolution afterwards."""
+
+    def forward(self, given: Given) -> Tensor:
+        given.box.kept = self.conv(given.x)
+        return self.bn(given.box.kept)
+
+
+@pytest.mark.parametrize(("kind", "folds"), [(TakesObject, 1), (KeepsInObject, 0)])
+def test_what_comes_in_an_object_goes_through_layers_that_fold(kind: type[nn.Module], folds: int) -> None:
+    model, x = enliven(kind()).eval(), image()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(Given(x, Box()),))
+    assert len(report_of(fast).passes[0].changes) == folds
+    torch.testing.assert_close(fast(Given(x, Box())), model(Given(x, Box())), rtol=1e-5, atol=1e-5)
+    assert check_parity(model, fast, (Given(image(3, 3, 5, 5), Box()),)).ok
