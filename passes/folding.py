@@ -171,16 +171,13 @@ def _why_not_lent(program: Program, owner: nn.Module, pair: tuple[Convolution, A
     path, *aliases = program.paths[id(owner)]
     if _is_called(program, owner):
         return f"is also used by {path}, which is called too"
-    if program.recordings is not None or not is_layer(owner) or _is_home(program, owner, pair):
+    homes = [program.home(place.node).module for place in pair]
+    if program.recordings is not None or not is_layer(owner) or owner in homes:
         return None
     if aliases:
         return f"is of {path}, which is also {aliases[0]} and may be called: give example inputs"
     holder = program.named_reads.holder_of(owner)
     return None if holder is None else f"is of {path}, which {holder or 'the root'} may call: give example inputs"
-
-
-def _is_home(program: Program, owner: nn.Module, pair: tuple[Convolution, Affine]) -> bool:
-    return any(program.home(place.node).module is owner for place in pair)
 
 
 def _is_called(program: Program, owner: nn.Module) -> bool:

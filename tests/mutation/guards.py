@@ -38,7 +38,7 @@ LETS_PASS = {
     "is_stock": True, "has_hooks": False, "has_global_hooks": False, "is_parametrized": False,
     "_asks_isinstance": True, "is_carried": True, "is_tied": False,
     "is_leaving_alone": False, "_is_unused": True, "scales_channels": True, "_is_called": False,
-    "is_gone": True, "_are_tensors": True, "is_computed": False, "is_there": True,
+    "is_gone": True, "_are_tensors": True, "is_computed": False, "is_there": True, "is_layer": False,
 }  # fmt: skip
 # What stands in these files and judges no fold.
 OTHER_WORK = {
