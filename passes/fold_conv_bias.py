@@ -41,10 +41,10 @@ class FoldConvBias(GraphPass):
     the original's running mean follows only in part. The result has nothing that could drift so.
 
     Does not handle: in inference, a BatchNorm on the statistics of the batch that keeps running ones; in training, a
-    BatchNorm in eval (its bias does get a gradient) unless the bias is frozen too, and forwards by functions that differ
-    between training and eval in how they use the two; an output with other users, shared or parametrized modules,
-    modules with hooks, tensors that something else reads or may read in a branch of its code, a mean or scale that isn't
-    finite.
+    BatchNorm in eval (its bias does get a gradient) unless the bias is frozen too, a bias or mean in the memory of
+    another tensor, and forwards by functions that differ between training and eval in how they use the two; an output
+    with other users, shared or parametrized modules, modules with hooks, tensors that something else reads or may read
+    in a branch of its code, a mean or scale that isn't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bias"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -140,6 +141,16 @@ def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str |
     for ref in refs:
         if reason := _why_not_tensor(program, ref, (conv, norm)):
             return f"{_path_of(program, ref)} {reason}"
+    # In training the other tensors stay the caller's.
+    mean = norm.mean if isinstance(norm, BatchNorm) else None
+    return _why_not_memory(program, refs if program.mode != "training" else [conv.bias, mean])
+
+
+def _why_not_memory(program: Program, refs: Sequence[TensorRef | None]) -> str | None:
+    for ref in refs:
+        sharer = None if ref is None or ref.value is None else program.sharer_of(ref.value)
+        if ref is not None and sharer is not None:
+            return f"{_path_of(program, ref)} shares its memory with {sharer}"
     return None
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
 from passes.graph.guards import is_carried, opened_from, sealed_for
+from passes.graph.memory import SharedMemory, places_in
 from passes.graph.moved_bias import common_path
 from passes.graph.named_reads import NamedReads
 from passes.graph.recording import AUTOCAST, Places, Recordings
+from passes.graph.tracing import writes_in_place
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Program:
     _unregistered: frozenset[int] = frozenset()
     _opaque: frozenset[str] = frozenset()
     _named_reads: NamedReads | None = None
+    _memory: SharedMemory | None = None
     _by_path: dict[str, ModuleGraph] = field(default_factory=dict)
     _sources: dict[fx.Graph, dict[fx.Node, frozenset[fx.Node]]] = field(default_factory=dict)
 
@@ -114,6 +118,7 @@ class Program:
         for module in self.modules():
             for tensor in own_tensors(module).values():
                 self._tensor_owners[id(tensor)] += 1
+        self._memory = None
         self._home, self._modules, self._sources = {}, {}, {}
         self._calls, self._reads = defaultdict(list), defaultdict(list)
         for graph in (*self.graphs.values(), *self.parts):
@@ -194,6 +199,30 @@ class Program:
     def holders_of(self, tensor: torch.Tensor) -> int:
         """Under how many modules and names the tree holds the tensor."""
         return self._tensor_owners.get(id(tensor), 0)
+
+    def sharer_of(self, tensor: torch.Tensor) -> str | None:
+        """The path of another tensor in the memory of this one that would miss a change, or change this one unseen.
+
+        In training any does: the two are written together from then on. In inference a pass makes a new tensor, and the
+        others keep their values: there it is a tensor that a forward may write to, which parameters aren't.
+        """
+        if self._memory is None:
+            places = (place for module in self.modules() for place in places_in(self.paths[id(module)][0], module))
+            if self.mode == "training":
+                self._memory = SharedMemory(places)
+            else:
+                others = (lambda other: not isinstance(other, nn.Parameter)) if self._may_write() else (lambda _: False)
+                self._memory = SharedMemory(places, counts=others)
+        place = self._memory.beside(tensor)
+        return None if place is None else place.path
+
+    def _may_write(self) -> bool:
+        """Whether some forward writes to tensors that it didn't make itself, as far as the graphs tell."""
+        if any(key not in self.graphs or not self.graphs[key].traced for key in self.islands):
+            return True
+        if any(isinstance(module, _NormBase) and module.training for module in self.modules()):
+            return True
+        return any(writes_in_place(graph.graph) for graph in self.graphs.values())
 
     @property
     def named_reads(self) -> NamedReads:

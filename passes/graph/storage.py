@@ -1,8 +1,11 @@
-"""Tensors whose numbers don't lie in strides: sparse and nested ones, and those in mkldnn's own layout."""
+"""Where the numbers of tensors lie: in strides, or not, as those of sparse and nested ones and of mkldnn's own layout."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch.nn.parameter import is_lazy
 
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams, torch.per_channel_symmetric)
 _PLAIN_INDICES = {
@@ -40,6 +43,39 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in _PLAIN_INDICES:
         return (*(indices(tensor) for indices in _PLAIN_INDICES[tensor.layout]), tensor.values())
     return (tensor.to_dense(),) if tensor.is_mkldnn else (tensor,)
+
+
+class Extent(NamedTuple):
+    """The bytes of a storage from the first to behind the last that a tensor reaches.
+
+    Attributes:
+        storage: tells storages apart for as long as they live.
+    """
+
+    storage: int
+    start: int
+    end: int
+
+
+def extents_of(tensor: torch.Tensor) -> tuple[Extent, ...]:
+    """The bytes that the numbers of a tensor lie in, one extent for each of its parts.
+
+    None for a tensor that has no numbers, keeps them where torch doesn't show them (mkldnn's layout), or leaves them to
+    other tensors, as a class with a dispatch of its own may.
+    """
+    if is_lazy(tensor) or tensor.is_meta:
+        return ()
+    # A nested tensor may be of such a class; its rows are tensors of their own.
+    dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if not tensor.is_nested and (dispatches or tensor.is_mkldnn):
+        return ()
+    return tuple(_extent_of(part) for part in parts_of(tensor) if part.numel())
+
+
+def _extent_of(tensor: torch.Tensor) -> Extent:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return Extent(tensor.untyped_storage()._cdata, start, start + (int(last) + 1) * tensor.element_size())
 
 
 def same_values(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -1,7 +1,9 @@
 import torch
 from torch import nn
 
+from passes.graph import program as program_module
 from passes.graph.capture import capture
+from passes.graph.memory import places_in
 from passes.graph.program import Program
 from passes.graph.recording import agree, record
 
@@ -105,3 +107,33 @@ def test_ranks_come_from_recorded_runs_alone():
     assert program.rank_of_input(call_of(program, model[0])) == 4
     mixed = program_of(model, X, X[0])
     assert mixed.rank_of_input(call_of(mixed, model[0])) is None
+
+
+def test_memory_is_looked_at_once_between_two_edits(monkeypatch):
+    looked = []
+    monkeypatch.setattr(program_module, "places_in", lambda *place: looked.append(place) or places_in(*place))
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)).eval()
+    model[1].running_mean = model[0].running_mean[:]
+    program = program_of(model)
+    program.mode = "training"
+    assert not looked
+    assert program.sharer_of(model[0].running_mean) == "1.running_mean"
+    assert program.sharer_of(model[1].running_mean) == "0.running_mean"
+    assert program.sharer_of(model[0].running_var) is None
+    assert len(looked) == 3
+    model[1].running_mean = model[1].running_mean.clone()
+    program.refresh()
+    assert program.sharer_of(model[0].running_mean) is None
+    assert len(looked) == 6
+
+
+def test_in_inference_memory_is_shared_with_what_a_forward_may_write_to():
+    model = nn.Sequential(Conv(), nn.BatchNorm2d(3)).eval()
+    model.view = model[1].running_mean[:]
+    model[0].conv.bias.data = model[1].bias.data
+    assert program_of(model).sharer_of(model[1].running_mean) is None
+    writing = nn.Sequential(model, Island()).eval()
+    program = program_of(writing)
+    assert program.sharer_of(model[1].running_mean) == "0.view"
+    # Forwards don't write to parameters.
+    assert program.sharer_of(model[1].bias) is None

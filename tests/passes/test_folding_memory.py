@@ -1,0 +1,174 @@
+"""Pairs whose tensors lie in the memory of others: ties by `.data`, views of statistics, flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from folding_models import Pair, image
+from pass_contract import check_pass
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import optimize
+from passes import FoldConvBias, FoldConvBn
+
+
+class _Tied(Pair):
+    """Two convolutions over one storage, each with parameters of its own."""
+
+    def more(self) -> None:
+        self.other = nn.Conv2d(3, 4, 3, padding=1)
+        self.other.weight.data, self.other.bias.data = self.conv.weight.data, self.conv.bias.data
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.other(x)
+
+
+class _TiedWeight(_Tied):
+    def more(self) -> None:
+        self.other = nn.Conv2d(3, 4, 3, padding=1)
+        self.other.weight.data = self.conv.weight.data
+
+
+class _ViewOfMean(Pair):
+    def more(self) -> None:
+        self.center = self.bn.running_mean.view(1, 4, 1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.center.sum()
+
+
+class _MeanAsAttribute(_ViewOfMean):
+    def more(self) -> None:
+        self.center = self.bn.running_mean
+
+
+class _ScriptedTwin(Pair):
+    """A scripted layer has the same bias."""
+
+    def more(self) -> None:
+        other = nn.Conv2d(3, 4, 3, padding=1)
+        other.bias = self.conv.bias
+        self.other = torch.jit.script(other)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) + self.other(x)
+
+
+class _ListsBias(Pair):
+    """Keeps a list of its parameters that no forward reads."""
+
+    def more(self) -> None:
+        self.kept = [self.conv.bias]
+
+
+class _OneBuffer(nn.Module):
+    """The statistics of two BatchNorms are rows of one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Pair(), Pair()
+        rows = torch.stack([row for pair in (self.first, self.second) for row in _statistics_of(pair)])
+        for number, pair in enumerate((self.first, self.second)):
+            pair.bn.running_mean, pair.bn.running_var = rows[2 * number], rows[2 * number + 1]
+        self.more(rows)
+
+    def more(self, rows: Tensor) -> None:
+        """What a subclass does with the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def _statistics_of(pair: Pair) -> tuple[Tensor, Tensor]:
+    return pair.bn.running_mean, pair.bn.running_var
+
+
+class _OneRegisteredBuffer(_OneBuffer):
+    def more(self, rows: Tensor) -> None:
+        self.register_buffer("rows", rows)
+
+
+class _TwoNormsOverOne(_OneBuffer):
+    def more(self, rows: Tensor) -> None:
+        self.second.bn.running_mean = self.first.bn.running_mean[:]
+
+
+def _flat() -> nn.Module:
+    """All parameters are views of one vector that no module holds."""
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3)))
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    return model
+
+
+def _flat_parameter() -> nn.Module:
+    """The parameters are views of one that the model holds."""
+    model = Pair()
+    model.flat = nn.Parameter(torch.cat([model.conv.weight.detach().flatten(), model.conv.bias.detach()]))
+    model.conv.weight.data = model.flat.data[:108].view(4, 3, 3, 3)
+    model.conv.bias.data = model.flat.data[108:]
+    return model
+
+
+IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "tied by data": (_Tied, ["conv.bias shares its memory with other.bias"]),
+    "a flat parameter": (_flat_parameter, ["conv.bias shares its memory with flat"]),
+    "a view of the mean": (_ViewOfMean, ["bn.running_mean shares its memory with center"]),
+    "the mean itself": (_MeanAsAttribute, ["bn.running_mean shares its memory with center"]),
+    "a scripted layer": (_ScriptedTwin, ["conv.bias shares its memory with other.bias"]),
+    "a registered buffer": (
+        _OneRegisteredBuffer,
+        ["first.bn.running_mean shares its memory with rows", "second.bn.running_mean shares its memory with rows"],
+    ),
+    "two BatchNorms over one": (
+        _TwoNormsOverOne,
+        [
+            "first.bn.running_mean shares its memory with second.bn.running_mean",
+            "second.bn.running_mean shares its memory with first.bn.running_mean",
+        ],
+    ),
+}
+
+
+def _after_two_runs(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        for seed in (1, 2):
+            model.train()(image(seed=seed))
+        return model.eval()(image())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", IN_TRAINING)
+def test_in_training_a_bias_stays_that_lies_in_the_memory_of_another_tensor(kind: str) -> None:
+    make, reasons = IN_TRAINING[kind]
+    fast = optimize(make().train(), passes=["fold-conv-bias"], mode="training")
+    (done,) = fast.report.passes
+    assert [skip.text for skip in done.skips] == reasons
+    assert torch.equal(_after_two_runs(fast), _after_two_runs(make()))
+    other = make()
+    other.load_state_dict(fast.state_dict())
+    assert torch.equal(other.eval()(image()), fast(image()))
+
+
+@pytest.mark.parametrize("make", [_flat, _OneBuffer, _TiedWeight, _ListsBias])
+def test_in_training_a_bias_goes_that_shares_a_storage_and_no_bytes(make: Callable[[], nn.Module]) -> None:
+    done = check_pass(FoldConvBias(), make().train(), mode="training")
+    assert done.changes
+    assert not done.skips
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Tied, _TiedWeight, _ViewOfMean, _ListsBias, _OneBuffer, _OneRegisteredBuffer, _flat, _flat_parameter],
+)
+@pytest.mark.parametrize("item", [FoldConvBias(), FoldConvBn()])
+def test_in_inference_others_keep_the_values_that_the_pair_had(make: Callable[[], nn.Module], item: Any) -> None:
+    done = check_pass(item, make().eval(), image())
+    assert done.changes
