@@ -327,9 +327,12 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
         A set that holds, after the block, (id of the module, name) of each buffer or plain tensor that was written to.
     """
     written: set[tuple[int, str]] = set()
-    modules = [module for module in reachable_modules(root) if not _is_script(module)]
+    reachable = reachable_modules(root)
+    modules = [module for module in reachable if not _is_script(module)]
     snapshot = Snapshot(*modules)
-    nested = {id(tensor): (tensor, tensor.detach().clone()) for tensor in _nested_tensors(modules)}
+    # What can't be replaced by a copy is written to, and gets its values back.
+    in_place = [*_nested_tensors(modules), *_script_buffers(reachable)]
+    before = {id(tensor): (tensor, tensor.detach().clone()) for tensor in in_place}
     copies: dict[int, torch.Tensor] = {}
     places: list[tuple[nn.Module, bool, str, torch.Tensor]] = []
     for module in modules:
@@ -344,7 +347,7 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
     finally:
         changed = {id(tensor) for *_, tensor in places if not same_values(tensor, copies[id(tensor)])}
         snapshot.restore()
-        for tensor, values in nested.values():
+        for tensor, values in before.values():
             if not same_values(tensor, values):
                 with torch.no_grad():
                     write_values(tensor, values)
@@ -357,6 +360,13 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
             if keep_written:
                 own = kept.setdefault(id(tensor), _own(tensor))
                 (module._buffers if is_buffer else module.__dict__)[name] = own
+
+
+def _script_buffers(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """The buffers of the scripted modules: the copy of such a one has the caller's."""
+    for module in modules:
+        if _is_script(module):
+            yield from module.buffers(recurse=False)
 
 
 def _nested_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

@@ -149,3 +149,31 @@ def test_a_generator_and_a_file_that_no_forward_moves_do_no_harm():
         with kept_state(model):
             assert model.file is file
     assert next(model.items) == 0
+
+
+class _Steps(nn.Module):
+    """Counts its calls, in eval too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        return x + self.steps
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("inner", [lambda: nn.BatchNorm2d(4), _Steps])
+def test_the_callers_scripted_parts_keep_their_buffers(mode, inner):
+    scripted = torch.jit.script(enliven(nn.Sequential(nn.Conv2d(3, 4, 3), inner())))
+    model = nn.Sequential(scripted, enliven(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)))).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fast = optimize(model, passes=["fold-conv-bias"], mode=mode, example_inputs=(torch.randn(2, 3, 8, 8),))
+    (done,) = fast.report.passes
+    assert done.status == "applied"
+    assert [change.where for change in done.changes] == ["1.0"]
+    assert fast.report.parity.verdict == "ok"
+    after = model.state_dict()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
