@@ -18,7 +18,7 @@ It doesn't see into TorchScript, compiled code, or kernels that take float32 onl
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.graph.memory import copied_together
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -90,6 +92,10 @@ def raised(dtype: torch.dtype) -> torch.dtype:
     return _RAISED.get(dtype, dtype)
 
 
+def _has_one_dtype(group: Sequence[torch.Tensor]) -> bool:
+    return len(group) > 1 and len({tensor.dtype for tensor in group}) == 1
+
+
 @contextmanager
 def float64_mode(*, own_dtype: torch.dtype = torch.float32, leaf_parameters: bool = False) -> Iterator["Float64Mode"]:
     """Inside, every torch call of this thread computes in float64.
@@ -106,7 +112,8 @@ def float64_mode(*, own_dtype: torch.dtype = torch.float32, leaf_parameters: boo
 class Float64Mode(TorchFunctionMode):
     """The mode behind `float64_mode`; `lowered` names the functions whose float results were not float64.
 
-    `written` are parameters that the model writes to: each has a shadow, as a buffer has.
+    `written` are parameters that the model writes to: each has a shadow, as a buffer has. `together` are groups of other
+    tensors that lie in each other's memory (`passes.graph.memory.groups_of`): so do their shadows.
 
     `coarsest` is the machine epsilon of the least precise dtype that was raised: what the original's own rounding is
     to be measured by, whatever the dtype of its outputs.
@@ -118,9 +125,11 @@ class Float64Mode(TorchFunctionMode):
         own_dtype: torch.dtype = torch.float32,
         leaf_parameters: bool = False,
         written: Iterable[nn.Parameter] = (),
+        together: Iterable[Sequence[torch.Tensor]] = (),
     ) -> None:
         super().__init__()
         self._written = frozenset(map(id, written))
+        self._together = {id(tensor): group for group in together if _has_one_dtype(group) for tensor in group}
         self.own_dtype = own_dtype
         self.leaf_parameters = leaf_parameters
         self.lowered: set[str] = set()
@@ -299,6 +308,10 @@ class Float64Mode(TorchFunctionMode):
         parameter = isinstance(tensor, nn.Parameter)
         if parameter and not keep and not self.leaf_parameters and id(tensor) not in self._written:
             return tensor.to(raised(tensor.dtype))
+        if (group := self._together.get(id(tensor))) is not None:
+            shadows = copied_together(group, raised(tensor.dtype))
+            self._shadows |= {id(one): (one, shadow) for one, shadow in zip(group, shadows, strict=True)}
+            return self._shadows[id(tensor)][1]
         if tensor.grad_fn is not None:
             shadow = tensor.to(raised(tensor.dtype))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -33,11 +34,19 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, off_by_one_ulp
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
-from optimizer.preserve import eager_only, evaluated, modules_of, one_at_a_time, pinned_settings
+from optimizer.preserve import (
+    eager_only,
+    evaluated,
+    modules_of,
+    one_at_a_time,
+    pinned_settings,
+    reachable_modules,
+)
 from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
 from optimizer.written_parameters import kept_parameters
+from passes.graph.memory import groups_of, places_in
 from passes.graph.moved_bias import moved_biases
 
 logger = logging.getLogger(__name__)
@@ -350,6 +359,14 @@ class Original:
     def _written_parameters(self) -> list[nn.Parameter]:
         return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
 
+    @functools.cached_property
+    def _together(self) -> list[list[torch.Tensor]]:
+        """The buffers and attributes of the model that lie in each other's memory, without any that has gradients."""
+        modules = reachable_modules(self.target) if isinstance(self.target, nn.Module) else []
+        held = [place.tensor for place in places_in(("", module) for module in modules)]
+        groups = groups_of(tensor for tensor in held if not isinstance(tensor, nn.Parameter))
+        return [group for group in groups if len(group) > 1 and not any(one.requires_grad for one in group)]
+
     def _find_written(self, call: Call, seed: int, training: bool, names: Sequence[str]) -> frozenset[str]:
         """The parameters that the model writes to: found in a run that is watched, as no second copy of all is made."""
         if not isinstance(self.target, nn.Module):
@@ -378,7 +395,10 @@ class Original:
 
     def _float64(self, call: Call, kept: Kept, training: bool) -> Observation | None:
         mode = Float64Mode(
-            own_dtype=own_dtype(self.target, call), leaf_parameters=training, written=self._written_parameters()
+            own_dtype=own_dtype(self.target, call),
+            leaf_parameters=training,
+            written=self._written_parameters(),
+            together=self._together,
         )
         try:
             with eager_only(), _silent():

@@ -7,7 +7,7 @@ import enum
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
 from passes.graph.capture import ModuleGraph, is_atom
+from passes.graph.memory import copied_together, groups_of
 from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, values_in
 from passes.graph.storage import same_values, write_values
 from passes.graph.tracing import writes_in_place
@@ -66,6 +67,8 @@ class WorkingCopy:
     originals: dict[int, nn.Module]
     notes: list[str] = field(default_factory=list)
     _memo: dict[int, Any] = field(default_factory=dict, repr=False)
+    # The copy's tensors, by identity, in the memory of one in a container: they were settled when they were copied.
+    _nested: set[int] = field(default_factory=set, repr=False)
 
     def restore_attribute(self, module: nn.Module, name: str) -> None:
         """Copy one attribute of `module` (a module of the copy) from the caller's module once more."""
@@ -79,19 +82,26 @@ class WorkingCopy:
         """Give the copy storage of its own for buffers and plain tensors that its forwards may write to.
 
         What only torch.nn's own layers use, or a traced forward that writes to nothing, stays shared with the caller's
-        module. In training all is shared.
+        module; what lies in one memory goes on doing so. In training all is shared.
         """
         if self.mode == "training":
             return
         modules = [module for module in map(self._twin_of, self.originals.values()) if not _is_script(module)]
         writing = [module for module in modules if not _only_reads(module)]
-        own: dict[int, torch.Tensor] = {}
+        written = set[int]()
         for module in writing:
             graph = graphs.get(id(module))
             if graph is None or not graph.traced or writes_in_place(graph.graph):
-                own |= {id(value): _own(value) for _, _, value in _state_of(module) if id(value) not in own}
+                written |= {id(value) for _, _, value in _state_of(module)}
+        places = [place for module in modules for place in _state_of(module)]
+        own: dict[int, torch.Tensor] = {}
+        groups = groups_of(value for *_, value in places)
+        anew = _touching(groups, written) - _touching(groups, self._nested)
+        for group in groups:
+            if id(group[0]) in anew:
+                own |= _owned(group)
         # Whoever reads what another one writes goes on doing so.
-        for home, name, value in [place for module in modules for place in _state_of(module)]:
+        for home, name, value in places:
             home[name] = own.get(id(value), value)
 
     def _twin_of(self, original: nn.Module) -> nn.Module:
@@ -138,6 +148,7 @@ class _Cloner:
 
     def clone_tree(self, model: nn.Module) -> None:
         modules = reachable_modules(model)
+        self._clone_nested([module for module in modules if not _is_script(module)])
         for module in modules:
             self._clone_tensors(module)
         # All shells exist before any attribute is copied, so that a reference from one module to another, in either
@@ -158,6 +169,26 @@ class _Cloner:
     def _remember(self, original: nn.Module, clone: nn.Module) -> None:
         self.memo[id(original)] = clone
         self.result.originals[id(clone)] = original
+
+    def _clone_nested(self, modules: Sequence[nn.Module]) -> None:
+        """Keep tensors in plain containers together with those of the modules whose memory they lie in.
+
+        What is in a container can't be exchanged for what a forward may write to: in inference all of them get memory of
+        the copy's own at once. A parameter isn't written to, and stays the caller's.
+        """
+        nested = list(_nested_tensors(modules))
+        if not nested:
+            return
+        held = [value for module in modules for *_, value in _state_of(module)]
+        if self.share_parameters:
+            held += [value for module in modules for value in module._parameters.values() if value is not None]
+        groups = groups_of([*nested, *held])
+        together = _touching(groups, set(map(id, nested))) & _touching(groups, set(map(id, held)))
+        for group in groups:
+            if id(group[0]) in together:
+                copies = {id(value): value for value in group} if self.share_parameters else _owned(group)
+                self.memo |= copies
+                self.result._nested |= set(map(id, copies.values()))
 
     def _clone_tensors(self, module: nn.Module) -> None:
         # A script module gives its tensors out anew at each look: its copy shares them.
@@ -307,6 +338,14 @@ def _same_storage(tensor: torch.Tensor) -> torch.Tensor:
     return clone
 
 
+def _owned(group: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """For each tensor of a group, by identity, one with the same values, in memory that the copies share as those did."""
+    if len(group) == 1:
+        return {id(group[0]): _own(group[0])}
+    copies = zip(group, copied_together(group), strict=True)
+    return {id(tensor): copied.requires_grad_(tensor.requires_grad) for tensor, copied in copies}
+
+
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with the same values in storage of its own; a lazy one has no storage yet."""
     if is_lazy(tensor):
@@ -332,34 +371,35 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
     snapshot = Snapshot(*modules)
     # What can't be replaced by a copy is written to, and gets its values back.
     in_place = [*_nested_tensors(modules), *_script_buffers(reachable)]
-    before = {id(tensor): (tensor, tensor.detach().clone()) for tensor in in_place}
-    copies: dict[int, torch.Tensor] = {}
-    places: list[tuple[nn.Module, bool, str, torch.Tensor]] = []
-    for module in modules:
-        for is_buffer, home in ((True, module._buffers), (False, module.__dict__)):
-            for name, tensor in home.items():
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not is_lazy(tensor):
-                    home[name] = copies.setdefault(id(tensor), tensor.detach().clone())
-                    places.append((module, is_buffer, name, tensor))
+    places = [(module, *place) for module in modules for place in _state_of(module) if not is_lazy(place[-1])]
+    groups = groups_of([*in_place, *(tensor for *_, tensor in places)])
+    fixed = _touching(groups, set(map(id, in_place)))
+    copies = {id(tensor): own for group in groups for tensor, own in zip(group, copied_together(group), strict=True)}
+    for _, home, name, tensor in places:
+        home[name] = tensor if id(tensor) in fixed else copies[id(tensor)]
     try:
         with held_iterators(modules):
             yield written
     finally:
-        changed = {id(tensor) for *_, tensor in places if not same_values(tensor, copies[id(tensor)])}
+        changed = {id(one): one for group in groups for one in group if not same_values(one, copies[id(one)])}
         snapshot.restore()
-        for tensor, values in before.values():
-            if not same_values(tensor, values):
-                with torch.no_grad():
-                    write_values(tensor, values)
+        with torch.no_grad():
+            for key in changed.keys() & fixed:
+                write_values(changed[key], copies[key])
+        replaced = _touching(groups, changed.keys()) - fixed if keep_written else set()
         kept: dict[int, torch.Tensor] = {}
-        for module, is_buffer, name, tensor in places:
-            (module._buffers if is_buffer else module.__dict__)[name] = tensor
-            if id(tensor) not in changed:
-                continue
-            written.add((id(module), name))
-            if keep_written:
-                own = kept.setdefault(id(tensor), _own(tensor))
-                (module._buffers if is_buffer else module.__dict__)[name] = own
+        for group in groups:
+            if id(group[0]) in replaced:
+                kept |= _owned(group)
+        for module, home, name, tensor in places:
+            home[name] = kept.get(id(tensor), tensor)
+            if id(tensor) in changed:
+                written.add((id(module), name))
+
+
+def _touching(groups: Iterable[Sequence[torch.Tensor]], some: Set[int]) -> set[int]:
+    """The tensors, by identity, of all groups that have one of `some`."""
+    return {key for group in groups if not (keys := set(map(id, group))).isdisjoint(some) for key in keys}
 
 
 def _script_buffers(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

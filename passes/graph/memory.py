@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from passes.graph.side_effects import REGISTRIES
-from passes.graph.storage import Extent, extents_of
+from passes.graph.storage import Extent, extents_of, kind_of
 
 
 class Place(NamedTuple):
@@ -65,26 +65,88 @@ class SharedMemory:
         return next((place for place in group if place.tensor is not tensor or place.stands_apart), None)
 
 
-def places_in(path: str, module: nn.Module) -> Iterator[Place]:
-    """The tensors that a module itself holds, those in plain containers among its attributes too."""
-    prefix = f"{path}." if path else ""
-    if isinstance(module, torch.jit.ScriptModule):
-        # It has no more than these, and may give them out anew at each look, over the same memory.
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            yield Place(prefix + name, tensor, stands_apart=True)
+def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors, each once, in groups that share no bytes with each other; most are alone."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    shared = SharedMemory(Place("", tensor) for tensor in distinct.values())
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for key, tensor in distinct.items():
+        found[id(shared._groups.get(key, tensor))].append(tensor)
+    return list(found.values())
+
+
+def copied_together(group: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Copies of tensors that share what they shared: what is written to one shows in the others.
+
+    Those of other classes than torch's own, and those that don't lie in strides, are copied each for itself.
+
+    Args:
+        group: as `groups_of` gives it.
+        dtype: that of the copies; the tensors of the group have one dtype then. None keeps each one's own.
+    """
+    if len(group) == 1 or not all(map(_can_be_laid_anew, group)):
+        own = [tensor.detach().clone() for tensor in group]
+        return own if dtype is None else [tensor.to(dtype) for tensor in own]
+    extents = [extent for tensor in group for extent in extents_of(tensor)]
+    # Numbers of every dtype may start there.
+    first = min(extent.start for extent in extents) // 16 * 16
+    one = group[0].dtype if all(tensor.dtype is group[0].dtype for tensor in group) else torch.uint8
+    size = max(extent.end for extent in extents) - first
+    old = group[0].untyped_storage()
+    bytes_or_numbers = _over(old, one, group[0], first // one.itemsize, (size // one.itemsize,), (1,))
+    memory = bytes_or_numbers.to(dtype or one, copy=True).untyped_storage()
+    return [
+        _over(memory, dtype or tensor.dtype, tensor, (extent.start - first) // tensor.element_size(), tensor.shape,
+              tensor.stride())
+        for tensor, extent in zip(group, extents, strict=True)
+    ]  # fmt: skip
+
+
+def _can_be_laid_anew(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and kind_of(tensor) is None
+    return is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    like: torch.Tensor,
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor over a storage: no view of another, so that a forward may write to it as to any."""
+    return torch.empty(0, dtype=dtype, device=like.device).set_(storage, offset, tuple(shape), tuple(strides))
+
+
+def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
+    """The tensors that modules, each with its path, hold: registered, as attributes, and in containers among these.
+
+    Modules may share a container, a vocabulary, say: it is looked through once.
+    """
+    seen = set[int]()
+    for path, module in modules:
+        prefix = f"{path}." if path else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            # It has no more than these, and may give them out anew at each look, over the same memory.
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            yield from (Place(prefix + name, tensor, stands_apart=True) for name, tensor in own)
+            continue
+        for home in (module._parameters, module._buffers):
+            yield from (Place(prefix + name, tensor) for name, tensor in home.items() if tensor is not None)
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield Place(prefix + name, value, stands_apart=True)
+            elif name not in REGISTRIES:
+                yield from _inside(prefix + name, value, seen, depth=2)
+
+
+def _inside(path: str, container: object, seen: set[int], depth: int) -> Iterator[Place]:
+    if not isinstance(container, dict | list | tuple) or id(container) in seen:
         return
-    for home in (module._parameters, module._buffers):
-        yield from (Place(prefix + name, tensor) for name, tensor in home.items() if tensor is not None)
-    for name, value in module.__dict__.items():
-        if isinstance(value, torch.Tensor):
-            yield Place(prefix + name, value, stands_apart=True)
-        elif name not in REGISTRIES:
-            yield from _places_at(prefix + name, value, depth=2)
-
-
-def _places_at(path: str, value: object, depth: int) -> Iterator[Place]:
-    if isinstance(value, torch.Tensor):
-        yield Place(path, value)
-    elif depth and isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _places_at(f"{path}[{key!r}]", item, depth - 1)
+    seen.add(id(container))
+    for key, item in container.items() if isinstance(container, dict) else enumerate(container):
+        if isinstance(item, torch.Tensor):
+            yield Place(f"{path}[{key!r}]", item)
+        elif depth > 1 and isinstance(item, dict | list | tuple):
+            yield from _inside(f"{path}[{key!r}]", item, seen, depth - 1)

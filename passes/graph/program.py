@@ -207,7 +207,7 @@ class Program:
         others keep their values: there it is a tensor that a forward may write to, which parameters aren't.
         """
         if self._memory is None:
-            places = (place for module in self.modules() for place in places_in(self.paths[id(module)][0], module))
+            places = places_in((self.paths[id(module)][0], module) for module in self.modules())
             if self.mode == "training":
                 self._memory = SharedMemory(places)
             else:

@@ -436,3 +436,23 @@ def test_the_backward_pass_is_rounded():
     with RoundedMode(0):
         (gradient,) = torch.autograd.grad((3 * weight).sum(), weight)
     assert 0 < (gradient - 3).abs().max() < 1e-14
+
+
+def test_shadows_of_tensors_in_one_memory_lie_in_one() -> None:
+    whole = torch.full((4,), 0.1)
+    part = whole[1:3]
+    with Float64Mode(together=[[whole, part]]) as mode:
+        part.add_(0.2)
+        read = whole * 1
+    assert mode.shadow(part).tolist() == [float(torch.tensor(0.1)) + 0.2] * 2
+    assert read.tolist()[1:3] == mode.shadow(part).tolist()
+    assert torch.equal(whole, torch.full((4,), 0.1))
+
+
+def test_tensors_of_several_dtypes_in_one_memory_have_shadows_each() -> None:
+    whole = torch.view_as_complex(torch.ones(2, 2))
+    real = torch.view_as_real(whole)
+    with Float64Mode(together=[[whole, real]]) as mode:
+        real.add_(1)
+    assert mode.shadow(real).unique().tolist() == [2]
+    assert mode.shadow(whole) is None

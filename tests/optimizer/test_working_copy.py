@@ -258,7 +258,7 @@ def test_what_many_modules_share_is_not_looked_through_for_each():
     assert list(shared) == ["a"]
     assert torch.equal(shared["a"], torch.zeros(2))
     clones = working_copy(model).root
-    assert Vocabulary.looks == 3
+    assert Vocabulary.looks == 4
     assert all(clone.shared is clones[0].shared is not shared for clone in clones)
 
 
@@ -526,3 +526,80 @@ def test_private_buffers_sees_writes_that_move_no_version():
         norm(X)
     assert {name for _, name in written} == {"running_mean", "running_var", "num_batches_tracked"}
     assert torch.equal(norm.running_mean, torch.zeros(4))
+
+
+# --- memory that tensors share ------------------------------------------------------------------------------------------
+
+
+def _moves_the_middle(self, x):
+    if x.sum() > -1e9:
+        self.middle.add_(1)
+    return x + self.whole.sum() + self.other.sum()
+
+
+def _sharing(place):
+    """A buffer, a part of it that the forward writes to, and a view of that part in another place."""
+    model = make(_moves_the_middle).eval()
+    model.register_buffer("whole", torch.zeros(6))
+    model.middle = model.whole[2:4]
+    model.other = torch.zeros(1)
+    if place == "attribute":
+        model.other = model.middle.view(1, 2)
+    if place == "another module":
+        model.inner = nn.BatchNorm1d(2)
+        model.inner.running_mean = model.middle[:]
+    if place == "list":
+        model.held = [model.middle[:1]]
+    return model
+
+
+def _in(place, model):
+    found = {"attribute": lambda: model.other, "another module": lambda: model.inner.running_mean}
+    return found.get(place, lambda: model.held[0])()
+
+
+PLACES = ["attribute", "another module", "list"]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_shares_memory_shares_it_in_the_copy(mode, place):
+    model = _sharing(place)
+    result = working_copy(model, mode)
+    result.own_state(capture(result.root).graphs)
+    for calls in (1, 2):
+        result.root(X)
+        assert result.root.whole.tolist() == [0, 0, calls, calls, 0, 0]
+        assert _in(place, result.root).unique().tolist() == [calls]
+    assert (model.whole.sum() == 0) == (mode == "inference")
+    if mode == "training":
+        assert _in(place, result.root).data_ptr() == _in(place, model).data_ptr()
+
+
+@pytest.mark.parametrize("keep_written", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_private_buffers_share_memory_as_the_buffers_do(keep_written, place):
+    model = working_copy(_sharing(place)).root
+    whole = model.whole
+    with private_buffers(model, keep_written=keep_written) as written:
+        model(X)
+        assert model.whole.tolist() == [0, 0, 1, 1, 0, 0]
+        assert _in(place, model).unique().tolist() == [1]
+    assert {name for _, name in written} >= {"whole", "middle"}
+    assert whole.tolist() == model.whole.tolist() == [0] * 6
+    model(X)
+    assert model.whole.tolist() == [0, 0, 1, 1, 0, 0]
+    assert _in(place, model).unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forward_that_writes_to_a_view_goes_through(mode, place):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    model = _sharing(place).train(mode == "training")
+    fast = optimize(model, passes=[], mode=mode, example_inputs=(x,))
+    assert fast.report.parity.verdict == "ok"
+    assert model.whole.tolist() == [0] * 6
+    twin = _sharing(place)
+    for _ in range(3):
+        assert torch.equal(fast(x), twin(x))

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from folding_models import Pair, image
-from pass_contract import check_pass
+from pass_contract import captured, check_pass, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import optimize
+from optimizer.working_copy import Mode
 from passes import FoldConvBias, FoldConvBn
 
 
@@ -44,6 +45,19 @@ class _ViewOfMean(Pair):
 class _MeanAsAttribute(_ViewOfMean):
     def more(self) -> None:
         self.center = self.bn.running_mean
+
+
+class _WritesIntoTheMean(_ViewOfMean):
+    def forward(self, x: Tensor) -> Any:
+        self.center.add_(0.5)
+        return self.bn(self.conv(x))
+
+
+class _WritesUnseen(_ViewOfMean):
+    def forward(self, x: Tensor) -> Any:
+        if x.sum() < 1e9:
+            self.center.add_(0.5)
+        return self.bn(self.conv(x))
 
 
 class _ScriptedTwin(Pair):
@@ -157,6 +171,20 @@ def test_in_training_a_bias_stays_that_lies_in_the_memory_of_another_tensor(kind
     assert torch.equal(other.eval()(image()), fast(image()))
 
 
+@pytest.mark.parametrize("kind", ["a view of the mean", "a registered buffer", "two BatchNorms over one"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_statistics_that_share_memory_are_measured_as_such(kind: str, mode: Mode) -> None:
+    make, _ = IN_TRAINING[kind]
+    model = make().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fast = optimize(model, mode=mode, example_inputs=(image(),))
+    assert fast.report.parity.verdict == "ok"
+    assert fast.report.parity.reference == "float64"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    run = _after_two_runs if mode == "training" else (lambda module: module.eval()(image()))
+    assert torch.allclose(run(fast), run(make()), atol=1e-5)
+
+
 @pytest.mark.parametrize("make", [_flat, _OneBuffer, _TiedWeight, _ListsBias])
 def test_in_training_a_bias_goes_that_shares_a_storage_and_no_bytes(make: Callable[[], nn.Module]) -> None:
     done = check_pass(FoldConvBias(), make().train(), mode="training")
@@ -172,3 +200,12 @@ def test_in_training_a_bias_goes_that_shares_a_storage_and_no_bytes(make: Callab
 def test_in_inference_others_keep_the_values_that_the_pair_had(make: Callable[[], nn.Module], item: Any) -> None:
     done = check_pass(item, make().eval(), image())
     assert done.changes
+
+
+@pytest.mark.parametrize("cls", [_WritesIntoTheMean, _WritesUnseen])
+@pytest.mark.parametrize("item", [FoldConvBias(), FoldConvBn()])
+def test_in_inference_a_pair_stays_that_a_forward_writes_to(cls: type[nn.Module], item: Any) -> None:
+    program, context = captured(cls().eval(), image())
+    done = item.run(program, context)
+    assert not done.changes
+    assert any(text.endswith("bn.running_mean shares its memory with center") for _, text in sentences_of(done))

@@ -111,7 +111,7 @@ def test_ranks_come_from_recorded_runs_alone():
 
 def test_memory_is_looked_at_once_between_two_edits(monkeypatch):
     looked = []
-    monkeypatch.setattr(program_module, "places_in", lambda *place: looked.append(place) or places_in(*place))
+    monkeypatch.setattr(program_module, "places_in", lambda modules: looked.append(1) or places_in(modules))
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)).eval()
     model[1].running_mean = model[0].running_mean[:]
     program = program_of(model)
@@ -120,11 +120,11 @@ def test_memory_is_looked_at_once_between_two_edits(monkeypatch):
     assert program.sharer_of(model[0].running_mean) == "1.running_mean"
     assert program.sharer_of(model[1].running_mean) == "0.running_mean"
     assert program.sharer_of(model[0].running_var) is None
-    assert len(looked) == 3
+    assert len(looked) == 1
     model[1].running_mean = model[1].running_mean.clone()
     program.refresh()
     assert program.sharer_of(model[0].running_mean) is None
-    assert len(looked) == 6
+    assert len(looked) == 2
 
 
 def test_in_inference_memory_is_shared_with_what_a_forward_may_write_to():
