@@ -545,6 +545,9 @@ def _check_change(
     """Whether the region computes with the change what it computed without it, as `_check`; in training, in eval too."""
     after = change.after
     assert after is not None
+    with taken_back(change.edits):
+        flowing = (*values, *before.read_tensors())
+    is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in flowing)
 
     def old(*values: Any) -> Any:
         with taken_back(change.edits), before.private_state():
@@ -554,17 +557,17 @@ def _check_change(
         with after.private_state():
             return after(*values)
 
-    yield _check(old, new, values)
+    yield _check(old, new, values, is_half)
     if mode == "training" and any(module.training for module in before.modules):
         # What running statistics are for shows in eval alone.
         with ExitStack() as stack:
             for module in before.modules:
                 stack.enter_context(training_flags(module, False))
-            yield _check(old, new, values)
+            yield _check(old, new, values, is_half)
 
 
 def _check(
-    old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...]
+    old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...], is_half: bool
 ) -> tuple[RegionParity, RegionParity | None]:
     """Whether both compute the same; and whether the new one is as precise, where that is asked.
 
@@ -575,12 +578,13 @@ def _check(
     """
 
     def in_float64(*values: Any) -> Any:
+        # It may write to what it is given.
+        copies = tuple(map(_cloned, values))
         with float64_mode():
             outputs = new(*values)
-        dtype = values[0].dtype
-        return pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_double(leaf) else leaf, outputs)
+        # Each in the dtype that it gives by itself, which needn't be that of what goes in.
+        return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
 
-    is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
     reference = RegionReference.measure(old, [values, *(_neighbours(old, values) if is_half else ())])
     if not reference.in_float64:
         return reference.compare(new), None
@@ -591,8 +595,11 @@ def _check(
 def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """The inputs off by one unit in the last place, as often as it takes to see many rounding errors of the region.
 
-    How far one number is rounded is chance: of few numbers the region's own error may be none at all.
+    How far one number is rounded is chance: of few numbers the region's own error may be none at all. Where no floats go
+    in, there is nothing to be off.
     """
+    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
+        return
     with torch.no_grad():
         outputs = pytree.tree_leaves(region(*values))
     numbers = sum(leaf.numel() for leaf in outputs if isinstance(leaf, torch.Tensor))
@@ -615,8 +622,8 @@ def _rows(call: Call) -> int:
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
 
 
-def _is_double(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float64
+def _as_dtype_of(leaf: Any, other: Any) -> Any:
+    return leaf.to(other.dtype) if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) else leaf
 
 
 def _installed(graph: ModuleGraph) -> AttributeEdit:

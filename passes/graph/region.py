@@ -80,6 +80,12 @@ class Region:
         """The modules that the region calls."""
         return tuple(step.target for step in self.steps if isinstance(step.target, nn.Module))
 
+    def read_tensors(self) -> list[torch.Tensor]:
+        """The parameters and buffers that it reads by their names, as they are now: they flow into it as its inputs do."""
+        reads = (read for step in self.steps for read in _reads_in((step.args, step.kwargs)))
+        values = (getattr(read.owner, read.name) for read in reads)
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
     @contextmanager
     def private_state(self) -> Iterator[None]:
         """Inside, a run writes to copies of the buffers that it reads: a BatchNorm in training counts statistics."""

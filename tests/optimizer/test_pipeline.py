@@ -490,3 +490,103 @@ def test_nested_outputs_are_the_same_row_by_row(layout: torch.layout) -> None:
     # Padded with zeros both would be alike.
     assert not _same(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.0, 0.0]))
     assert not _same(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0]))
+
+
+class Fed(Pair):
+    """A second pair that nothing but a parameter is given to."""
+
+    def more(self) -> None:
+        self.inner = nn.Conv2d(3, 4, 3, padding=1)
+        self.inner_bn = nn.BatchNorm2d(4)
+        self.table = nn.Parameter(torch.randn(1, 3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)) + self.inner_bn(self.inner(self.table))
+
+
+class Alone(Fed):
+    def forward(self) -> Tensor:  # type: ignore[override]
+        return self.inner_bn(self.inner(self.table))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "places"), [(Fed, ["bn", "inner_bn"]), (Alone, ["inner_bn"])])
+def test_a_change_to_what_takes_no_argument_is_checked(cls: type[Fed], places: list[str], dtype: torch.dtype) -> None:
+    inputs = (X.to(dtype),) if cls is Fed else ()
+    model = cls().to(dtype).eval()
+    fast = optimize(model, ["fold-conv-bn", "channels-last"], example_inputs=inputs, strict=True)
+    folded, laid_out = report_of(fast).passes
+    assert [change.where for change in folded.changes] == places
+    assert folded.parity is not None
+    assert folded.parity <= 4
+    assert laid_out.status == "applied"
+    assert report_of(fast).verified
+    torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=0.05 if dtype is torch.bfloat16 else 1e-5, atol=0.05)
+    trained = optimize(cls().to(dtype), ["fold-conv-bias"], example_inputs=inputs, mode="training", strict=True)
+    assert len(report_of(trained).passes[0].changes) == len(places)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_wrong_change_to_what_takes_no_argument_is_found(mode: Literal["inference", "training"]) -> None:
+    fast = optimize(Alone().train(mode == "training"), [ScaleOneWeight("inner")], example_inputs=(), mode=mode)
+    (record,) = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert record.reason.startswith("inner (scaled by 1.0 percent): output is off by ")
+
+
+def test_how_half_precision_rounds_is_looked_at_without_an_argument_too() -> None:
+    class CancellingAlone(Cancelling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Parameter(image(2, 3, 8, 8) + 1000), nn.Parameter(image(2, 3, 8, 8))
+
+        def forward(self) -> Any:  # type: ignore[override]
+            (conv, norm), (other, other_norm) = self.first, self.second
+            return norm(conv(self.large)).relu(), other_norm(other(self.small)).relu()
+
+    fast = optimize(CancellingAlone().bfloat16().eval(), ["fold-conv-bn"], example_inputs=())
+    (record,) = report_of(fast).passes
+    assert [change.where for change in record.changes] == ["second.1"]
+    (skip,) = record.skips
+    assert skip.where == "first.1"
+    assert "it loses too much to rounding" in skip.text
+
+
+class Complex(Pair):
+    def more(self) -> None:
+        self.complex = nn.Conv2d(4, 4, 3, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.complex(self.bn(self.conv(x)).to(torch.complex64)).abs()
+
+
+def test_a_complex_convolution_is_compared_in_its_own_dtype() -> None:
+    model = Complex().eval()
+    fast = optimize(model, ["fold-conv-bn", "channels-last"], example_inputs=(X,), strict=True)
+    assert statuses(fast) == [("fold-conv-bn", "applied"), ("channels-last", "applied")]
+    assert [change.where for change in report_of(fast).passes[1].changes] == ["conv", "complex", ""]
+    assert report_of(fast).verified
+    torch.testing.assert_close(fast(X), model(X))
+
+
+@dataclass(frozen=True)
+class Widen(GraphPass):
+    """Have a convolution give the right numbers in another dtype, which the module around it takes back."""
+
+    name: ClassVar[str] = "widen"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        conv = graph.program.root.conv
+        with graph.change("conv", "gives float64", graph.program.calls_of(conv)) as change:
+            graph.set_forward(change, conv, lambda x: nn.Conv2d.forward(conv, x).double())
+
+
+def test_a_change_of_a_dtype_within_is_found_where_it_was_made() -> None:
+    class Casts(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).float().sin()
+
+    fast = optimize(Casts().eval(), [Widen()], example_inputs=(X,))
+    (record,) = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert record.reason.startswith("conv (gives float64): output: the dtype is float64 and should be float32")
