@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from optimizer.float64 import Float64Mode, raised
 from optimizer.inputs import Call
-from optimizer.preserve import kept_state, random_state
+from optimizer.preserve import kept_state, random_state, unregistered_modules
+from optimizer.reentrant import gradients_by_backward, is_reentrant
 from optimizer.structure import clone, leaves_of, rebuild
 from passes.graph.storage import same_values
 
@@ -56,7 +58,8 @@ def observe(
     """Call `target` once with copies of the inputs; its state and the random state are afterwards as before.
 
     With `training`, a backward pass from fixed random gradients at the float outputs follows, and the gradients of the
-    parameters and of the inputs that ask for one, and the buffers that changed, are observed too. `.grad` is not used.
+    parameters and of the inputs that ask for one, and the buffers that changed, are observed too. `.grad` is not used, or
+    put back (`optimizer.reentrant`).
     `names` are those of the call's tensors, after the signature of `target` if left out; `written` are the parameters that
     `target` writes to, which have their values back afterwards. What `target` raises is not
     caught.
@@ -184,21 +187,38 @@ def _add_gradients(
     cotangents = [
         torch.randn(root.shape, generator=generator, dtype=torch.float64).to(root.device, root.dtype) for root in roots
     ]
-    gradients = _gradients(roots, list(wanted.values()), cotangents, in_float64=isinstance(mode, Float64Mode))
-    for name, leaf, gradient in zip(wanted, wanted.values(), gradients, strict=True):
+    leaves = list(wanted.values())
+    gradients = _gradients(target, roots, leaves, cotangents, in_float64=isinstance(mode, Float64Mode))
+    for name, leaf, gradient in zip(wanted, leaves, gradients, strict=True):
         # No gradient and a gradient of zeros move a parameter alike: not at all.
         observation.add("gradient", name, _on_cpu(torch.zeros_like(leaf) if gradient is None else gradient))
 
 
 def _gradients(
-    roots: list[torch.Tensor], leaves: list[torch.Tensor], cotangents: list[torch.Tensor], *, in_float64: bool
+    target: Any,
+    roots: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    cotangents: list[torch.Tensor],
+    *,
+    in_float64: bool,
 ) -> tuple[torch.Tensor | None, ...]:
+    outputs = [get_gradient_edge(root) for root in roots]
+    if is_reentrant(outputs):
+        return gradients_by_backward(outputs, leaves, cotangents, _all_parameters(target))
     if not in_float64:
         return torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     # A function mode is off inside the functions that it sees, and `grad` of tensors is one: a checkpointed part would be
     # run again without it. `grad` of edges isn't seen.
-    outputs, inputs = ([get_gradient_edge(tensor) for tensor in tensors] for tensors in (roots, leaves))
+    inputs = [get_gradient_edge(leaf) for leaf in leaves]
     return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+
+
+def _all_parameters(target: Any) -> list[tuple[str, nn.Parameter]]:
+    """Those of modules in plain containers too, with their paths; a parameter may come several times."""
+    if not isinstance(target, nn.Module):
+        return []
+    besides = (module.named_parameters(prefix=path) for path, module in unregistered_modules(target))
+    return [*target.named_parameters(), *chain.from_iterable(besides)]
 
 
 def _own_name(name: str) -> str:

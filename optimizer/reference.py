@@ -387,6 +387,9 @@ class Original:
             return observe(
                 self.target, call, seed=seed, training=training, names=names, written=self.written
             )  # fmt: skip
+        except LoadError:
+            # A sentence of this program about the model: it says all itself.
+            raise
         except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is recorded
             self.dropped.add(batch_size)
             self.kept = [kept for kept in self.kept if kept.batch_size != batch_size]

@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 from optimizer.float64 import name_of, written_tensors
 from passes.graph.storage import parts_of, write_values
 
+# Attributes that are set without a write to the tensor's numbers: a reentrant checkpoint sets them of its inputs.
+_NO_VALUES = frozenset({"requires_grad", "grad"})
+
 
 @contextmanager
 def kept_parameters(target: Any) -> Iterator[set[str]]:
@@ -90,7 +93,9 @@ class _Guard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        written = args[:1] if name == "__set__" else written_tensors(name, args, kwargs)
+        written = written_tensors(name, args, kwargs)
+        if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _NO_VALUES:
+            written = [args[0]]
         for tensor in written:
             for path, parameter in self._places.get(_storage_of(tensor) or 0, ()):
                 if id(parameter) not in self.kept:

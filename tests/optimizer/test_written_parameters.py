@@ -244,3 +244,15 @@ def test_another_memory_format_is_no_write():
     assert not names
     assert conv.weight.is_contiguous()
     assert torch.equal(conv.weight, before)
+
+
+def test_an_attribute_that_holds_no_numbers_is_no_write():
+    linear = nn.Linear(4, 4)
+    with kept_parameters(linear) as written:
+        view = linear.weight.detach()
+        view.requires_grad = True
+        view.grad = torch.ones(4, 4)
+    assert written == set()
+    with kept_parameters(linear) as written:
+        linear.weight.detach().data = torch.ones(4, 4)
+    assert written == {"weight"}
