@@ -25,7 +25,7 @@ from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_buffers
 from optimizer.written_parameters import kept_parameters
 from passes.base import Context, Pass, PassResult
-from passes.errors import PassesError
+from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
 from passes.graph.edits import AttributeEdit, in_place, taken_back
 from passes.graph.guards import DimOrder, dim_order, is_carried, ordered_leaves
@@ -43,6 +43,9 @@ _ENOUGH_NUMBERS = 128
 _MOST_NEIGHBOURS = 32
 # A pass is run again where some of its changes are to be left alone, which may give way to others.
 _MOST_TRIES = 8
+# Of the pairs that a run doesn't keep together, each is found by a run of its own: a pass leaves so many changes alone for
+# that, and goes as a whole where there are more.
+_MOST_PARTED = 8
 # What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
 _WITNESS_BYTES = 64 << 20
 
@@ -125,6 +128,8 @@ class Pipeline:
     _orders: tuple[DimOrder | None, ...] = ()
     _passes: Sequence[Pass] = ()
     _done: list[_Done] = field(default_factory=list)
+    # What the pass of this number is told to leave alone from the start.
+    _left_alone: dict[int, dict[Place, str]] = field(default_factory=dict)
 
     @property
     def mode(self) -> Mode:
@@ -311,7 +316,7 @@ class Pipeline:
         context = Context(self.mode, self.device, calls, self._orders, run_inside=self._run_inside if calls else None)
         for number, item in enumerate(self._passes[first:], first):
             self._tell("optimize", number, len(self._passes) + 1, item.name)
-            self._run_one(program, number, item, context)
+            self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
 
     def _run_inside(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_inside`."""
@@ -469,12 +474,44 @@ class Pipeline:
                     f"Without any pass the result doesn't compute what the model did ({report.reason}): the model, or a pass,"
                     " writes to its weights."
                 )
-            self._take_back_culprit(program, report)
+            if not self._leave_parted_pair_alone(program):
+                self._take_back_culprit(program, report)
 
     def _compare(self) -> ParityReport:
         assert self._reference is not None
         with private_buffers(self.copy.root):
             return judge(self._reference.compare(self.copy.root))
+
+    def _leave_parted_pair_alone(self, program: Program) -> bool:
+        """Run a pass again without the pair that a run doesn't keep together; whether there is one.
+
+        What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
+        autograd function of the user's.
+        """
+        with self._quiet(), private_buffers(self.copy.root):
+            outputs = self._outputs(tolerate=True)
+        pair = next((error.pair for error in outputs if isinstance(error, UnseenCall) and error.pair), None)
+        if pair is None:
+            return False
+        for done in self._done:
+            left = self._left_alone.setdefault(done.number, {})
+            # A pass that doesn't leave alone what it is told to is no better for another run.
+            about = (change for change in done.result.changes if _joins(program, change, pair))
+            places = [change.place for change in about if change.place not in left]
+            if places and len(left) < _MOST_PARTED:
+                left.update((place, _why_parted(place, *pair)) for place in places)
+                self._run_again(program, done)
+                return True
+        return False
+
+    def _run_again(self, program: Program, first: _Done) -> None:
+        """Take back this pass and those behind it, and run them anew."""
+        for done in reversed(self._done):
+            if done.number >= first.number:
+                done.result.rewriter.roll_back()
+        self._done = [done for done in self._done if done.number < first.number]
+        self.records = self.records[: first.number]
+        self._run_from(program, first.number)
 
     def _take_back_culprit(self, program: Program, report: ParityReport) -> None:
         """Find the first pass after which the result is wrong, take it back, and run those behind it once more."""
@@ -620,6 +657,17 @@ def _fresh(call: Call) -> Call:
 def _rows(call: Call) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+
+
+def _joins(program: Program, change: Change, pair: tuple[str, str]) -> bool:
+    return {program.where(node) for node in change.region}.issuperset(pair)
+
+
+def _why_parted(place: Place, first: str, second: str) -> str:
+    return (
+        f"{place.what}, what {first} gives out is used on its way to {second}, as by a reentrant checkpoint or another"
+        " autograd function"
+    )
 
 
 def _as_dtype_of(leaf: Any, other: Any) -> Any:

@@ -35,4 +35,12 @@ class RequirementNotMet(PassesError):
 
 
 class UnseenCall(PassesError, RuntimeError):
-    """A rewritten module is called in a way that its graph wasn't made for."""
+    """A rewritten module is called in a way that its graph wasn't made for.
+
+    Attributes:
+        pair: the paths of the two that were folded together, where it is about their way from the first to the second.
+    """
+
+    def __init__(self, message: str, pair: tuple[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.pair = pair

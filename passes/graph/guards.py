@@ -92,7 +92,8 @@ class FoldedPair:
         if not isinstance(value, SealedOutput) or value.sealed_by is not self:
             raise UnseenCall(
                 f"{self.second} was folded together with {self.first} and is given a value that doesn't come from it:"
-                " give optimize() example inputs that take this branch, or leave the pass out."
+                " give optimize() example inputs that take this branch, or leave the pass out.",
+                (self.first, self.second),
             )
         return value
 
@@ -114,7 +115,8 @@ class FoldedPair:
         """The error where something else than the second one uses the output of the first."""
         return UnseenCall(
             f"{self.first} was folded together with {self.second}, and its output was used without it: give"
-            " optimize() example inputs that take this branch, or leave the pass out."
+            " optimize() example inputs that take this branch, or leave the pass out.",
+            (self.first, self.second),
         )
 
     def other_tensors(self, path: str) -> UnseenCall:
