@@ -362,6 +362,32 @@ class LendingConv(Lending):
         return self.bn(F.conv2d(x, self.conv.weight, self.conv.bias))
 
 
+class OwnConv(nn.Conv2d):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class LendingOwnConv(LendingConv):
+    """A class of the user's own, whose forward runs code of torch that reads the weight."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.conv = OwnConv(3, 4, 3)
+
+
+class LendingScale(Lending):
+    """The layer that lends a scale is of a kind that no pass folds."""
+
+    lends, keeps = "scale", "conv"
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.PReLU()
+
+    def compute(self, x):
+        return self.bn(self.conv(x) * self.scale.weight)
+
+
 class LendingNorm(Lending):
     lends, keeps = "bn", "conv"
 
@@ -384,12 +410,13 @@ class Tap(nn.Module):
     def __init__(self, layer, *, registered):
         super().__init__()
         self.layer = layer if registered else None
-        self.layers = [layer]
+        self.layers = [] if registered else [layer]
 
     def forward(self, x, y):
         if y.abs().mean() < 1e3:
             return y.new_zeros(())
-        return self.layers[0](x if isinstance(self.layers[0], nn.Conv2d) else y)
+        layer = self.layer or self.layers[0]
+        return layer(x if isinstance(layer, nn.Conv2d) else y)
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
@@ -409,6 +436,16 @@ def test_a_layer_that_lends_its_tensors_to_a_function_is_not_called_itself(kind,
             UnseenCall, match=f"^{kind.lends} is called, and its tensors were changed when .* was folded"
         ):
             getattr(result, kind.lends)(given[kind.lends])
+
+
+@pytest.mark.parametrize("kind", [LendingOwnConv, LendingScale])
+def test_a_layer_of_another_class_that_lends_its_tensors_is_not_called_itself(kind):
+    model = enliven(kind()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert fast.report.passes[0].status == "applied"
+    assert same(fast(image()), model(image()))
+    with pytest.raises(UnseenCall, match=f"^{kind.lends} is called, and its tensors were changed when"):
+        getattr(fast, kind.lends)(image())
 
 
 @pytest.mark.parametrize("registered", [False, True])

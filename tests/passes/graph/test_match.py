@@ -197,6 +197,22 @@ def test_a_module_that_is_given_more_than_one_tensor_is_no_layer(layer: nn.Modul
         assert at(program, node) is None
 
 
+def test_a_transposed_convolution_is_given_a_size_too_and_nothing_else() -> None:
+    program, _ = captured(nn.Sequential(nn.ConvTranspose2d(3, 4, 3)).eval())
+    (node,) = program.calls_of(program.root[0])
+    value = node.args[0]
+    for args, kwargs, is_one in (
+        ((value,), {}, True),
+        ((value, [4, 4]), {}, True),
+        ((), {"output_size": [4, 4], "input": value}, True),
+        ((value,), {"other": 1}, False),
+        ((1.0,), {}, False),
+        ((), {}, False),
+    ):
+        node.args, node.kwargs = args, kwargs
+        assert (convolution_at(program, node) is not None) == is_one
+
+
 def test_batch_norm_modules() -> None:
     norm = nn.BatchNorm2d(3)
     program, _ = captured(nn.Sequential(norm, nn.BatchNorm2d(3, track_running_stats=False)), keep_flags=True)
