@@ -204,7 +204,7 @@ class Pipeline:
         root, besides = self.copy.root, self.copy.unregistered()
         if not self._calls:
             return None
-        with self._quiet(), private_buffers(root, keep_written=self.mode == "inference"):
+        with self._quiet(), private_buffers(root, self.copy.variables, keep_written=self.mode == "inference"):
             try:
                 runs = [record(root, call.args, dict(call.kwargs), besides) for call in self._fresh_calls()]
             except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
@@ -232,11 +232,11 @@ class Pipeline:
     def _leave_wrong_graphs(self, captured: Capture) -> None:
         """Make islands of the forwards that answer otherwise by their graph: a trace may have frozen something."""
         root = self.copy.root
-        with self._quiet(), private_buffers(root):
+        with self._quiet(), private_buffers(root, self.copy.variables):
             wanted = self._outputs()
         self._orders = self._orders or _orders_of(wanted)
         while captured.graphs:
-            with self._quiet(), private_buffers(root):
+            with self._quiet(), private_buffers(root, self.copy.variables):
                 with in_place([_installed(graph) for graph in captured.graphs.values()]):
                     if _same(wanted, self._outputs(tolerate=True)):
                         return
@@ -322,7 +322,7 @@ class Pipeline:
         """As `Context.run_inside`."""
         call, root = _fresh(self._calls[0]), self.copy.root
         try:
-            with self._quiet(), private_buffers(root), watch:
+            with self._quiet(), private_buffers(root, self.copy.variables), watch:
                 root(*call.args, **call.kwargs)
         except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
             return f"{type(error).__name__}: {_first_line(error)}"
@@ -436,7 +436,7 @@ class Pipeline:
         call = min(self._fresh_calls(), key=_rows)
         root = self.copy.root
         # The buffers of then are kept, not those of now: in training a run writes to them.
-        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(root):
+        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(root, self.copy.variables):
             return witness_inputs(
                 program,
                 regions,
@@ -447,7 +447,7 @@ class Pipeline:
 
     def _runs_without(self, result: PassResult) -> bool:
         """Whether the tree as it was before the pass runs."""
-        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(self.copy.root):
+        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(self.copy.root, self.copy.variables):
             return not any(isinstance(outputs, Exception) for outputs in self._outputs(tolerate=True))
 
     def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
@@ -479,7 +479,7 @@ class Pipeline:
 
     def _compare(self) -> ParityReport:
         assert self._reference is not None
-        with private_buffers(self.copy.root):
+        with private_buffers(self.copy.root, self.copy.variables):
             return judge(self._reference.compare(self.copy.root))
 
     def _leave_parted_pair_alone(self, program: Program) -> bool:
@@ -488,7 +488,7 @@ class Pipeline:
         What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
         autograd function of the user's.
         """
-        with self._quiet(), private_buffers(self.copy.root):
+        with self._quiet(), private_buffers(self.copy.root, self.copy.variables):
             outputs = self._outputs(tolerate=True)
         pair = next((error.pair for error in outputs if isinstance(error, UnseenCall) and error.pair), None)
         if pair is None:

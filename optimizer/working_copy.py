@@ -17,17 +17,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from optimizer.kept_functions import FunctionTwins
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.memory import copied_together, groups_of
-from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, values_in
+from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, holds_no_module, values_in
 from passes.graph.storage import same_values, write_values
 from passes.graph.tracing import writes_in_place
 
 Mode = Literal["inference", "training"]
 
 # Values of these types can't be changed in place: both trees may hold the same one.
-_IMMUTABLE = (
+_CONSTANT = (
     type(None),
     bool,
     int,
@@ -37,7 +38,6 @@ _IMMUTABLE = (
     bytes,
     enum.Enum,
     type,
-    types.FunctionType,
     types.BuiltinFunctionType,
     types.ModuleType,
     torch.dtype,
@@ -46,6 +46,8 @@ _IMMUTABLE = (
     torch.memory_format,
     torch.Size,
 )
+# So can't a function, but one may hold modules of the tree.
+_IMMUTABLE = (*_CONSTANT, types.FunctionType)
 # Dictionaries of hooks: the copy gets its own, with the same hooks in them.
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
@@ -60,12 +62,15 @@ class WorkingCopy:
             buffers are the caller's own objects.
         originals: for each module of the copy, by identity, the caller's module it stands for.
         notes: sentences about what couldn't be copied and is shared with the caller's module.
+        variables: the cells of the variables around the functions of the copy that are tensors of the tree: some function
+            may reach a buffer by one.
     """
 
     root: nn.Module
     mode: Mode
     originals: dict[int, nn.Module]
     notes: list[str] = field(default_factory=list)
+    variables: list[types.CellType] = field(default_factory=list)
     _memo: dict[int, Any] = field(default_factory=dict, repr=False)
     # The copy's tensors, by identity, in the memory of one in a container: they were settled when they were copied.
     _nested: set[int] = field(default_factory=set, repr=False)
@@ -103,6 +108,8 @@ class WorkingCopy:
         # Whoever reads what another one writes goes on doing so.
         for home, name, value in places:
             home[name] = own.get(id(value), value)
+        for cell in self.variables:
+            cell.cell_contents = own.get(id(cell.cell_contents), cell.cell_contents)
 
     def _twin_of(self, original: nn.Module) -> nn.Module:
         twin: nn.Module = self._memo[id(original)]
@@ -145,12 +152,17 @@ class _Cloner:
         self.result = result
         self.memo = result._memo
         self.share_parameters = share_parameters
+        # The modules and tensors that are copied, by identity. Tensors that stay the same are among them: a run may put
+        # others in their place for a time, and that must not reach the functions of the caller's module.
+        self.tree = set[int]()
+        self.twins = FunctionTwins(self.memo, self.tree, self._copied)
 
     def clone_tree(self, model: nn.Module) -> None:
         modules = reachable_modules(model)
         self._clone_nested([module for module in modules if not _is_script(module)])
         for module in modules:
             self._clone_tensors(module)
+        self.tree.update(self.memo, map(id, modules))
         # All shells exist before any attribute is copied, so that a reference from one module to another, in either
         # direction, finds its copy.
         for module in modules:
@@ -162,9 +174,22 @@ class _Cloner:
                 self._fill(module)
                 continue
             if id(module) not in self.memo:
-                self.memo[id(module)] = copy.copy(module) if _is_script(module) else copy.deepcopy(module, self.memo)
+                self._copy_by_itself(module)
             self._remember(module, self.memo[id(module)])
+        cells = self.twins.fill()
+        self.result.variables += (cell for cell in cells if isinstance(cell.cell_contents, torch.Tensor))
+        # They hold this object, which would live on until the next collection of garbage, and the memo with it.
+        del self.twins
         self.result.root = self.memo[id(model)]
+
+    def _copy_by_itself(self, module: nn.Module) -> None:
+        if _is_script(module):
+            self.memo[id(module)] = copy.copy(module)
+            return
+        for value in module.__dict__.values():
+            if not holds_no_module(value):
+                self.twins.prepare(value)
+        self.memo[id(module)] = copy.deepcopy(module, self.memo)
 
     def _remember(self, original: nn.Module, clone: nn.Module) -> None:
         self.memo[id(original)] = clone
@@ -200,14 +225,15 @@ class _Cloner:
     def _fill(self, module: nn.Module) -> None:
         clone = self.memo[id(module)]
         for name, value in module.__dict__.items():
-            clone.__dict__[name] = self._attribute(module, name, value)
-        clone.__dict__.pop("_compiled_call_impl", None)
+            # What `compile` made runs the caller's module.
+            if name != "_compiled_call_impl":
+                clone.__dict__[name] = self._attribute(module, name, value)
         for name in (slot for cls in type(module).__mro__ for slot in _slots_of(cls)):
             if hasattr(module, name):
                 object.__setattr__(clone, name, self._attribute(module, name, getattr(module, name)))
 
     def _attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        if isinstance(value, _IMMUTABLE):
+        if isinstance(value, _CONSTANT):
             return value
         if name in REGISTRIES:
             return {key: self.memo.get(id(item), item) if item is not None else None for key, item in value.items()}
@@ -215,11 +241,15 @@ class _Cloner:
             return type(value)() if not value else self._hooks(module, value)
         if type(value) in (list, dict, set, OrderedDict) and not value:
             return type(value)()
-        if isinstance(value, tuple) and all(isinstance(item, _IMMUTABLE) for item in value):
+        if isinstance(value, tuple) and all(isinstance(item, _CONSTANT) for item in value):
             return value
         return self._copied(value, f"attribute {name!r} of {type(module).__name__}")
 
     def _copied(self, value: Any, where: str) -> Any:
+        if id(value) in self.tree and id(value) not in self.memo:
+            self._copy_by_itself(value)
+        if id(value) not in self.memo:
+            self.twins.prepare(value)
         if id(value) in self.memo:
             return self.memo[id(value)]
         try:
@@ -239,8 +269,7 @@ class _Cloner:
         # Hooks of weight_norm and the like are objects or bound methods that refer to modules of the tree.
         copied = copy.copy(hooks)
         for key, hook in hooks.items():
-            if not isinstance(hook, types.FunctionType):
-                copied[key] = self._copied(hook, f"a hook of {type(module).__name__}")
+            copied[key] = self._copied(hook, f"a hook of {type(module).__name__}")
         return copied
 
 
@@ -354,11 +383,14 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[set[tuple[int, str]]]:
+def private_buffers(
+    root: nn.Module, variables: Iterable[types.CellType] = (), *, keep_written: bool = False
+) -> Iterator[set[tuple[int, str]]]:
     """Let a run of `root` write to copies of its buffers and plain tensors, and put all its attributes back afterwards.
 
     Args:
         root: the module that is run inside.
+        variables: those of its working copy.
         keep_written: tensors that the run wrote to are replaced for good by a copy with the values from before the run,
             so that later runs don't write into the storage of whoever shares them.
 
@@ -377,6 +409,10 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
     copies = {id(tensor): own for group in groups for tensor, own in zip(group, copied_together(group), strict=True)}
     for _, home, name, tensor in places:
         home[name] = tensor if id(tensor) in fixed else copies[id(tensor)]
+    # These hold them under another name.
+    held = [(cell, cell.cell_contents) for cell in variables]
+    for cell, tensor in held:
+        cell.cell_contents = tensor if id(tensor) in fixed else copies.get(id(tensor), tensor)
     try:
         with held_iterators(modules):
             yield written
@@ -395,6 +431,8 @@ def private_buffers(root: nn.Module, *, keep_written: bool = False) -> Iterator[
             home[name] = kept.get(id(tensor), tensor)
             if id(tensor) in changed:
                 written.add((id(module), name))
+        for cell, tensor in held:
+            cell.cell_contents = kept.get(id(tensor), tensor)
 
 
 def _touching(groups: Iterable[Sequence[torch.Tensor]], some: Set[int]) -> set[int]:

@@ -45,7 +45,7 @@ from passes.graph.tracing import (
     Tree,
     Untraceable,
     always_tensor,
-    assigns_a_global,
+    assigns_outside,
     function_of,
     why_not_traced,
 )
@@ -239,7 +239,7 @@ def _reason_in(function: types.FunctionType, *, whole: bool) -> str | None:
         return "it has a random generator of its own"
     if not _PAST_ATTRIBUTES.isdisjoint(names_in(function.__code__)):
         return "its forward reads attributes from a __dict__, where it isn't seen which"
-    return (why_not_traced if whole else assigns_a_global)(function.__code__)
+    return (why_not_traced if whole else assigns_outside)(function.__code__)
 
 
 class _Before:

@@ -20,6 +20,7 @@ from torch import nn
 
 from passes.graph.guards import SHAPE_AND_KIND
 from passes.graph.moved_bias import MovedBias
+from passes.graph.outside import KEPT, held_by
 from passes.graph.side_effects import contents_of, holds_no_module, names_in, package_of, values_in, with_helpers
 from passes.graph.tracing import function_of
 
@@ -180,18 +181,24 @@ class NamedReads:
         self._askers: set[int] = set()
         codes: dict[tuple[types.FunctionType, type], _Code] = {}
         # Modules may share what holds much: a configuration, or a vocabulary.
-        inside: dict[int, list[nn.Module]] = {}
+        inside: dict[int, list[nn.Module | types.FunctionType]] = {}
         everything = [*root.named_modules(), *unregistered]
         paths = {id(module): path for path, module in reversed(everything)}
         for path, module in everything:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, value in module.__dict__.items():
-                if holds_no_module(value) or name in _OWN:
+                if holds_no_module(value) or (name in _OWN and type(value) not in KEPT):
                     continue
                 if id(value) not in inside:
-                    inside[id(value)] = list(_modules_in((value,), 4))
+                    inside[id(value)] = list(_held_in((value,), 4, set()))
                 for other in inside[id(value)]:
+                    if isinstance(other, types.FunctionType):
+                        self._note_kept(path, module, other)
+                        continue
+                    if other is module:
+                        # One of its own methods, as lazy modules have among their hooks: it runs when the module is called.
+                        continue
                     self._holders.setdefault(id(other), path)
                     if id(other) in paths:
                         self._held.setdefault(path, []).append(paths[id(other)])
@@ -209,6 +216,12 @@ class NamedReads:
         for access in code.accesses:
             start, ending = _start_of(path, module, access)
             self._reads.setdefault(access.name, []).append(_Read(path, id(module), start, ending))
+
+    def _note_kept(self, path: str, module: nn.Module, function: types.FunctionType) -> None:
+        """Note what a function takes that the module keeps: it isn't known of what."""
+        if package_of(function) != "torch":
+            found = (replace(access, of_self=False) for access in accesses_in(function.__code__))
+            self._note(path, module, _Code(tuple(found), asks_for_types=False))
 
     def asks_for_types(self, module: nn.Module) -> bool:
         """Whether the module's forward asks by `type` what class a value has."""
@@ -243,11 +256,18 @@ class NamedReads:
         return path in self._unregistered or any(is_under(path, held) for held in self._held.get(read.reader, ()))
 
 
-# What every module has: its children, its own tensors, and a forward that a rewrite put there.
+# What every module has: its children, its own tensors, and a forward that a rewrite put there. One of the user's is a
+# function.
 _OWN = frozenset({"_modules", "_parameters", "_buffers", "forward"})
 
 
-def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
+def _held_in(values: Iterable[Any], depth: int, seen: set[int]) -> Iterator[nn.Module | types.FunctionType]:
+    """The modules and functions in values, in what these hold, and in what the functions hold.
+
+    Args:
+        depth: so many containers deep.
+        seen: the functions and the like, by identity, that were looked into: they may hold each other.
+    """
     for value in values:
         kind = type(value)
         # Who keeps checkpoints as they were knows modules, and calls none.
@@ -255,10 +275,15 @@ def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
             continue
         if issubclass(kind, nn.Module):
             yield value
+        elif kind in KEPT or kind is types.CellType:
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield from (value,) if kind is types.FunctionType else ()
+                yield from _held_in(held_by(value), depth, seen)
         elif depth and kind is tuple:
-            yield from _modules_in(value, depth - 1)
+            yield from _held_in(value, depth - 1, seen)
         elif depth and (contents := contents_of(value)) is not None:
-            yield from _modules_in(values_in(contents), depth - 1)
+            yield from _held_in(values_in(contents), depth - 1, seen)
 
 
 def _start_of(path: str, module: nn.Module, access: Access) -> tuple[str | None, tuple[str, ...]]:

@@ -7,6 +7,8 @@ import functools
 import inspect
 import itertools
 import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,13 @@ from passes.graph.fingerprint import ABSENT, IMMUTABLE, is_of, parts_of
 from passes.graph.side_effects import globals_in, names_in, package_of, plain_function
 
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
+
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, OrderedDict, defaultdict, deque})
+WEAK_DICTS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+WEAK = frozenset({weakref.ref, weakref.WeakMethod, weakref.WeakSet, *WEAK_DICTS})
+# What leads to other objects and isn't copied with them: `copy.deepcopy` gives it back as it is, or so that it still holds
+# the originals.
+KEPT = WEAK | {types.FunctionType, types.MethodType, functools.partial}
 
 
 def named_outside(functions: Mapping[Any, Any], values: Iterable[Any]) -> Iterator[tuple[Any, str, Any]]:
@@ -129,3 +138,32 @@ def content_of(cell: types.CellType) -> Any:
 
 def _is_data(value: Any) -> bool:
     return value is not ABSENT and not is_of(value, _OPAQUE) and not callable(value)
+
+
+def held_by(value: Any) -> Iterable[Any]:
+    """What functions, methods, partials, cells, weak references and plain containers hold; nothing for other values.
+
+    Of a function these are its cells, its defaults and its attributes.
+    """
+    kind = type(value)
+    if kind is types.FunctionType:
+        held = (value.__dict__, value.__kwdefaults__ or {})
+        return (
+            *(value.__closure__ or ()),
+            *(value.__defaults__ or ()),
+            *(item for each in held for item in each.values()),
+        )
+    if kind is types.CellType:
+        return (content_of(value),)
+    if kind is types.MethodType:
+        return (value.__func__, value.__self__)
+    if kind is functools.partial:
+        return (value.func, *value.args, *value.keywords.values(), *value.__dict__.values())
+    if kind is weakref.WeakMethod:
+        method = value()
+        return () if method is None else (method.__func__, method.__self__)
+    if kind is weakref.ref:
+        return (value(),)
+    if kind in WEAK_DICTS or kind in (dict, OrderedDict, defaultdict):
+        return (*value.keys(), *value.values())
+    return tuple(value) if kind in _CONTAINERS or kind is weakref.WeakSet else ()

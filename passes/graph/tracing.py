@@ -715,9 +715,14 @@ def _writes(node: fx.Node) -> bool:
     return not home.startswith(("torch", "math")) and home != "builtins" and bool(home)
 
 
-@functools.lru_cache(maxsize=4096)
 def why_not_traced(code: types.CodeType) -> str | None:
     """The reason, seen in the code of a forward, why it can't be traced; None where there is none."""
+    return _untraceable_step(code) or assigns_outside(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _untraceable_step(code: types.CodeType) -> str | None:
+    """The first thing in a code, or in a function defined in it, that symbols can't go through, as a clause."""
     before, name = "", None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "BEFORE_ASYNC_WITH"):
@@ -729,15 +734,28 @@ def why_not_traced(code: types.CodeType) -> str | None:
         if before == "LOAD_GLOBAL" and name == "type" and instruction.argval != "self":
             return "its forward asks for the type of a value, which only a run shows"
         before, name = instruction.opname, instruction.argval
-    inner = (why_not_traced(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return next((reason for reason in inner if reason), None) or assigns_a_global(code)
+    inner = (_untraceable_step(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return next((reason for reason in inner if reason), None)
+
+
+def assigns_outside(code: types.CodeType) -> str | None:
+    """The reason why a code that assigns a global, or a variable of the function around it, can't be traced."""
+    names = _assigned_outside(code)
+    return None if not names else f"its forward assigns the {names[0][0]} {names[0][1]!r}"
 
 
 @functools.lru_cache(maxsize=4096)
-def assigns_a_global(code: types.CodeType) -> str | None:
-    """The reason why a code that assigns a global, itself or in a function defined in it, can't be traced."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            return f"its forward assigns the global {instruction.argval!r}"
-    inner = (assigns_a_global(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return next((reason for reason in inner if reason), None)
+def _assigned_outside(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """What a code assigns, itself or in a function defined in it, that outlives its call: of what kind, and its name."""
+    found = []
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            found.append(("global", step.argval))
+        elif step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars:
+            found.append(("outer variable", step.argval))
+    for constant in (each for each in code.co_consts if isinstance(each, types.CodeType)):
+        # The variables of this code itself don't outlive the call.
+        found += (
+            place for place in _assigned_outside(constant) if place[0] == "global" or place[1] in code.co_freevars
+        )
+    return tuple(found)

@@ -385,6 +385,32 @@ def _assigns_a_global(self, x):
     return x
 
 
+def _around(further_down):
+    calls = 0
+
+    def count():
+        nonlocal calls
+        calls += 1
+
+    def forward(self, x):
+        nonlocal calls
+        calls += 1
+        return x
+
+    return (lambda self, x: (count(), x)[1]) if further_down else forward
+
+
+def _assigns_to_its_own_inner_function(self, x):
+    total = 0
+
+    def add(value):
+        nonlocal total
+        total = total + value
+
+    add(x)
+    return total
+
+
 def _calls_a_stranger(self, x):
     return nn.Linear(4, 4)(x)
 
@@ -442,6 +468,8 @@ ISLANDS = {
     "global counter": (_counts_globally, "outlive"),
     "global list": (_appends_globally, "outlive"),
     "global": (_assigns_a_global, "_LAST"),
+    "variable around it": (_around(further_down=False), "outer variable 'calls'"),
+    "variable around it further down": (_around(further_down=True), "outer variable 'calls'"),
     "global counter further down": (lambda self, x: (_count_further_down(), x)[1], "outlive"),
     "global further down": (lambda self, x: (_assigns_a_global(self, x), x)[1], "_LAST"),
     "attribute of a global further down": (lambda self, x: (_remember(x), x)[1], "outlive"),
@@ -499,6 +527,10 @@ def _retried(x):
             return float(x.shape[0])
         except Exception:  # noqa: BLE001 - what this is about
             continue
+
+
+def test_an_inner_function_may_assign_a_variable_of_the_forward():
+    assert id(module := make(_assigns_to_its_own_inner_function)) in capture(module).graphs
 
 
 @pytest.mark.parametrize("name", ISLANDS)
