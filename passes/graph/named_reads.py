@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.graph.guards import SHAPE_AND_KIND
+from passes.graph.guards import SHAPE_AND_KIND, refuse_checkpoint
 from passes.graph.moved_bias import MovedBias
 from passes.graph.outside import KEPT, held_by
 from passes.graph.side_effects import contents_of, holds_no_module, names_in, package_of, values_in, with_helpers
@@ -219,7 +219,8 @@ class NamedReads:
 
     def _note_kept(self, path: str, module: nn.Module, function: types.FunctionType) -> None:
         """Note what a function takes that the module keeps: it isn't known of what."""
-        if package_of(function) != "torch":
+        # What a rewrite left to guard checkpoints looks at names alone.
+        if package_of(function) != "torch" and function is not refuse_checkpoint:
             found = (replace(access, of_self=False) for access in accesses_in(function.__code__))
             self._note(path, module, _Code(tuple(found), asks_for_types=False))
 

@@ -406,3 +406,13 @@ def test_what_comes_in_an_object_goes_through_layers_that_fold(kind: type[nn.Mod
     assert len(report_of(fast).passes[0].changes) == folds
     torch.testing.assert_close(fast(Given(x, Box())), model(Given(x, Box())), rtol=1e-5, atol=1e-5)
     assert check_parity(model, fast, (Given(image(3, 3, 5, 5), Box()),)).ok
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_a_result_of_another_pass_is_folded_later(inputs: bool) -> None:
+    """What the first pass left to guard checkpoints is no reader of the weight."""
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).eval()
+    given = (image(),) if inputs else None
+    fast = optimize(optimize(model, ["fold-conv-bias"], example_inputs=given), ["fold-conv-bn"], example_inputs=given)
+    assert len(report_of(fast).passes[0].changes) == 1
+    torch.testing.assert_close(fast(image()), model(image()), rtol=1e-5, atol=1e-5)
