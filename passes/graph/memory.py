@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from passes.graph.side_effects import REGISTRIES
-from passes.graph.storage import Extent, extents_of, kind_of
+from passes.graph.storage import Extent, extents_of, kind_of, storages_of
 
 
 class Place(NamedTuple):
@@ -36,14 +36,15 @@ class SharedMemory:
         # They are held, else the id of one could name another tensor later.
         self._places = tuple(places)
         self._groups: dict[int, list[Place]] = {}
-        by_storage: dict[int, list[tuple[Extent, Place]]] = defaultdict(list)
+        by_storage: dict[int, list[Place]] = defaultdict(list)
         for place in self._places:
-            for extent in extents_of(place.tensor):
-                by_storage[extent.storage].append((extent, place))
-        for found in by_storage.values():
+            for storage in storages_of(place.tensor):
+                by_storage[storage].append(place)
+        for storage, places in by_storage.items():
             # Most storages have one tensor.
-            if len(found) > 1:
-                self._group(found, counts)
+            if len(places) > 1:
+                extents = ((extent, place) for place in places for extent in extents_of(place.tensor))
+                self._group([found for found in extents if found[0].storage == storage], counts)
 
     def _group(self, found: list[tuple[Extent, Place]], counts: Callable[[torch.Tensor], bool]) -> None:
         end, group = 0, list[Place]()

@@ -207,12 +207,11 @@ class Program:
         others keep their values: there it is a tensor that a forward may write to, which parameters aren't.
         """
         if self._memory is None:
-            places = places_in((self.paths[id(module)][0], module) for module in self.modules())
-            if self.mode == "training":
-                self._memory = SharedMemory(places)
-            else:
-                others = (lambda other: not isinstance(other, nn.Parameter)) if self._may_write() else (lambda _: False)
-                self._memory = SharedMemory(places, counts=others)
+            # Most forwards write to nothing: then nothing has to be known.
+            known = self.mode == "training" or self._may_write()
+            places = places_in((self.paths[id(module)][0], module) for module in self.modules() if known)
+            may_count = self.mode == "training"
+            self._memory = SharedMemory(places, counts=lambda other: may_count or not isinstance(other, nn.Parameter))
         place = self._memory.beside(tensor)
         return None if place is None else place.path
 
