@@ -148,7 +148,8 @@ def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str |
 
 def _why_not_memory(program: Program, refs: Sequence[TensorRef | None]) -> str | None:
     for ref in refs:
-        sharer = None if ref is None or ref.value is None else program.sharer_of(ref.value)
+        value = None if ref is None else ref.value
+        sharer = None if value is None else program.sharer_of(value)
         if ref is not None and sharer is not None:
             return f"{_path_of(program, ref)} shares its memory with {sharer}"
     return None

@@ -426,11 +426,11 @@ class Rewriter:
 
     def _close_lenders(self, change: Change, conv: Convolution, norm: Affine) -> None:
         """Have layers that lend their tensors to a function refuse to be called, which nothing does that was seen."""
-        where = self.program.where(conv.node), self.program.where(norm.node)
         for place in (conv, norm):
             if place.module is not None:
                 continue
             home = self.program.home(place.node).module
+            where = self.program.where(conv.node), self.program.where(norm.node)
             for owner in {id(ref.owner): ref.owner for ref in place.tensors if ref.owner is not home}.values():
                 if is_layer(owner) and not isinstance(inner_forward(owner), LentForward):
                     self.set_forward(change, owner, LentForward(owner, self.program.paths[id(owner)][0], *where))
