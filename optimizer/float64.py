@@ -362,8 +362,7 @@ class PerturbedMode(TorchFunctionMode):
         self._results = results
         self._generator = torch.Generator().manual_seed(seed)
         self._offsets: dict[int, tuple[torch.Tensor, int]] = {}
-        # A prime length, so that the pattern falls differently on each row of a weight.
-        self._signs = torch.randint(0, 2, (65537,), generator=self._generator, dtype=torch.int8).mul_(2).sub_(1)
+        self._signs = random_signs(self._generator)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -450,7 +449,7 @@ class RoundedMode(TorchDispatchMode):
         super().__init__()
         self.calls = 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._signs = torch.randint(0, 2, (65537,), generator=self._generator, dtype=torch.int8).mul_(2).sub_(1)
+        self._signs = random_signs(self._generator)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -473,6 +472,11 @@ class RoundedMode(TorchDispatchMode):
         start = int(torch.randint(0, len(self._signs), (), generator=self._generator))
         # A product, as infinity plus an offset of it is no number.
         value.mul_(_pattern(value, self._signs, start).mul_(torch.finfo(value.dtype).eps).add_(1))
+
+
+def random_signs(generator: torch.Generator) -> torch.Tensor:
+    """Ones and minus ones for `off_by_one_ulp`: int8, of a prime length, so that they fall differently on each row."""
+    return torch.randint(0, 2, (65537,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
 
 def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from optimizer.errors import OptimizeFailed, ParityError
-from optimizer.float64 import off_by_one_ulp
+from optimizer.float64 import off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
 from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state, seed_torch
@@ -506,12 +506,16 @@ class Pipeline:
 
     def _run_again(self, program: Program, first: _Done) -> None:
         """Take back this pass and those behind it, and run them anew."""
-        for done in reversed(self._done):
-            if done.number >= first.number:
-                done.result.rewriter.roll_back()
-        self._done = [done for done in self._done if done.number < first.number]
-        self.records = self.records[: first.number]
+        self._take_back_from(first.number)
         self._run_from(program, first.number)
+
+    def _take_back_from(self, number: int) -> None:
+        """Take back the pass of this number and those behind it, with their records."""
+        for done in reversed(self._done):
+            if done.number >= number:
+                done.result.rewriter.roll_back()
+        self._done = [done for done in self._done if done.number < number]
+        self.records = self.records[:number]
 
     def _take_back_culprit(self, program: Program, report: ParityReport) -> None:
         """Find the first pass after which the result is wrong, take it back, and run those behind it once more."""
@@ -529,10 +533,9 @@ class Pipeline:
             else:
                 low = middle
         culprit = applied[high - 1]
-        for done in reversed(applied[high:]):
-            done.result.rewriter.roll_back()
-        self._done = [done for done in self._done if done.number < culprit.number]
-        self.records = self.records[: culprit.number + 1]
+        self._take_back_from(culprit.number + 1)
+        # It stands last now, and its record stays.
+        self._done.pop()
         self._roll_back(culprit.record, culprit.result, reasons[high])
         self._run_from(program, culprit.number + 1)
 
@@ -642,7 +645,7 @@ def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator
     numbers = sum(leaf.numel() for leaf in outputs if isinstance(leaf, torch.Tensor))
     generator = torch.Generator().manual_seed(0)
     for _ in range(min(_MOST_NEIGHBOURS, _ENOUGH_NUMBERS // max(numbers, 1))):
-        signs = torch.randint(0, 2, (65537,), generator=generator, dtype=torch.int8) * 2 - 1
+        signs = random_signs(generator)
         yield tuple(
             off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for value in values

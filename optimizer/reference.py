@@ -31,7 +31,7 @@ from optimizer.difference import (
     wide,
 )
 from optimizer.errors import LoadError, UsageError
-from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, off_by_one_ulp
+from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
 from optimizer.preserve import (
@@ -429,7 +429,7 @@ class Original:
         if not self.perturbed:
             return
         seed = _mixed(kept.seed, 1, number)
-        signs = torch.randint(0, 2, (65537,), generator=torch.Generator().manual_seed(seed), dtype=torch.int8) * 2 - 1
+        signs = random_signs(torch.Generator().manual_seed(seed))
 
         def perturb(tensor: torch.Tensor) -> torch.Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
