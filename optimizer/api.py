@@ -81,7 +81,9 @@ def optimize(
         mode: "inference" or "training".
         device: where the result is to run; by default where the model is. Another device takes a copy of the weights.
         strict: raise where a pass fails or is rolled back.
-        batch_sizes: of these, the first other than that of the example inputs is the second one to be tried.
+        batch_sizes: of these, the first other than 1 and that of the example inputs is the second one that everything is
+            compared at. In inference the result is run at the others, and at 1, to see that what was folded together
+            stays together there.
         seed: of the further example inputs that are drawn.
         progress: is told what is being done.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from optimizer.errors import OptimizeFailed, ParityError
+from optimizer.errors import LoadError, OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
@@ -248,9 +248,9 @@ class Pipeline:
                 graph = captured.graphs.pop(key)
                 captured.islands[key] = Island(graph.path, graph.module, reason)
 
-    def _outputs(self, *, tolerate: bool = False) -> Any:
-        outputs = []
-        for number, call in enumerate(self._fresh_calls()):
+    def _outputs(self, calls: Sequence[Call] | None = None, *, tolerate: bool = False) -> list[Any]:
+        outputs: list[Any] = []
+        for number, call in enumerate(self._fresh_calls() if calls is None else calls):
             seed_torch(number)
             try:
                 outputs.append(self.copy.root(*call.args, **call.kwargs))
@@ -468,6 +468,8 @@ class Pipeline:
         while True:
             report = self._compare()
             if report.verdict != "failed":
+                if self._leave_pair_parted_elsewhere_alone(program):
+                    continue
                 return report
             if not any(done.result.changes for done in self._done):
                 raise ParityError(
@@ -483,25 +485,61 @@ class Pipeline:
             return judge(self._reference.compare(self.copy.root))
 
     def _leave_parted_pair_alone(self, program: Program) -> bool:
-        """Run a pass again without the pair that a run doesn't keep together; whether there is one.
+        """Run a pass again without the pair that the calls don't keep together; whether there is one.
 
         What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
         autograd function of the user's.
         """
         with self._quiet(), private_buffers(self.copy.root, self.copy.variables):
             outputs = self._outputs(tolerate=True)
-        pair = next((error.pair for error in outputs if isinstance(error, UnseenCall) and error.pair), None)
+        return any(self._leave_alone(program, output, "") for output in outputs)
+
+    def _leave_pair_parted_elsewhere_alone(self, program: Program) -> bool:
+        """The same for what inference is likely to meet beside the calls: a batch of one row, and gradients that are on."""
+        if self.mode == "training" or not any(done.result.changes for done in self._done):
+            return False
+        for call, gradients, when in self._further_calls():
+            with ExitStack() as stack:
+                stack.enter_context(self._quiet())
+                stack.enter_context(private_buffers(self.copy.root, self.copy.variables))
+                stack.enter_context(torch.set_grad_enabled(gradients))
+                # Nothing goes backward: what is kept for that would be memory for nothing.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
+                (output,) = self._outputs([call], tolerate=True)
+            if self._leave_alone(program, output, when):
+                return True
+        return False
+
+    def _further_calls(self) -> Iterator[tuple[Call, bool, str]]:
+        """Calls that no reference is of: each with whether gradients are on, and how a sentence names it."""
+        samples = self.samples
+        assert samples is not None
+        yield _fresh(min(self._calls, key=_rows)), True, "where gradients are on "
+        if not samples.dynamic or samples.batch_size is None:
+            return
+        known = {samples.batch_size, *map(_rows, self._calls)}
+        for size in dict.fromkeys((1, *(self.batch_sizes or ()))):
+            if size not in known:
+                with suppress(LoadError):  # the user's function makes no batch of that size: it won't be met then
+                    yield _fresh(samples.at(size)), False, f"at a batch size of {size} "
+
+    def _leave_alone(self, program: Program, output: Any, when: str) -> bool:
+        """Where a call parts a pair, run the pass that made it a pair again without it; whether it did."""
+        pair = output.pair if isinstance(output, UnseenCall) else None
         if pair is None:
             return False
         for done in self._done:
+            places = [change.place for change in done.result.changes if _joins(program, change, pair)]
+            if not places:
+                continue
             left = self._left_alone.setdefault(done.number, {})
-            # A pass that doesn't leave alone what it is told to is no better for another run.
-            about = (change for change in done.result.changes if _joins(program, change, pair))
-            places = [change.place for change in about if change.place not in left]
-            if places and len(left) < _MOST_PARTED:
-                left.update((place, _why_parted(place, *pair)) for place in places)
+            if len(left) >= _MOST_PARTED or not left.keys().isdisjoint(places):
+                # A pass that doesn't leave alone what it is told to is no better for another run.
+                self._take_back(program, done, f"{when}{_first_line(output)}")
+            else:
+                left.update((place, _why_parted(place, *pair, when)) for place in places)
                 self._run_again(program, done)
-                return True
+            return True
         return False
 
     def _run_again(self, program: Program, first: _Done) -> None:
@@ -532,11 +570,14 @@ class Pipeline:
                 high, reasons[middle] = middle, seen.reason
             else:
                 low = middle
-        culprit = applied[high - 1]
+        self._take_back(program, applied[high - 1], reasons[high])
+
+    def _take_back(self, program: Program, culprit: _Done, reason: str) -> None:
+        """Roll this pass back, and run those behind it once more."""
         self._take_back_from(culprit.number + 1)
         # It stands last now, and its record stays.
         self._done.pop()
-        self._roll_back(culprit.record, culprit.result, reasons[high])
+        self._roll_back(culprit.record, culprit.result, reason)
         self._run_from(program, culprit.number + 1)
 
     def _tell(self, stage: str, done: int, total: int, text: str) -> None:
@@ -666,11 +707,17 @@ def _joins(program: Program, change: Change, pair: tuple[str, str]) -> bool:
     return {program.where(node) for node in change.region}.issuperset(pair)
 
 
-def _why_parted(place: Place, first: str, second: str) -> str:
+def _why_parted(place: Place, first: str, second: str, when: str) -> str:
+    if when:
+        return f"{place.what}, {when}what {first} gives out isn't what {second} takes, or isn't used by that alone"
     return (
         f"{place.what}, what {first} gives out is used on its way to {second}, as by a reentrant checkpoint or another"
         " autograd function"
     )
+
+
+def _forgotten(kept: Any) -> Any:
+    return None
 
 
 def _as_dtype_of(leaf: Any, other: Any) -> Any:

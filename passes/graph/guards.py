@@ -145,6 +145,14 @@ class FoldedPair:
             " reset them in the original model and optimize that again."
         )
 
+    def in_training(self) -> UnseenCall:
+        """The error where the BatchNorm is to take the statistics of the batch, which the convolution's weights hold no
+        place for."""
+        return UnseenCall(
+            f"{self.norm_path} was put in training, and it was folded together with {self.conv_path} as it is in eval: put"
+            ' it in eval, or optimize the original model with mode="training".'
+        )
+
     def other_eps(self) -> UnseenCall:
         """The error where the BatchNorm's `eps`, which is in the convolution's weights, was set anew."""
         return UnseenCall(
@@ -378,7 +386,7 @@ class FoldedNormForward(InstanceForward):
     def __call__(self, input: Any) -> Any:
         pair, farther = self.pair, self.farther
         if pair.leads:
-            self._check_tensors()
+            self._check_norm()
             return sealed_for(input if farther is None else opened_from(input, farther, None), pair, None)
         opened = opened_from(input, pair, None)
         if not self.carried:
@@ -386,10 +394,10 @@ class FoldedNormForward(InstanceForward):
             if pair.trained and output.requires_grad and self._is_frozen():
                 output.register_hook(pair.warn_of_lost_gradient)
             return output
-        self._check_tensors()
+        self._check_norm()
         return opened if farther is None else SealedOutput(opened, farther)
 
-    def _check_tensors(self) -> None:
+    def _check_norm(self) -> None:
         # `functional_call` and the like put tensors in place that no hook sees.
         owner, pair = self.owner, self.pair
         parameters, buffers = owner._parameters, owner._buffers
@@ -402,6 +410,8 @@ class FoldedNormForward(InstanceForward):
             raise pair.other_tensors(pair.norm_path)
         if owner.eps != self.eps:
             raise pair.other_eps()
+        if owner.training:
+            raise pair.in_training()
 
     def _is_frozen(self) -> bool:
         """Whether the running mean is what is taken off, in code that runs as it is written."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from passes.graph.forward import GraphForward
 from passes.graph.guards import FoldedConvForward, FoldedNormForward, inner_forward
@@ -25,13 +26,18 @@ class _Read:
 
 @dataclass(frozen=True)
 class Step:
-    """One node with its arguments as they stood: nodes stand for values, the rest is as it is."""
+    """One node with its arguments as they stood: nodes stand for values, the rest is as it is.
+
+    Attributes:
+        autocast: the dtype of the autocast that the operation was seen to run under; None without.
+    """
 
     node: fx.Node
     op: str
     target: Any
     args: Any
     kwargs: Any
+    autocast: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class Region:
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
         for step in self.steps:
             args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), lambda a: _value(a, known))
-            known[step.node] = _run(step, args, kwargs)
+            with _autocast(step, (args, kwargs)):
+                known[step.node] = _run(step, args, kwargs)
         return known[self.output]
 
 
@@ -122,7 +129,7 @@ class _Reader:
     def step(self, node: fx.Node) -> Step:
         target = self.program.module_of(node) if node.op == "call_module" else node.target
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._argument)
-        return Step(node, node.op, target, args, kwargs)
+        return Step(node, node.op, target, args, kwargs, self.program.autocast_at(node))
 
     def _argument(self, argument: Any) -> Any:
         if not isinstance(argument, fx.Node):
@@ -148,6 +155,17 @@ def _value(argument: Any, known: dict[fx.Node, Any]) -> Any:
     if isinstance(argument, _Read):
         return getattr(argument.owner, argument.name)
     return known[argument] if isinstance(argument, fx.Node) else argument
+
+
+def _autocast(step: Step, values: Any) -> AbstractContextManager[Any]:
+    """The autocast that the operation ran under, on the devices of what it is given."""
+    if step.autocast is None:
+        return nullcontext()
+    stack = ExitStack()
+    devices = {leaf.device.type: None for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+    for device in devices:
+        stack.enter_context(torch.autocast(device, step.autocast))
+    return stack
 
 
 def _run(step: Step, args: Any, kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.pipeline import _same
 from passes import FoldConvBn, GraphPass, Pass, PassResult, Rewriter, fold_conv_bn, registry
 from passes.base import Context
+from passes.errors import UnseenCall
 from passes.graph.guards import is_carried
 from passes.graph.match import TensorRef, conv_bn_chains
 from passes.graph.program import Program
@@ -655,3 +656,83 @@ class FoldsBlindly(Pass):
 def test_a_pass_that_parts_a_pair_again_goes_as_a_whole() -> None:
     fast = optimize(Parted().eval(), [FoldsBlindly(), "channels-last"], example_inputs=(X,))
     assert statuses(fast) == [("folds-blindly", "rolled-back"), ("channels-last", "applied")]
+
+
+class OneRowAlone(Parted):
+    """Leaves BatchNorms out for a row that is alone, or in any batch of a few sizes."""
+
+    sizes: tuple[int, ...] = (1,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = conv(x)
+            if len(x) not in self.sizes:
+                x = norm(x)
+        return x
+
+
+class SavingMemory(Parted):
+    """Takes another way where gradients are on, as blocks do that save memory in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(checkpoint(conv, x, use_reentrant=True)) if torch.is_grad_enabled() else norm(conv(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("cls", "batch", "when"),
+    [(OneRowAlone, 1, "at a batch size of 1 "), (SavingMemory, 2, "where gradients are on ")],
+)
+def test_a_pair_that_a_likely_call_parts_is_left_alone(cls: type[Parted], batch: int, when: str) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bn", "channels-last"], example_inputs=(X,), strict=True)
+    (record, _) = report_of(fast).passes
+    assert [change.where for change in record.changes] == ["bn"]
+    (skip,) = record.skips
+    assert skip.where == "norms.0"
+    assert f"{when}what convs.0 gives out isn't what norms.0 takes" in skip.text
+    assert report_of(fast).verified
+    x = image(batch, 3, 8, 8)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_size_that_is_asked_for_may_part_a_pair() -> None:
+    model = OneRowAlone().eval()
+    model.sizes = (5,)
+    alone = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    with pytest.raises(UnseenCall, match="used without it"):
+        alone(image(5, 3, 8, 8))
+    asked = optimize(model, ["fold-conv-bn"], example_inputs=(X,), batch_sizes=[1, 4, 5])
+    torch.testing.assert_close(asked(image(5, 3, 8, 8)), model(image(5, 3, 8, 8)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_pass_goes_as_a_whole_where_a_likely_call_parts_too_many_or_it_does_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for item, most in ((FoldsBlindly(), 8), (FoldConvBn(), 0)):
+        monkeypatch.setattr(pipeline, "_MOST_PARTED", most)
+        fast = optimize(OneRowAlone().eval(), [item, "channels-last"], example_inputs=(X,))
+        assert [status for _, status in statuses(fast)] == ["rolled-back", "applied"]
+        assert "at a batch size of 1 " in report_of(fast).passes[0].reason
+        assert fast(image(1, 3, 8, 8)).shape == (1, 4, 8, 8)
+
+
+def test_a_batch_of_one_that_cannot_be_had_parts_nothing() -> None:
+    def inputs(batch_size: int, generator: torch.Generator) -> tuple[Tensor]:
+        if batch_size == 1:
+            raise ValueError("pairs of images only")
+        return (torch.randn(batch_size, 3, 8, 8, generator=generator),)
+
+    class Pairwise(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 1:
+                raise ValueError("pairs of images only")
+            return super().forward(x)
+
+    for example in ((X,), inputs):
+        fast = optimize(enliven(Pairwise()).eval(), ["fold-conv-bn"], example_inputs=example)
+        assert statuses(fast) == [("fold-conv-bn", "applied")]

@@ -92,6 +92,22 @@ def test_an_eps_that_is_set_later_raises_where_it_went_into_weights(pair):
     assert same(tied(image()), model(image()))
 
 
+def test_a_folded_batch_norm_that_is_put_in_training_raises(pair):
+    """By hand, or by a branch of the forward: of the whole, `train` leaves it in eval."""
+    model, fast = pair
+    fast.bn.train()
+    with pytest.raises(
+        UnseenCall, match=r"^bn was put in training, and it was folded together with conv as it is in ev"
+    ):
+        fast(image())
+    fast.bn.eval()
+    assert same(fast(image()), model(image()))
+    tied = optimize(model, ["fold-conv-bias"], example_inputs=(image(),))
+    for each in (model, tied):
+        each.bn.train()
+    assert same(tied(image()), model(image()))
+
+
 class AsksForAClass(Flagged):
     def forward(self, x, strict=False):
         features = self.conv(x)

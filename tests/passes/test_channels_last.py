@@ -556,3 +556,24 @@ def test_the_watched_run_leaves_no_trace() -> None:
     check_same(before, tree_of(program.root), "the watched run left a difference")
     assert torch.equal(state["calls"], program.root.calls)
     assert torch.equal(draws, torch.get_rng_state())
+
+
+def test_under_autocast() -> None:
+    """What the convolutions are given and hold is of different dtypes then."""
+
+    class Cast(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Conv2d(4, 2, 3)
+
+        @torch.autocast("cpu", torch.bfloat16)
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.conv(x).relu()).float()
+
+    model = enliven(Cast()).eval()
+    fast = optimize(model, example_inputs=(image(),))
+    *_, record = report_of(fast).passes
+    assert (record.name, record.status) == ("channels-last", "applied")
+    assert {change.where for change in record.changes} >= {"conv", "head"}
+    assert report_of(fast).verified
+    torch.testing.assert_close(fast(image()), model(image()), rtol=0.02, atol=0.02)

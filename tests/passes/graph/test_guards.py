@@ -160,7 +160,7 @@ def test_only_its_norm_opens_it() -> None:
     conv, norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()
     x = torch.randn(2, 3, 5, 5)
     output = FoldedConvForward(conv, PAIR)(x)
-    bare = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+    bare = nn.BatchNorm2d(4, affine=False, track_running_stats=False).eval()
     assert torch.equal(FoldedNormForward(bare, PAIR, carried=True)(output), conv(x))
     assert torch.equal(FoldedNormForward(norm, PAIR, carried=False)(output), norm(conv(x)))
     other = FoldedNormForward(norm, FoldedPair("conv", "bn", 4, 2), carried=True)
@@ -171,7 +171,7 @@ def test_only_its_norm_opens_it() -> None:
 
 def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
     x = torch.randn(2, 3, 5, 5)
-    conv, norm = nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+    conv, norm = nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4, affine=False, track_running_stats=False).eval()
     first, second = FoldedConvForward(conv, PAIR), FoldedNormForward(norm, PAIR, carried=True)
     output = first(x)
     assert torch.equal(second(output), conv(x))
@@ -189,7 +189,7 @@ def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
 
 
 def _without_tensors(channels: int = 4) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, affine=False, track_running_stats=False)
+    return nn.BatchNorm2d(channels, affine=False, track_running_stats=False).eval()
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,17 @@ def test_a_run_writes_to_copies_of_the_buffers() -> None:
             assert all(held is not tensor for held, tensor in zip(program.root.buffers(), tensors, strict=True))
         assert all(held is tensor for held, tensor in zip(program.root.buffers(), tensors, strict=True))
         assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+
+
+def test_a_region_runs_under_the_autocast_that_it_was_seen_under() -> None:
+    class Cast(Pair):
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.conv(x)
+            return y @ y.new_ones(8, 2)
+
+    program, _ = captured(Cast().eval(), image())
+    conv, *_, product = [node for node in program.nodes() if node.op.startswith("call")]
+    assert Region.of(program, [conv])(image()).dtype is torch.bfloat16
+    assert Region.of(program, [product])(image(2, 4, 8, 8), torch.ones(8, 2)).dtype is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
