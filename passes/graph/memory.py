@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from passes.graph.outside import KEPT, content_of, held_by
 from passes.graph.side_effects import REGISTRIES
 from passes.graph.storage import Extent, extents_of, kind_of, storages_of
 
 
 class Place(NamedTuple):
-    """Where a module holds a tensor: by registering it, as an attribute, or in a plain container among them.
+    """Where a module holds a tensor: by registering it, as an attribute, or in a container, partial or function among them.
 
     Attributes:
-        stands_apart: whether who reads it here is seen to read no registered tensor, though it may be the same object:
-            so it is with attributes and with what TorchScript holds. What is read from a container is known by identity.
+        stands_apart: whether who reads it here is seen to read no registered tensor, though it may be the same object.
     """
 
     path: str
@@ -121,7 +122,7 @@ def _over(
 
 
 def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
-    """The tensors that modules, each with its path, hold: registered, as attributes, and in containers among these.
+    """The tensors that modules, each with its path, hold: registered, as attributes, and in what is in `Place`.
 
     Modules may share a container, a vocabulary, say: it is looked through once.
     """
@@ -136,18 +137,20 @@ def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
         for home in (module._parameters, module._buffers):
             yield from (Place(prefix + name, tensor) for name, tensor in home.items() if tensor is not None)
         for name, value in module.__dict__.items():
-            if isinstance(value, torch.Tensor):
-                yield Place(prefix + name, value, stands_apart=True)
-            elif name not in REGISTRIES:
-                yield from _inside(prefix + name, value, seen, depth=2)
+            if name not in REGISTRIES:
+                yield from _inside(prefix + name, value, seen, depth=3)
 
 
-def _inside(path: str, container: object, seen: set[int], depth: int) -> Iterator[Place]:
-    if not isinstance(container, dict | list | tuple) or id(container) in seen:
-        return
-    seen.add(id(container))
-    for key, item in container.items() if isinstance(container, dict) else enumerate(container):
-        if isinstance(item, torch.Tensor):
-            yield Place(f"{path}[{key!r}]", item)
-        elif depth > 1 and isinstance(item, dict | list | tuple):
-            yield from _inside(f"{path}[{key!r}]", item, seen, depth - 1)
+def _inside(path: str, value: object, seen: set[int], depth: int) -> Iterator[Place]:
+    """The tensors in a container; in functions and the like, what these hold."""
+    if isinstance(value, torch.Tensor):
+        yield Place(path, value, stands_apart=True)
+    elif depth and id(value) not in seen:
+        if isinstance(value, dict | list | tuple):
+            seen.add(id(value))
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from _inside(f"{path}[{key!r}]", item, seen, depth - 1)
+        elif type(value) in KEPT:
+            seen.add(id(value))
+            for item in held_by(value):
+                yield from _inside(path, content_of(item) if type(item) is CellType else item, seen, depth - 1)

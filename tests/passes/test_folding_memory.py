@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,10 +74,15 @@ class _ScriptedTwin(Pair):
 
 
 class _ListsBias(Pair):
-    """Keeps a list of its parameters that no forward reads."""
+    """Keeps a list of its parameters that no run shows a forward to read."""
 
     def more(self) -> None:
         self.kept = [self.conv.bias]
+
+
+class _KeepsCall(Pair):
+    def more(self) -> None:
+        self.kept = functools.partial(nn.functional.conv2d, weight=self.conv.weight, bias=self.conv.bias)
 
 
 class _OneBuffer(nn.Module):
@@ -136,6 +142,8 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a flat parameter": (_flat_parameter, ["conv.bias shares its memory with flat"]),
     "a view of the mean": (_ViewOfMean, ["bn.running_mean shares its memory with center"]),
     "the mean itself": (_MeanAsAttribute, ["bn.running_mean shares its memory with center"]),
+    "a list of parameters": (_ListsBias, ["conv.bias shares its memory with kept[0]"]),
+    "a partial": (_KeepsCall, ["conv.bias shares its memory with kept"]),
     "a scripted layer": (_ScriptedTwin, ["conv.bias shares its memory with other.bias"]),
     "a registered buffer": (
         _OneRegisteredBuffer,
@@ -185,7 +193,7 @@ def test_statistics_that_share_memory_are_measured_as_such(kind: str, mode: Mode
     assert torch.allclose(run(fast), run(make()), atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [_flat, _OneBuffer, _TiedWeight, _ListsBias])
+@pytest.mark.parametrize("make", [_flat, _OneBuffer, _TiedWeight])
 def test_in_training_a_bias_goes_that_shares_a_storage_and_no_bytes(make: Callable[[], nn.Module]) -> None:
     done = check_pass(FoldConvBias(), make().train(), mode="training")
     assert done.changes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from laid_out import laid_out
@@ -64,15 +66,22 @@ def test_a_module_holds_tensors_by_registering_them_as_attributes_and_in_contain
     module = nn.BatchNorm1d(2, affine=False)
     module.plain = module.running_mean
     module.held = {"a": [torch.zeros(1)], "b": 1}
-    module.deep = [[[torch.zeros(1)]]]
+    module.deep = [[[[torch.zeros(1)]]]]
+    inner = torch.zeros(1)
+    module.kept = functools.partial(torch.add, torch.zeros(1), other=torch.zeros(1))
+    module.function = lambda x: x + inner
+    module.function.itself = module.function
     found = {place.path: place.stands_apart for place in places_in([("bn", module)])}
     assert found == {
         "bn.running_mean": False,
         "bn.running_var": False,
         "bn.num_batches_tracked": False,
         "bn.plain": True,
-        "bn.held['a'][0]": False,
+        "bn.held['a'][0]": True,
+        "bn.kept": True,
+        "bn.function": True,
     }
+    assert len(list(places_in([("", module)]))) == len(found) + 1
     shared = SharedMemory(places_in([("", module)])).beside(module.running_mean)
     assert shared is not None
     assert shared.path == "plain"
