@@ -180,7 +180,7 @@ def _add_gradients(
         for name, parameter in target.named_parameters():
             if parameter.requires_grad:
                 leaf = mode.shadow(parameter) if isinstance(mode, Float64Mode) else parameter
-                wanted[f"gradient of {_own_name(name)}"] = parameter if leaf is None else leaf
+                wanted[f"gradient of {own_name(name)}"] = parameter if leaf is None else leaf
     if not roots or not wanted:
         return
     generator = torch.Generator().manual_seed(seed)
@@ -221,7 +221,7 @@ def _all_parameters(target: Any) -> list[tuple[str, nn.Parameter]]:
     return [*target.named_parameters(), *chain.from_iterable(besides)]
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
     """The name without the prefix that `torch.compile(module)` puts before it."""
     return name.replace("_orig_mod.", "")
 
@@ -231,4 +231,4 @@ def _add_buffers(observation: Observation, target: Any, mode: Any) -> None:
         return
     for name, buffer in target.named_buffers():
         shadow = mode.shadow(buffer) if isinstance(mode, Float64Mode) else None
-        observation.add("buffer", f"buffer {_own_name(name)}", _on_cpu(buffer if shadow is None else shadow))
+        observation.add("buffer", f"buffer {own_name(name)}", _on_cpu(buffer if shadow is None else shadow))

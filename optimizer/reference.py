@@ -33,7 +33,7 @@ from optimizer.difference import (
 from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
-from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype
+from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype, own_name
 from optimizer.preserve import (
     eager_only,
     evaluated,
@@ -212,10 +212,10 @@ class Reference:
             if bias_path not in own:
                 # The original has none either.
                 continue
-            found.gradients.add(f"gradient of {bias_path}")
-            if mean_path is None or f"buffer {mean_path}" not in self.noises:
+            found.gradients.add(f"gradient of {own_name(bias_path)}")
+            if mean_path is None or (mean_name := f"buffer {own_name(mean_path)}") not in self.noises:
                 continue
-            bias = found.means[f"buffer {mean_path}"] = wide(own[bias_path].detach().cpu())
+            bias = found.means[mean_name] = wide(own[bias_path].detach().cpu())
             mean, rest = self._target.get_buffer(mean_path).cpu(), candidate.get_buffer(mean_path).cpu()
             # A step with a momentum of one leaves nothing of what the mean was before.
             allowed = unit(rest.dtype) * (wide(mean).abs() + bias.abs())

@@ -715,6 +715,15 @@ def test_in_bfloat16() -> None:
     assert relative(fast.eval()(x), copy.deepcopy(model).eval()(x)) < 2e-2
 
 
+def test_a_child_that_is_compiled_gives_its_bias_away() -> None:
+    """`torch.compile` puts a name of its own into the paths of parameters and buffers."""
+    model = enliven(nn.Sequential(torch.compile(models.Pair(), backend="eager"), nn.ReLU())).train()
+    fast = optimize(model, ["fold-conv-bias"], example_inputs=(image(4, 3, 8, 8),), mode="training", strict=True)
+    (change,) = report_of(fast).passes[0].changes
+    assert change.where.endswith("conv")
+    assert report_of(fast).verified
+
+
 def test_compiled_it_trains_alike() -> None:
     model = models.Pair().train()
     x, y = image(6, 3, 8, 8), image(6, 4, 8, 8, seed=3)
