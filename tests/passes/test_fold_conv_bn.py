@@ -318,6 +318,19 @@ def test_a_guarded_module_is_compiled(guarded: Any, cls: type[nn.Module]) -> Non
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("cls", [models.Pair, models.Island])
+def test_inside_of_a_compiled_child(cls: type[nn.Module]) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(torch.compile(cls(), backend="eager"), nn.ReLU()).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),), strict=True)
+    (change,) = report_of(fast).passes[0].changes
+    assert change.where == "0._orig_mod.bn"
+    with torch.no_grad():
+        for seed in (4, 5):
+            torch.testing.assert_close(fast(image(seed=seed)), model(image(seed=seed)), rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
 def test_a_guarded_module_can_be_optimized_again(guarded: Any) -> None:
     fast = guarded(models.IslandBesides)
     again = optimize(fast, example_inputs=(image(),))

@@ -48,8 +48,26 @@ def test_a_module_that_is_replaced_keeps_its_identity_to_itself():
         assert replaced() is not None
 
 
+def test_what_is_compiled_is_seen_to_be_called():
+    inner = nn.Linear(4, 4)
+    model, seen = nn.Sequential(torch.compile(inner, backend="eager")), []
+    compiled = vars(model[0])["forward"]
+
+    def around(module, call, args, kwargs):
+        seen.append(module)
+        return call(*args, **kwargs)
+
+    with intercepted_calls(model, around):
+        got = model(X)
+    assert torch.equal(got, inner(X))
+    assert seen == [model, model[0], inner]
+    assert vars(model[0])["forward"] is compiled
+
+
 def test_an_error_leaves_nothing_behind():
-    call = nn.Module.__call__
-    with pytest.raises(ZeroDivisionError), intercepted_calls(nn.ReLU(), lambda *args: 1 / 0):
+    call, compiled = nn.Module.__call__, torch.compile(nn.ReLU(), backend="eager")
+    forward = vars(compiled)["forward"]
+    with pytest.raises(ZeroDivisionError), intercepted_calls(compiled, lambda *args: 1 / 0):
         raise ZeroDivisionError
     assert nn.Module.__call__ is call
+    assert vars(compiled)["forward"] is forward
