@@ -304,6 +304,12 @@ def _why_not_forward(program: Program, conv: Convolution, norm: Affine) -> str |
         if not home.traced and place.module is None:
             called = operation_name(place.node)
             return f"the forward of {home.path or 'the root'} calls {called} as a function and can't be traced"
+        if place.module is None and (unwatched := home.unwatched()) is not None:
+            called = operation_name(place.node)
+            return (
+                f"the forward of {home.path or 'the root'}, which calls {called} as a function, {unwatched}: what that"
+                " answers at another call can't be known"
+            )
     if isinstance(norm, ChannelScale) and (reason := _why_not_called_so(program, conv, norm)):
         return reason
     around = program.innermost_around(conv.node, norm.node)

@@ -7,6 +7,7 @@ call.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import operator
 import sys
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from passes.graph.fingerprint import ABSENT, UNKNOWN, TooMuch, cannot_change, fingerprint, is_of
 from passes.graph.outside import content_of, is_dunder, named_outside
 from passes.graph.side_effects import REGISTRIES, names_in
+from passes.graph.unwatched import unwatched
 
 # What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
@@ -228,6 +230,12 @@ class Reads:
     def look_at_shape(self, module: nn.Module, name: str) -> None:
         """The shape of a tensor of the module was asked for."""
         self._shapes.setdefault((id(module), name), (module, name))
+
+    def watch(self) -> Callable[[], str | None]:
+        """Gives, when it is called, a clause about what the forward goes by and can't be compared; None where all can."""
+        # Symbols that a forward kept are looked for by who still holds them.
+        values = [value for _, value in self._found.values() if not is_of(value, fx.Proxy)]
+        return functools.partial(unwatched, self.functions, values)
 
     def baked(self, path_of: Callable[[nn.Module], str | None]) -> tuple[Baked, ...]:
         """All of it, with the values of now.

@@ -13,7 +13,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -62,6 +62,10 @@ _capturing = threading.Lock()
 _busy = threading.local()
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass
 class ModuleGraph:
     """The graph of one module's forward.
@@ -77,6 +81,8 @@ class ModuleGraph:
         whole: false for a part of what recorded runs did: what its values are made of, and where they go, isn't known.
         flags: the values of `training` that the graph holds for; none for the one that the module has.
         baked: the attributes and globals that a trace read: the graph holds for these values.
+        unwatched: gives a clause about what the forward goes by and can't be compared at every call, so that the graph
+            shows what it does and can't stand in for it; None for a graph that can.
     """
 
     path: str
@@ -88,6 +94,7 @@ class ModuleGraph:
     whole: bool = True
     flags: tuple[bool, ...] = ()
     baked: tuple[Baked, ...] = ()
+    unwatched: Callable[[], str | None] = _nothing
 
     def forward(
         self,
@@ -378,7 +385,7 @@ class _Work:
             baked = tracer.reads.baked(tracer.path_of)
         except TooMuch:
             raise Untraceable("its forward reads an object that holds too much to be compared at every call") from None
-        return ModuleGraph(path, module, found[0], structure, found[1], baked=baked)
+        return ModuleGraph(path, module, found[0], structure, found[1], baked=baked, unwatched=tracer.reads.watch())
 
     def clean(self) -> None:
         """Take symbols that traces left somewhere out of there, and make islands of the modules whose traces it were."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import math
 import numbers
 import pathlib
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -68,19 +67,45 @@ def fingerprint(value: Any) -> Any:
     Raises:
         TooMuch: it holds so much that comparing it at every call would be work.
     """
-    return _print(value, (), itertools.count())
+    return _print(value, (), _Walk())
 
 
-def _print(value: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
+def kind_without_parts(value: Any, but: tuple[type, ...]) -> type | None:
+    """The class of an object in the value, or of itself, of which a fingerprint tells no more than that; None without.
+
+    Args:
+        but: classes that are passed over, without those that are made of them.
+
+    Raises:
+        TooMuch: as `fingerprint` does.
+    """
+    walk = _Walk()
+    _print(value, (), walk)
+    return next((kind for kind in walk.without_parts if kind not in but), None)
+
+
+@dataclass
+class _Walk:
+    """Attributes:
+    count: the values that were looked at.
+    without_parts: the classes of those that nothing but their class is known of.
+    """
+
+    count: int = 0
+    without_parts: list[type] = field(default_factory=list)
+
+
+def _print(value: Any, around: tuple[int, ...], walk: _Walk) -> Any:
     """The fingerprint of a value that stands in others, the outermost first, by identity."""
-    if next(count) > _MOST:
+    walk.count += 1
+    if walk.count > _MOST:
         raise TooMuch
     kind = type(value)
     if issubclass(kind, float):
         # Neither of NaN and -0.0 does `==` tell what it is.
         return kind, math.copysign(1.0, value), value if value == value else None
     if issubclass(kind, complex):
-        return kind, _print(value.real, around, count), _print(value.imag, around, count)
+        return kind, _print(value.real, around, walk), _print(value.imag, around, walk)
     if issubclass(kind, _FUNCTIONS):
         # Not their kind, which pickle doesn't find by its name.
         return None, value
@@ -91,9 +116,9 @@ def _print(value: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
     if issubclass(kind, torch.Tensor):
         return torch.Tensor, None
     if issubclass(kind, functools.partial):
-        return kind, _joined([value.func, value.args, value.keywords], (*around, id(value)), count)
+        return kind, _joined([value.func, value.args, value.keywords], (*around, id(value)), walk)
     if issubclass(kind, types.MethodType):
-        return None, value.__func__, _joined([value.__self__], (*around, id(value)), count)
+        return None, value.__func__, _joined([value.__self__], (*around, id(value)), walk)
     if issubclass(kind, _WRITTEN):
         return kind, repr(value)
     if id(value) in around:
@@ -101,14 +126,17 @@ def _print(value: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
     if len(around) == _DEPTH:
         raise TooMuch
     if (parts := parts_of(value)) is not None:
-        return kind, _joined(parts, (*around, id(value)), count)
-    return (value if value is ABSENT else kind), None
+        return kind, _joined(parts, (*around, id(value)), walk)
+    if value is ABSENT:
+        return value, None
+    walk.without_parts.append(kind)
+    return kind, None
 
 
-def _joined(parts: Any, around: tuple[int, ...], count: Iterator[int]) -> Any:
+def _joined(parts: Any, around: tuple[int, ...], walk: _Walk) -> Any:
     if isinstance(parts, dict):
-        return tuple((_print(key, around, count), _print(item, around, count)) for key, item in parts.items())
-    return parts if isinstance(parts, frozenset) else tuple([_print(item, around, count) for item in parts])
+        return tuple((_print(key, around, walk), _print(item, around, walk)) for key, item in parts.items())
+    return parts if isinstance(parts, frozenset) else tuple([_print(item, around, walk) for item in parts])
 
 
 def parts_of(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.graph.fingerprint import ABSENT, IMMUTABLE, is_of, parts_of
+from passes.graph.fingerprint import ABSENT, IMMUTABLE, cannot_change, is_of, parts_of
 from passes.graph.side_effects import globals_in, names_in, package_of, plain_function
 
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
@@ -39,6 +39,26 @@ def named_outside(functions: Mapping[Any, Any], values: Iterable[Any]) -> Iterat
         The dict of globals, class or cell that has it, under which name, and the value.
     """
     seen: set[tuple[int, str]] = set()
+    for _, holder, name, value in _everything(functions, values):
+        if is_data(value) and (id(holder), name) not in seen:
+            seen.add((id(holder), name))
+            yield holder, name, value
+
+
+def named_everywhere(
+    functions: Mapping[Any, Any], values: Iterable[Any]
+) -> Iterator[tuple[types.FunctionType, str, Any]]:
+    """Each function of those that `named_outside` looks at, with the name and the value of all that it names outside.
+
+    A function that names nothing comes once, with "" and `ABSENT`.
+    """
+    for function, _, name, value in _everything(functions, values):
+        yield function, name, value
+
+
+def _everything(
+    functions: Mapping[Any, Any], values: Iterable[Any]
+) -> Iterator[tuple[types.FunctionType, Any, str, Any]]:
     known: set[types.FunctionType] = set()
     waiting: list[tuple[Any, Any]] = list(functions.items())
     everything = frozenset[str]().union(*(names_in(f.__code__) for f in map(_own_function, functions) if f))
@@ -50,13 +70,14 @@ def named_outside(functions: Mapping[Any, Any], values: Iterable[Any]) -> Iterat
             continue
         known.add(function)
         names = names_in(function.__code__)
+        yield function, None, "", ABSENT
         for holder, name, value in _outside(function, owner, names):
-            if _is_data(value) and (id(holder), name) not in seen:
-                seen.add((id(holder), name))
-                yield holder, name, value
+            yield function, holder, name, value
             # What another library's functions go by is its own affair.
             own = package_of(function)
             waiting += (found for found in _functions_in(value, names) if package_of(inspect.unwrap(found[0])) == own)
+            if is_of(value, type):
+                waiting += (found for found in _methods(value, names) if package_of(found[0]) == own)
         if owner is not None and not issubclass(owner, nn.Module):
             waiting += _methods(owner, names)
 
@@ -76,14 +97,14 @@ def _functions_in(value: Any, names: frozenset[str], depth: int = 4) -> Iterator
     elif is_of(value, functools.partial):
         yield from _functions_in([value.func, *value.args, *value.keywords.values()], names, depth)
     elif depth and not is_of(value, (*_OPAQUE, *IMMUTABLE)) and (parts := parts_of(value)) is not None:
-        yield from _methods(type(value), names)
+        yield from _methods(type(value), names | {"__call__"})
         for part in parts.values() if isinstance(parts, dict) else parts:
             yield from _functions_in(part, names, depth - 1)
 
 
 def _methods(cls: Any, names: frozenset[str]) -> Iterator[tuple[types.FunctionType, Any]]:
-    for name in names & _class_names(cls):
-        function = plain_function(inspect.getattr_static(cls, name))
+    for name in names & (_class_names(cls) | {"__call__"}):
+        function = plain_function(inspect.getattr_static(cls, name, None))
         if is_of(function, types.FunctionType):
             yield function, cls
 
@@ -93,7 +114,10 @@ def _outside(function: types.FunctionType, owner: Any, names: frozenset[str]) ->
     scope = function.__globals__
     found: list[tuple[Any, str, Any]] = [(scope, n, scope.get(n, ABSENT)) for n in globals_in(function.__code__)]
     found += ((cell, "cell_contents", content_of(cell)) for cell in function.__closure__ or ())
-    if owner is not None and not names.isdisjoint(("type", "__class__")):
+    own = ((name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
+    found += ((function, name, value) for name, value in own if value and not _is_constant(value))
+    # Of a module the attributes are seen to be read.
+    if owner is not None and (not issubclass(owner, nn.Module) or not names.isdisjoint(("type", "__class__"))):
         found += _of_class(owner, names)
     seen: set[int] = set()
     while found:
@@ -136,8 +160,20 @@ def content_of(cell: types.CellType) -> Any:
         return ABSENT
 
 
-def _is_data(value: Any) -> bool:
-    return value is not ABSENT and not is_of(value, _OPAQUE) and not callable(value)
+def _is_constant(held: Any) -> bool:
+    """Whether nothing of what a function holds by itself can change."""
+    return all(map(cannot_change, held.values() if is_of(held, dict) else held))
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is none of what is called, followed or read anew: it may be other data at another call."""
+    if value is ABSENT or is_of(value, _OPAQUE):
+        return False
+    return not callable(value) or type(value).__module__.partition(".")[0] not in _LIBRARIES
+
+
+# What can be called of these is a function, whatever its class.
+_LIBRARIES = frozenset({"builtins", "functools", "numpy", "operator", "torch"})
 
 
 def held_by(value: Any) -> Iterable[Any]:

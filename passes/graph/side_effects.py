@@ -182,6 +182,21 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(loaded).union(*inner)
 
 
+@functools.lru_cache(maxsize=4096)
+def assigned_outside(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """What a code assigns, itself or in a function defined in it, that outlives its call: of what kind, and its name."""
+    found = []
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            found.append(("global", step.argval))
+        elif step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars:
+            found.append(("outer variable", step.argval))
+    for constant in (each for each in code.co_consts if isinstance(each, types.CodeType)):
+        # The variables of this code itself don't outlive the call.
+        found += (place for place in assigned_outside(constant) if place[0] == "global" or place[1] in code.co_freevars)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What values of one type are; an object itself may raise when it is asked for its class.

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from passes.graph.baked import Reads
 from passes.graph.fingerprint import ABSENT
 from passes.graph.guards import SHAPE_AND_KIND, InstanceForward, inner_forward
-from passes.graph.side_effects import attributes_of, names_in
+from passes.graph.side_effects import assigned_outside, attributes_of, names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
 
 # What may be asked of a tensor that exists while tracing: the answer is the same for every input.
@@ -740,22 +740,5 @@ def _untraceable_step(code: types.CodeType) -> str | None:
 
 def assigns_outside(code: types.CodeType) -> str | None:
     """The reason why a code that assigns a global, or a variable of the function around it, can't be traced."""
-    names = _assigned_outside(code)
+    names = assigned_outside(code)
     return None if not names else f"its forward assigns the {names[0][0]} {names[0][1]!r}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _assigned_outside(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """What a code assigns, itself or in a function defined in it, that outlives its call: of what kind, and its name."""
-    found = []
-    for step in dis.get_instructions(code):
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            found.append(("global", step.argval))
-        elif step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars:
-            found.append(("outer variable", step.argval))
-    for constant in (each for each in code.co_consts if isinstance(each, types.CodeType)):
-        # The variables of this code itself don't outlive the call.
-        found += (
-            place for place in _assigned_outside(constant) if place[0] == "global" or place[1] in code.co_freevars
-        )
-    return tuple(found)
