@@ -349,8 +349,8 @@ def _why_not_code(program: Program, conv: Convolution, norm: Affine) -> str | No
     """Whether a branch that nothing showed may read what the rewrite changes, or ask what the sealed value is."""
     # Their graphs stand in for their forwards.
     replaced = frozenset(id(program.home(place.node).module) for place in (conv, norm) if place.module is None)
+    homes = [program.home(place.node) for place in (conv, norm)]
     if can_be_sealed(program, conv, norm):
-        homes = [program.home(place.node) for place in (conv, norm)]
         asked = (home for home in homes if id(home.module) not in replaced)
         asking = [home for home in asked if program.named_reads.asks_for_types(home.module)]
         if asking:
@@ -359,13 +359,34 @@ def _why_not_code(program: Program, conv: Convolution, norm: Affine) -> str | No
             )
     else:
         replaced |= {id(program.home(norm.node).module)}
-    for ref in (conv.weight, *([conv.bias] if conv.bias else []), *norm.tensors):
+    refs = (conv.weight, *([conv.bias] if conv.bias else []), *norm.tensors)
+    layers = [ref.owner for ref in refs if is_atom(ref.owner)]
+    for module in dict.fromkeys([*layers, *(home.module for home in homes if id(home.module) in replaced)]):
+        if reason := _why_not_gone_past(program, module, replaced):
+            return reason
+    for ref in refs:
         for path in program.paths[id(ref.owner)]:
             reader = program.named_reads.reader_of(path, ref.name, but=replaced)
             if reader is not None:
                 code = f"the code of {reader or 'the root'}"
                 return f"{_path_of(program, ref)} may be read by {code}, in a branch of its own"
     return None
+
+
+def _why_not_gone_past(program: Program, module: nn.Module, but: frozenset[int]) -> str | None:
+    """Whether something may run a module past what stands in for its forward: by a method of its class."""
+    path = program.paths[id(module)][0]
+    keepers = program.named_reads.keepers_of(module)
+    # What other methods of a user's class read is known by name.
+    method = next((name for name in keepers if name == "forward" or is_atom(module)), None)
+    if method is not None:
+        return f"{path or 'the root'} may be run by its method {method!r}, which {keepers[method] or 'the root'} keeps"
+    runner = program.named_reads.runner_of(module, path, but)
+    if runner is None:
+        return None
+    return (
+        f"{path or 'the root'} may be run by the forward of its class, which the code of {runner or 'the root'} names"
+    )
 
 
 def scale_of(norm: BatchNorm) -> torch.Tensor:

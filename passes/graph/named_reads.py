@@ -11,7 +11,8 @@ import dis
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,12 +111,45 @@ def asks_for_types(code: types.CodeType) -> bool:
     return any(asks_for_types(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
+def classes_run_by(function: types.FunctionType) -> Iterator[type]:
+    """The classes of modules whose forward a code takes as a function, as in `nn.Conv2d.forward(layer, x)`."""
+    for first, path in _roots_of_forwards(function.__code__):
+        value = function.__globals__.get(first)
+        for name in path:
+            value = vars(value).get(name) if isinstance(value, types.ModuleType) else None
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            yield value
+
+
+@functools.lru_cache(maxsize=4096)
+def _roots_of_forwards(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """For each `….forward` of a global, in a code and the functions defined in it: its name, and the attributes between."""
+    if "forward" not in names_in(code):
+        return ()
+    found = []
+    first, path = "", list[str]()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if first and step.argval == "forward":
+                found.append((first, tuple(path)))
+            path.append(str(step.argval))
+        elif step.opname not in _SKIPPED:
+            first, path = (str(step.argval) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""), []
+    inner = (_roots_of_forwards(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return (*found, *itertools.chain(*inner))
+
+
 @dataclass(frozen=True)
 class _Code:
-    """What the code of one forward and of what it calls takes and asks."""
+    """What the code of one forward and of what it calls takes and asks.
+
+    Attributes:
+        classes: those whose forward it takes as a function.
+    """
 
     accesses: tuple[Access, ...]
     asks_for_types: bool
+    classes: frozenset[type]
 
 
 def _code_of(own: types.FunctionType, cls: type) -> _Code:
@@ -127,7 +161,16 @@ def _code_of(own: types.FunctionType, cls: type) -> _Code:
         for function in functions
         for access in accesses_in(function.__code__)
     )
-    return _Code(tuple(found), any(asks_for_types(function.__code__) for function in functions))
+    classes = frozenset(cls for function in functions for cls in classes_run_by(function))
+    return _Code(tuple(found), any(asks_for_types(function.__code__) for function in functions), classes)
+
+
+def _code_of_kept(function: types.FunctionType) -> _Code:
+    """What a function takes that a module keeps: it isn't known of what."""
+    if package_of(function) == "torch":
+        return _Code((), asks_for_types=False, classes=frozenset())
+    found = dict.fromkeys(replace(access, of_self=False) for access in accesses_in(function.__code__))
+    return _Code(tuple(found), asks_for_types=False, classes=frozenset(classes_run_by(function)))
 
 
 def _is_function(value: Any) -> bool:
@@ -179,9 +222,14 @@ class NamedReads:
         # For each module that holds others so: the paths of those.
         self._held: dict[str, list[str]] = {}
         self._askers: set[int] = set()
+        # For each module: the names of its methods that are kept, each with the path of a module that keeps it.
+        self._keepers: dict[int, dict[str, str]] = {}
+        # The classes whose forward a code takes as a function, with the path and identity of the module that it is of.
+        self._run_as_functions: list[tuple[type, str, int]] = []
         codes: dict[tuple[types.FunctionType, type], _Code] = {}
+        kept: dict[types.FunctionType, _Code] = {}
         # Modules may share what holds much: a configuration, or a vocabulary.
-        inside: dict[int, list[nn.Module | types.FunctionType]] = {}
+        inside: dict[int, list[nn.Module | types.FunctionType | _KeptMethod]] = {}
         everything = [*root.named_modules(), *unregistered]
         paths = {id(module): path for path, module in reversed(everything)}
         for path, module in everything:
@@ -191,13 +239,19 @@ class NamedReads:
                 if holds_no_module(value) or (name in _OWN and type(value) not in KEPT):
                     continue
                 if id(value) not in inside:
-                    inside[id(value)] = list(_held_in((value,), 4, set()))
+                    inside[id(value)] = list(_held_in(value, 4))
                 for other in inside[id(value)]:
                     if isinstance(other, types.FunctionType):
-                        self._note_kept(path, module, other)
+                        if other not in kept:
+                            kept[other] = _code_of_kept(other)
+                        self._note(path, module, kept[other])
+                        continue
+                    if isinstance(other, _KeptMethod):
+                        # One of its own among its hooks, as lazy modules have, runs when the module is called.
+                        if other.module is not module or not (name == "forward" or name.endswith("_hooks")):
+                            self._keepers.setdefault(id(other.module), {}).setdefault(other.name, path)
                         continue
                     if other is module:
-                        # One of its own methods, as lazy modules have among their hooks: it runs when the module is called.
                         continue
                     self._holders.setdefault(id(other), path)
                     if id(other) in paths:
@@ -213,16 +267,10 @@ class NamedReads:
     def _note(self, path: str, module: nn.Module, code: _Code) -> None:
         if code.asks_for_types:
             self._askers.add(id(module))
+        self._run_as_functions += ((cls, path, id(module)) for cls in code.classes if not isinstance(module, cls))
         for access in code.accesses:
             start, ending = _start_of(path, module, access)
             self._reads.setdefault(access.name, []).append(_Read(path, id(module), start, ending))
-
-    def _note_kept(self, path: str, module: nn.Module, function: types.FunctionType) -> None:
-        """Note what a function takes that the module keeps: it isn't known of what."""
-        # What a rewrite left to guard checkpoints looks at names alone.
-        if package_of(function) != "torch" and function is not refuse_checkpoint:
-            found = (replace(access, of_self=False) for access in accesses_in(function.__code__))
-            self._note(path, module, _Code(tuple(found), asks_for_types=False))
 
     def asks_for_types(self, module: nn.Module) -> bool:
         """Whether the module's forward asks by `type` what class a value has."""
@@ -231,6 +279,23 @@ class NamedReads:
     def holder_of(self, module: nn.Module) -> str | None:
         """The path of a module that holds this one in an attribute, list, dict or object, and not as its child."""
         return self._holders.get(id(module))
+
+    def keepers_of(self, module: nn.Module) -> Mapping[str, str]:
+        """The methods of a module, other than its call, that are kept: their names, each with the path of who keeps it."""
+        return self._keepers.get(id(module), {})
+
+    def runner_of(self, module: nn.Module, path: str, but: frozenset[int]) -> str | None:
+        """The path of a module whose code may run the module at a path by the forward of its class, as a function.
+
+        Args:
+            but: modules, by identity, whose forwards are no matter.
+        """
+        for cls, runner, key in self._run_as_functions:
+            if key not in but and isinstance(module, cls):
+                read = _Read(runner, key, None, ())
+                if read.takes_of(path) or self._takes_elsewhere(read, path):
+                    return runner
+        return None
 
     def reader_of(self, path: str, name: str, but: frozenset[int]) -> str | None:
         """The path of a module whose forward may read the attribute `name` of the module at the path.
@@ -262,29 +327,69 @@ class NamedReads:
 _OWN = frozenset({"_modules", "_parameters", "_buffers", "forward"})
 
 
-def _held_in(values: Iterable[Any], depth: int, seen: set[int]) -> Iterator[nn.Module | types.FunctionType]:
-    """The modules and functions in values, in what these hold, and in what the functions hold.
+# A call of a module by these goes by its instance's forward.
+_CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"})
+
+
+@dataclass(frozen=True)
+class _KeptMethod:
+    """A method of a module, other than its call: whatever stands in for the module's forward, it goes past that."""
+
+    module: nn.Module
+    name: str
+
+
+def _held_in(top: Any, depth: int) -> Iterator[nn.Module | types.FunctionType | _KeptMethod]:
+    """The modules, their methods and the functions in a value, in what it holds, and in what the functions hold.
 
     Args:
         depth: so many containers deep.
-        seen: the functions and the like, by identity, that were looked into: they may hold each other.
     """
-    for value in values:
+    # Values may hold each other: so many containers deep each was looked into, by identity.
+    seen: dict[int, int] = {}
+    waiting = [(top, depth)]
+    while waiting:
+        value, left = waiting.pop()
         kind = type(value)
-        # Who keeps checkpoints as they were knows modules, and calls none.
-        if holds_no_module(value) or kind is MovedBias:
+        # Who keeps checkpoints as they were knows modules, and calls none; who guards them looks at names alone.
+        if holds_no_module(value) or kind is MovedBias or value is refuse_checkpoint:
             continue
         if issubclass(kind, nn.Module):
             yield value
-        elif kind in KEPT or kind is types.CellType:
+        elif seen.get(id(value), -1) < left:
             if id(value) not in seen:
-                seen.add(id(value))
-                yield from (value,) if kind is types.FunctionType else ()
-                yield from _held_in(held_by(value), depth, seen)
-        elif depth and kind is tuple:
-            yield from _held_in(value, depth - 1, seen)
-        elif depth and (contents := contents_of(value)) is not None:
-            yield from _held_in(values_in(contents), depth - 1, seen)
+                yield from (value,) if kind is types.FunctionType else _methods_in(value)
+            seen[id(value)] = left
+            waiting += _parts_of(value, left)
+
+
+def _parts_of(value: Any, left: int) -> list[tuple[Any, int]]:
+    """What a value holds, with so many containers as there may still be around something in it."""
+    kind = type(value)
+    if kind in KEPT or kind is types.CellType:
+        return [(part, left) for part in held_by(value)]
+    contents = None if not left else value if kind is tuple else contents_of(value)
+    if contents is None:
+        return []
+    return [(part, left - 1) for part in (contents if kind is tuple else values_in(contents))]
+
+
+def _methods_in(value: Any) -> Iterator[_KeptMethod]:
+    """The method of a module that a value is, or makes of a function of the class by giving it the module."""
+    method = value() if type(value) is weakref.WeakMethod else value
+    if type(method) is types.MethodType:
+        function, owner = method.__func__, method.__self__
+    elif type(method) is functools.partial and method.args:
+        function, owner = method.func, method.args[0]
+    else:
+        return
+    name = getattr(function, "__name__", "")
+    if isinstance(owner, nn.Module) and name not in _CALLS and _is_of_class(function, type(owner)):
+        yield _KeptMethod(owner, name)
+
+
+def _is_of_class(function: Any, cls: type) -> bool:
+    return any(function is value for base in cls.__mro__ for value in vars(base).values())
 
 
 def _start_of(path: str, module: nn.Module, access: Access) -> tuple[str | None, tuple[str, ...]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
+from passes.graph import named_reads
 from passes.graph.named_reads import Access, NamedReads, accesses_in, asks_for_types
+from passes.graph.side_effects import values_in
 
 
 def _names(function: Callable[..., Any]) -> set[tuple[bool, tuple[str, ...], str]]:
@@ -131,3 +134,47 @@ def test_who_holds_a_module_or_one_around_it_may_read_it() -> None:
     model[3].held = shared
     reads = NamedReads(model)
     assert reads.reader_of("0.0", "weight", frozenset({id(model[1]), id(model[2])})) == "3"
+
+
+def test_who_keeps_which_method_of_a_module() -> None:
+    class Own(nn.Linear):
+        pass
+
+    tree = nn.Sequential(nn.Linear(2, 2), Own(2, 2), nn.Linear(2, 2), nn.ReLU())
+    tree.calls = [tree[0].__call__, tree[0]._call_impl, tree[0]]  # type: ignore[assignment]
+    tree[3].methods = {"a": functools.partial(tree[1].extra_repr), "b": functools.partial(nn.Linear.forward, tree[1])}
+    tree[2].register_load_state_dict_post_hook(tree[2].extra_repr)
+    reads = NamedReads(tree)
+    assert reads.keepers_of(tree[0]) == reads.keepers_of(tree[2]) == {}
+    assert reads.keepers_of(tree[1]) == {"extra_repr": "3", "forward": "3"}
+
+
+class Runs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Bilinear(2, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self.inner[0], x)  # type: ignore[arg-type]
+
+
+def test_who_runs_a_module_by_the_forward_of_its_class() -> None:
+    tree = nn.Sequential(Runs(), nn.Linear(2, 2))
+    reads = NamedReads(tree)
+    none = frozenset[int]()
+    assert reads.runner_of(tree[0].inner[0], "0.inner.0", none) == "0"
+    assert reads.runner_of(tree[0].inner[0], "0.inner.0", frozenset({id(tree[0])})) is None
+    assert reads.runner_of(tree[0].inner[2], "0.inner.2", none) is None
+    assert reads.runner_of(tree[1], "1", none) is None
+
+
+def test_what_holds_much_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = [nn.Linear(2, 2)]
+    for _ in range(3):
+        held = [held] * 10
+    tree = nn.Sequential(nn.Linear(2, 2))
+    tree.held = lambda: held  # type: ignore[assignment]
+    looked_into = list[Any]()
+    monkeypatch.setattr(named_reads, "values_in", lambda value: looked_into.append(value) or values_in(value))
+    assert NamedReads(tree).holder_of(tree[0]) is None
+    assert len([value for value in looked_into if isinstance(value, list)]) == 4

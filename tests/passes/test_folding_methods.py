@@ -1,0 +1,150 @@
+"""Layers that code may run past what a fold puts in the place of their forward: by a method that is kept, or as a function."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_models import Pair, image
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import optimize, report_of
+from passes.errors import UnseenCall
+
+
+def _of_a_lambda(m: Any) -> Any:
+    run = m.conv.forward
+    return lambda x: run(x)
+
+
+# How a model keeps what runs its convolution, and how it runs it then.
+KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
+    "method": (lambda m: m.conv.forward, lambda m, x: m.kept(x)),
+    "in a list": (lambda m: [m.conv.forward], lambda m, x: m.kept[0](x)),
+    "in a dict": (lambda m: {"a": (m.conv.forward,)}, lambda m, x: m.kept["a"][0](x)),
+    "in an object": (lambda m: types.SimpleNamespace(run=m.conv.forward), lambda m, x: m.kept.run(x)),
+    "partial": (lambda m: functools.partial(m.conv.forward), lambda m, x: m.kept(x)),
+    "partial of the class": (lambda m: functools.partial(nn.Conv2d.forward, m.conv), lambda m, x: m.kept(x)),
+    "method of the class": (lambda m: types.MethodType(nn.Conv2d.forward, m.conv), lambda m, x: m.kept(x)),
+    "default": (lambda m: lambda x, run=m.conv.forward: run(x), lambda m, x: m.kept(x)),
+    "variable": (_of_a_lambda, lambda m, x: m.kept(x)),
+    "weak": (lambda m: weakref.WeakMethod(m.conv.forward), lambda m, x: m.kept()(x)),
+    "inner method": (lambda m: m.conv._conv_forward, lambda m, x: m.kept(x, m.conv.weight, None)),
+    "norm": (lambda m: m.bn.forward, lambda m, x: m.kept(torch.cat([x, x[:, :1]], 1))),
+    "on the layer itself": (lambda m: setattr(m.conv, "old", m.conv.forward), lambda m, x: m.conv.old(x)),
+    "in the code": (lambda m: None, lambda m, x: nn.Conv2d.forward(m.conv, x)),
+    "in the code, by the name of the class": (lambda m: None, lambda m, x: Conv2d.forward(m.conv, x)),
+    "in a kept function": (lambda m: lambda conv, x: nn.Conv2d.forward(conv, x), lambda m, x: m.kept(m.conv, x)),
+}
+Conv2d = nn.Conv2d
+
+
+class Branch(Pair):
+    """Runs its convolution another way where no example shows it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        keep, self.run = KEPT[kind]
+        self.kept = keep(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) if x.shape[0] != 5 else self.run(self, x)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("name", ["fold-conv-bn", "fold-conv-bias"])
+def test_a_layer_that_is_run_past_its_forward_is_left_alone(kind: str, name: str) -> None:
+    model = enliven(Branch(kind)).eval()
+    fast = optimize(model, [name], example_inputs=(image(),))
+    (record,) = report_of(fast).passes
+    layer = "bn" if kind == "norm" else "conv"
+    assert [f"{layer} may be run by" in skip.text for skip in record.skips] == [True]
+    assert ("conv keeps" if kind == "on the layer itself" else "the root") in record.skips[0].text
+    for size in (1, 2, 5):
+        assert torch.equal(fast(image(size, 3, 8, 8)), model(image(size, 3, 8, 8)))
+
+
+class Shown(Pair):
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.kept = keep(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x)) if x.shape[0] != 5 else self.kept(x)
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda m: m.conv.__call__, lambda m: functools.partial(m.conv.__call__), lambda m: m.conv._call_impl]
+)
+def test_a_kept_call_is_guarded_as_any_call(keep: Callable[[Any], Any]) -> None:
+    model = enliven(Shown(keep)).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert torch.allclose(fast(image()), model(image()), atol=1e-5)
+    with pytest.raises(UnseenCall):
+        fast(image(5, 3, 8, 8)) + 1
+
+
+def _own_hook(m: Any) -> None:
+    m.conv.register_load_state_dict_post_hook(m.conv.forward)
+
+
+def _of_another(m: Any) -> None:
+    m.other = nn.Conv2d(3, 4, 1)
+    m.kept = m.other.forward
+
+
+def _of_the_model(m: Any) -> None:
+    m.kept = [m.forward, m.parameters]
+
+
+def _own_kind(m: Any) -> None:
+    class Own(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.Conv2d.forward(self, x)
+
+    m.other = Own(3, 4, 1)
+
+
+@pytest.mark.parametrize("change", [_own_hook, _of_another, _of_the_model, _own_kind])
+@pytest.mark.parametrize("verified", [True, False])
+def test_what_runs_other_modules_takes_no_fold_away(change: Callable[[Any], None], verified: bool) -> None:
+    model = Pair()
+    change(model)
+    enliven(model).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),) if verified else None)
+    assert report_of(fast).passes[0].status == "applied"
+    assert torch.allclose(fast(image()), model(image()), atol=1e-5)
+
+
+class ByFunctions(Pair):
+    def forward(self, x: Tensor) -> Any:
+        y = F.conv2d(x, self.conv.weight, self.conv.bias)
+        return F.batch_norm(y, self.bn.running_mean, self.bn.running_var, self.bn.weight, self.bn.bias)  # type: ignore[arg-type]
+
+
+class Around(nn.Module):
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner = ByFunctions()
+        self.kept = keep(self.inner)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) if x.shape[0] != 5 else self.kept(x)
+
+
+def test_a_forward_whose_graph_is_rewritten_isnt_run_as_it_was() -> None:
+    model = enliven(Around(lambda inner: inner.forward)).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    (record,) = report_of(fast).passes
+    assert "inner may be run by its method 'forward', which the root keeps" in record.skips[0].text
+    assert torch.equal(fast(image(5, 3, 8, 8)), model(image(5, 3, 8, 8)))
+    model = enliven(Around(lambda inner: inner.extra_repr)).eval()
+    assert report_of(optimize(model, ["fold-conv-bn"], example_inputs=(image(),))).passes[0].status == "applied"
