@@ -1,19 +1,23 @@
 """Twins of the functions and weak references that modules keep, for a copy of the modules.
 
-`copy.deepcopy` takes a function for a constant. But one that closes over a module, or has it as a default, is a reference
-to that module like any other: in a copy of the tree it has to lead to the copy.
+`copy.deepcopy` takes a function for a constant. But one that closes over a module, has it as a default or names it as a
+global is a reference to that module like any other: in a copy of the tree it has to lead to the copy.
 """
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from passes.graph.outside import KEPT, WEAK, WEAK_DICTS, held_by
-from passes.graph.side_effects import contents_of, values_in
+from optimizer.errors import UsageError
+from passes.graph.outside import KEPT, WEAK, WEAK_DICTS, held_by, named_globals
+from passes.graph.side_effects import assigned_globals, contents_of, values_in
+from passes.graph.twin_globals import TwinGlobals, function_over
+
+# Most of what a table holds is of these types, and leads nowhere.
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes})
 
 # Gives the copy of a value; the text says where the value is, for a note where it has none.
 Copier = Callable[[Any, str], Any]
@@ -22,9 +26,11 @@ Copier = Callable[[Any, str], Any]
 class FunctionTwins:
     """The twins for one copy of a tree: each function, cell and weak reference has at most one.
 
-    A function has one if it leads to a module or tensor of the tree: by the variables around it, its defaults or its
-    attributes, and by plain containers, bound methods, partials, weak references and other functions in these. Every
-    other function stays the one object that it is, as do the variables around it that lead nowhere.
+    A function has one if it leads to a module or tensor of the tree: by the variables around it, its defaults, its
+    attributes or the globals that it names, and by plain containers, bound methods, partials, weak references and other
+    functions in these. Every other function stays the one object that it is, as do the variables around it that lead
+    nowhere. A global that leads nowhere is that of the function's file at every call, and who binds another one to the
+    name of a module later doesn't reach the twin.
 
     Args:
         memo: the copy of each object by the object's identity, as `copy.deepcopy` has it; the twins are put in there.
@@ -40,12 +46,17 @@ class FunctionTwins:
         self._seen: dict[int, Any] = {}
         self._leading = set[int]()
         self._cells: dict[int, types.CellType] = {}
+        # For each file, by the identity of its globals.
+        self._globals: dict[int, TwinGlobals] = {}
         self._waiting: list[tuple[Any, Any]] = []
 
     def prepare(self, value: Any) -> None:
         """Put the twins of the functions and weak references in a value, containers and plain objects too, into the memo.
 
         What they hold follows in `fill`: not all modules have their copies yet.
+
+        Raises:
+            UsageError: a function names a global that leads to the tree, and assigns one.
         """
         for kept in _kept_in(value, {}, depth=4):
             found = self._leading_from(kept)
@@ -62,7 +73,7 @@ class FunctionTwins:
         """Give the twins the copies of what the originals hold.
 
         Returns:
-            The variables around the twins that are their own, by now with values.
+            The variables around the twins that are their own, by now with values, and their own globals.
         """
         # Copying what one holds may find others.
         while self._waiting:
@@ -75,7 +86,7 @@ class FunctionTwins:
                 for key, value in original.items():
                     where = f"a value in a {type(original).__name__}"
                     twin[self.memo.get(id(key), key)] = self._copied_if_leading(value, where)
-        return list(self._cells.values())
+        return [*self._cells.values(), *(cell for scope in self._globals.values() for cell in scope.own.values())]
 
     def _leading_from(self, start: Any) -> list[Any]:
         """What leads to the tree of all that is found from a value on, and wasn't found before."""
@@ -88,9 +99,9 @@ class FunctionTwins:
                 continue
             self._seen[id(item)] = item
             for part in held_by(item):
-                if id(part) in self.tree or id(part) in self._leading:
+                if self._leads(part):
                     leading.append(item)
-                else:
+                elif type(part) not in _LEAVES:
                     holders.setdefault(id(part), []).append(item)
                     waiting.append(part)
         found: dict[int, Any] = {}
@@ -124,14 +135,11 @@ class FunctionTwins:
             self.memo[id(item)] = weakref.ref(self._referent(item()))
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        cells = tuple(self._cells.get(id(cell), cell) for cell in function.__closure__ or ())
-        made = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, None, cells if function.__closure__ else None
-        )
-        functools.update_wrapper(made, function, updated=())
-        # It stands for the function, it doesn't wrap it.
-        del made.__wrapped__  # type: ignore[attr-defined]
-        return made
+        scope: dict[str, Any] = function.__globals__
+        if any(map(self._leads, named_globals(function).values())):
+            _refuse_to_assign(function)
+            scope = self._globals.setdefault(id(scope), TwinGlobals(scope))
+        return function_over(function, scope, self._cells)
 
     def _method(self, method: types.MethodType) -> types.MethodType:
         owner = self._referent(method.__self__)
@@ -151,6 +159,10 @@ class FunctionTwins:
         def copies(values: dict[str, Any]) -> dict[str, Any]:
             return {name: self._copied_if_leading(value, where) for name, value in values.items()}
 
+        scope: Any = twin.__globals__
+        for name, value in named_globals(original).items() if scope is not original.__globals__ else ():
+            if self._leads(value) and name not in scope.own:
+                scope.own[name] = types.CellType(self.copied(value, where))
         if original.__defaults__ is not None:
             twin.__defaults__ = tuple(self._copied_if_leading(value, where) for value in original.__defaults__)
         if original.__kwdefaults__ is not None:
@@ -158,8 +170,19 @@ class FunctionTwins:
         twin.__dict__.update(copies(original.__dict__))
 
     def _copied_if_leading(self, value: Any, where: str) -> Any:
-        leads = id(value) in self.tree or id(value) in self._leading
-        return self.copied(value, where) if leads else value
+        return self.copied(value, where) if self._leads(value) else value
+
+    def _leads(self, value: Any) -> bool:
+        return id(value) in self.tree or id(value) in self._leading
+
+
+def _refuse_to_assign(function: types.FunctionType) -> None:
+    for name in assigned_globals(function.__code__):
+        raise UsageError(
+            f"function {function.__qualname__!r}, which the model keeps, uses the model as a global of its file and"
+            f" assigns the global {name!r}: a copy of it would assign another one. Keep {name!r} in an attribute of a"
+            " module or in a list."
+        )
 
 
 def _kept_in(value: Any, seen: dict[int, int], depth: int) -> Iterator[Any]:

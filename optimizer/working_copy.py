@@ -62,8 +62,8 @@ class WorkingCopy:
             buffers are the caller's own objects.
         originals: for each module of the copy, by identity, the caller's module it stands for.
         notes: sentences about what couldn't be copied and is shared with the caller's module.
-        variables: the cells of the variables around the functions of the copy that are tensors of the tree: some function
-            may reach a buffer by one.
+        variables: the cells of the variables around the functions of the copy, and of their own globals, that are tensors
+            of the tree: some function may reach a buffer by one.
     """
 
     root: nn.Module
@@ -140,6 +140,9 @@ def working_copy(model: nn.Module, mode: Mode = "inference", *, share_parameters
         model: any module; it is read, never written.
         mode: see `WorkingCopy.mode`.
         share_parameters: take the caller's `Parameter` objects themselves; by default only in training.
+
+    Raises:
+        UsageError: a function that a module keeps uses the tree by a global of its file, and assigns a global.
     """
     share = mode == "training" if share_parameters is None else share_parameters
     result = WorkingCopy(model, mode, {})

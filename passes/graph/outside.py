@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from passes.graph.fingerprint import ABSENT, IMMUTABLE, cannot_change, is_of, parts_of
-from passes.graph.side_effects import globals_in, names_in, package_of, plain_function
+from passes.graph.side_effects import globals_in, holds_no_module, names_in, package_of, plain_function
+from passes.graph.twin_globals import file_globals, home_of
 
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
 
@@ -112,7 +113,9 @@ def _methods(cls: Any, names: frozenset[str]) -> Iterator[tuple[types.FunctionTy
 def _outside(function: types.FunctionType, owner: Any, names: frozenset[str]) -> Iterator[tuple[Any, str, Any]]:
     """What a function may take of its globals, of the variables around it, and of modules and classes among these."""
     scope = function.__globals__
-    found: list[tuple[Any, str, Any]] = [(scope, n, scope.get(n, ABSENT)) for n in globals_in(function.__code__)]
+    found: list[tuple[Any, str, Any]] = [
+        (home_of(scope, name), name, scope.get(name, ABSENT)) for name in globals_in(function.__code__)
+    ]
     found += ((cell, "cell_contents", content_of(cell)) for cell in function.__closure__ or ())
     own = ((name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
     found += ((function, name, value) for name, value in own if value and not _is_constant(value))
@@ -179,11 +182,11 @@ _LIBRARIES = frozenset({"builtins", "functools", "numpy", "operator", "torch"})
 def held_by(value: Any) -> Iterable[Any]:
     """What functions, methods, partials, cells, weak references and plain containers hold; nothing for other values.
 
-    Of a function these are its cells, its defaults and its attributes.
+    Of a function these are its cells, its defaults, its attributes, and what it names of the globals of its file.
     """
     kind = type(value)
     if kind is types.FunctionType:
-        held = (value.__dict__, value.__kwdefaults__ or {})
+        held = (value.__dict__, value.__kwdefaults__ or {}, named_globals(value))
         return (
             *(value.__closure__ or ()),
             *(value.__defaults__ or ()),
@@ -203,3 +206,26 @@ def held_by(value: Any) -> Iterable[Any]:
     if kind in WEAK_DICTS or kind in (dict, OrderedDict, defaultdict):
         return (*value.keys(), *value.values())
     return tuple(value) if kind in _CONTAINERS or kind is weakref.WeakSet else ()
+
+
+def named_globals(function: types.FunctionType) -> dict[str, Any]:
+    """The modules, tensors, functions and plain containers that a function names as globals.
+
+    Of functions these are those of its own file, and those that were made with something: decorated ones, say. What
+    torch's own functions name is none of a user's.
+    """
+    home = file_globals(function)
+    if str(home.get("__name__")).partition(".")[0] == "torch":
+        return {}
+    scope = function.__globals__
+    found = {name: scope[name] for name in globals_in(function.__code__) if name in scope}
+    return {name: value for name, value in found.items() if _may_lead_on(value, home)}
+
+
+def _may_lead_on(value: Any, home: dict[str, Any]) -> bool:
+    kind = type(value)
+    if kind is types.FunctionType:
+        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        is_made = value.__closure__ or value.__dict__ or not all(map(holds_no_module, held))
+        return file_globals(value) is home or bool(is_made)
+    return issubclass(kind, nn.Module | torch.Tensor) or kind in _CONTAINERS or kind in KEPT

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from optimizer import optimize
+from optimizer.errors import UsageError
 from optimizer.working_copy import private_buffers, working_copy
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -36,6 +37,13 @@ def made(change):
 
 def content(function, name):
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def script(source, **names):
+    """The globals of a file of that source, which has the names."""
+    scope = {"__name__": "script", "torch": torch, **names}
+    exec(source, scope)
+    return scope
 
 
 # --- forwards that are set on an instance, and parts by hand -----------------------------------------------------------
@@ -117,8 +125,55 @@ def _written_buffer(m):
     m.forward = forward
 
 
+def _global(m):
+    script("model.forward = lambda x: model.bn(model.conv(x)).relu()", model=m)
+
+
+def _global_list(m):
+    source = """
+import functools
+def forward(x):
+    return functools.reduce(lambda value, layer: layer(value), layers, x)
+model.forward = forward
+"""
+    script(source, model=m, layers=[m.conv, m.bn])
+
+
+def _global_helper(m):
+    source = """
+@torch.no_grad()
+def second(x, left=1):
+    return bn(x) if left == 0 else second(x, left - 1)
+def first(x):
+    return sum([conv(each) for each in (x, x)]) / 2
+model.forward = lambda x: second(first(x))
+"""
+    script(source, model=m, conv=m.conv, bn=m.bn)
+
+
+def _global_partial(m):
+    script("model.forward = lambda x: model.bn(run(x))", model=m, run=functools.partial(m.conv.__call__))
+
+
+def _global_hook(m):
+    source = "conv.register_forward_hook(lambda module, args, output: norms['bn'](output))"
+    script(source, conv=m.conv, norms={"bn": m.bn})
+
+
+def _global_buffer(m):
+    m.register_buffer("total", torch.zeros(()))
+    source = """
+def forward(x):
+    total.add_(x.mean())
+    return model.bn(model.conv(x)) + model.total
+model.forward = forward
+"""
+    script(source, model=m, total=m.total)
+
+
 CHANGES = [
     _lambda, _defaults, _wrapper, _method, _list, _recursive, _weak, _partial, _child, _hook, _buffer, _written_buffer,
+    _global, _global_list, _global_helper, _global_partial, _global_hook, _global_buffer,
 ]  # fmt: skip
 
 
@@ -143,12 +198,13 @@ def test_the_result_runs_its_own_modules(change, mode, verified):
     assert torch.allclose(fast(X), twin(X), atol=1e-4)
 
 
+@pytest.mark.parametrize("change", [_lambda, _global])
 @pytest.mark.parametrize("verified", [False, True])
-def test_a_forward_over_the_model_itself_is_folded(verified):
-    model = made(_lambda).train()
+def test_a_forward_over_the_model_itself_is_folded(verified, change):
+    model = made(change).train()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,) if verified else None)
     assert fast.report.passes[0].status == "applied"
-    assert torch.allclose(fast(X), made(_lambda).eval()(X), atol=1e-5)
+    assert torch.allclose(fast(X), made(change).eval()(X), atol=1e-5)
     assert model.training
 
 
@@ -350,6 +406,147 @@ def test_a_run_reaches_private_buffers_by_variables_too():
         assert content(clone.reset, "mean") is clone.bn.running_mean
 
 
+# --- globals ------------------------------------------------------------------------------------------------------------
+
+
+def test_other_globals_are_those_of_the_file_at_every_call():
+    scope = script("""
+def step(x):
+    log.append(1)
+    return model.conv(x) * scale
+def make():
+    def inner():
+        return model, scale
+    return inner
+def plain():
+    return scale
+log, scale = [], 2.0
+""")
+
+    def change(m):
+        scope["model"], m.step, m.make, m.plain = m, scope["step"], scope["make"], scope["plain"]
+
+    model = made(change)
+    clone = working_copy(model).root
+    assert clone.step.__globals__ is clone.make.__globals__ is not scope
+    assert clone.plain is model.plain
+    assert torch.equal(clone.step(X), clone.conv(X) * 2)
+    scope["scale"] = 3.0
+    assert torch.equal(clone.step(X), clone.conv(X) * 3)
+    assert scope["log"] == [1, 1]
+    inner = clone.make()
+    assert (inner(), inner.__module__) == ((clone, 3.0), "script")
+    del scope["scale"]
+    with pytest.raises(NameError, match="name 'scale' is not defined"):
+        clone.step(X)
+    assert scope["model"] is model
+
+
+def test_a_copy_of_a_copy_has_globals_of_its_own():
+    model = made(_global_list)
+    first = working_copy(model).root
+    second = working_copy(first).root
+    layers = [one.forward.__globals__["layers"] for one in (model, first, second)]
+    assert all(
+        held[0] is one.conv and held[1] is one.bn for held, one in zip(layers, (model, first, second), strict=True)
+    )
+
+
+def test_libraries_arent_walked_through():
+    def change(m):
+        m.act, m.kept = F.relu, [F.gelu, torch.optim.Adam.step]
+        F.__dict__["model_of_a_test"] = m
+
+    model = made(change)
+    try:
+        clone = working_copy(model).root
+        assert clone.act is F.relu
+        assert clone.kept == model.kept
+    finally:
+        del F.__dict__["model_of_a_test"]
+
+
+def test_helpers_of_another_file_are_its_own():
+    def change(m):
+        other = script("def helper(): return model\ndef held(at=[model]): return at", model=m)
+        m.get = script("def get(): return helper, held", helper=other["helper"], held=other["held"])["get"]
+
+    model = made(change)
+    clone = working_copy(model).root
+    assert clone.get()[0] is model.get()[0]
+    assert clone.get()[1]() == [clone]
+
+
+@pytest.mark.parametrize("assigns", ["calls += 1", "del calls", "[calls := each for each in x]"])
+def test_a_function_that_assigns_globals_and_uses_the_model_as_one_is_refused(assigns):
+    def change(m):
+        script(f"def forward(x):\n global calls\n {assigns}\n return model.conv(x)\nmodel.forward = forward", model=m)
+
+    with pytest.raises(UsageError, match=r"function 'forward', which the model keeps, .* assigns the global 'calls'"):
+        working_copy(made(change))
+
+
+def test_a_function_that_assigns_globals_and_uses_the_model_otherwise_is_no_matter():
+    scope = script("""
+def make(m):
+    def count(x):
+        global calls
+        calls += 1
+        return m.conv(x)
+    return count
+def forward(x):
+    return model.count(x) * calls
+calls = 0
+""")
+
+    def change(m):
+        scope["model"], m.count, m.forward = m, scope["make"](m), scope["forward"]
+
+    model = made(change)
+    clone = working_copy(model).root
+    assert torch.equal(clone(X), clone.conv(X))
+    assert torch.equal(clone(X), clone.conv(X) * 2)
+    assert scope["calls"] == 2
+
+
+def test_a_run_reaches_private_buffers_by_globals_too():
+    def change(m):
+        m.reset = script("def reset(): mean.zero_()", mean=m.bn.running_mean)["reset"]
+
+    for mode in ("inference", "training"):
+        model = made(change)
+        before = model.bn.running_mean.clone()
+        result = working_copy(model, mode)
+        clone = result.root
+        with private_buffers(clone, result.variables) as written:
+            clone.reset()
+            assert not clone.bn.running_mean.any()
+            assert torch.equal(model.bn.running_mean, before)
+        assert written == {(id(clone.bn), "running_mean")}
+        assert clone.reset.__globals__["mean"] is clone.bn.running_mean
+
+
+def test_a_compiled_result_runs_its_own_modules_by_globals():
+    class Outer(Pair):
+        def forward(self, x):
+            return self.run(x + 1) if x.sum() > -1e9 else x
+
+    scope = script("def run(x): return sum(model.bn(model.conv(each)) for each in [x, helper(x)]) * scale", scale=2.0)
+
+    torch.manual_seed(0)
+    model = enliven(Outer()).eval()
+    scope |= {"model": model, "helper": lambda x: x * scope["scale"]}
+    model.run = scope["run"]
+    fast = optimize(model, ["torch-compile:backend=eager"])
+    with torch.no_grad():
+        fast.conv.weight = nn.Parameter(fast.conv.weight * 2)
+        for scale in (2.0, 3.0):
+            scope["scale"] = scale
+            x = X + 1
+            wanted = sum(fast.bn(fast.conv(each)) for each in (x, x * scale)) * scale
+            torch.testing.assert_close(fast(X), wanted)
+
+
 # --- branches that no run took ------------------------------------------------------------------------------------------
 
 
@@ -384,7 +581,19 @@ def _reads_by_a_partial(m):
     m.act.forward = lambda x: x + m.act.total() if x.max() > 1000 else x
 
 
-@pytest.mark.parametrize("change", [_reads_around, _reads_by_another, _reads_in_a_hook, _reads_by_a_partial])
+def _reads_by_globals(m):
+    source = """
+def total(conv):
+    return conv.weight.sum()
+model.act.forward = lambda x: x + total(model.conv) if x.max() > 1000 else x
+"""
+    script(source, model=m)
+
+
+READERS = [_reads_around, _reads_by_another, _reads_in_a_hook, _reads_by_a_partial, _reads_by_globals]
+
+
+@pytest.mark.parametrize("change", READERS)
 @pytest.mark.parametrize("verified", [False, True])
 def test_a_weight_that_a_kept_function_may_read_is_left_alone(change, verified):
     model = enliven(Branch(change)).eval()

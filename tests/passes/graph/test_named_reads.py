@@ -178,3 +178,12 @@ def test_what_holds_much_is_looked_through_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(named_reads, "values_in", lambda value: looked_into.append(value) or values_in(value))
     assert NamedReads(tree).holder_of(tree[0]) is None
     assert len([value for value in looked_into if isinstance(value, list)]) == 4
+
+
+def test_functions_that_name_each_other_in_a_long_row() -> None:
+    source = "".join(f"def f{n}(x): return f{n + 1}(x)\n" for n in range(3000)) + "def f3000(x): return x.weight"
+    scope: dict[str, Any] = {"__name__": "script"}
+    exec(source, scope)
+    tree = nn.Sequential(nn.Linear(2, 2))
+    tree.kept = scope["f0"]
+    assert NamedReads(tree).reader_of("0", "weight", frozenset()) == ""
