@@ -5,10 +5,8 @@ import io
 import random
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.written_parameters import kept_values
 from passes.graph.side_effects import REGISTRIES, holds_no_module
+from passes.graph.snapshot import Snapshot
 from passes.graph.storage import kind_of, same_values, write_values
 
 # The numeric settings, the random state and the patches of a recorded run are the process's: two threads that measure or
@@ -146,26 +145,25 @@ def evaluated(target: Any) -> Iterator[None]:
 def kept_state(target: Any, written: Iterable[str] = ()) -> Iterator[None]:
     """Buffers, tensors among the attributes, and the attributes themselves are afterwards what they were before.
 
-    Tensors that were written to in place get their values back in place. This reaches the modules in lists and other plain
-    containers too. Iterators among the attributes stay where they are: a copy runs in their place. `written` names the
-    parameters that the forward is known to write to, which are kept too (`optimizer.written_parameters` finds them); no
-    other is copied. Nothing for callables that are no modules.
+    So are the containers, objects, arrays and random generators among the attributes (`passes.graph.snapshot`), and the
+    tensors in them: those that were written to in place get their values back in place. This reaches the modules in lists and
+    other plain containers too. Iterators among the attributes stay where they are: a copy runs in their place. `written`
+    names the parameters that the forward is known to write to, which are kept too (`optimizer.written_parameters` finds
+    them); no other is copied. Nothing for callables that are no modules.
     """
     modules = reachable_modules(target) if isinstance(target, nn.Module) else []
-    seen: set[int] = set()
-    kept = [_ModuleState(module, seen) for module in modules]
-    tensors: dict[int, _TensorState] = {}
-    for state in kept:
-        for tensor in state.tensors():
-            tensors.setdefault(id(tensor), _TensorState(tensor))
+    scripted = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
+    snapshot = Snapshot(*(module for module in modules if not isinstance(module, torch.jit.ScriptModule)))
+    buffers = {id(tensor): tensor for module in scripted for tensor in module.buffers(recurse=False)}
+    found = {**buffers, **snapshot.own, **snapshot.nested}
+    tensors = [_TensorState(tensor) for tensor in found.values() if not is_lazy(tensor)]
     try:
         with held_iterators(modules), kept_values(target, written):
             yield
     finally:
-        for state in kept:
-            state.restore()
-        for tensor_state in tensors.values():
-            tensor_state.restore()
+        snapshot.restore()
+        for tensor in tensors:
+            tensor.restore()
 
 
 @contextmanager
@@ -295,68 +293,6 @@ def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Mod
 
 def modules_of(target: Any) -> list[nn.Module]:
     return list(target.modules()) if isinstance(target, nn.Module) else []
-
-
-@dataclass
-class _ModuleState:
-    """The attributes of one module: `__dict__` and the dicts and lists in it, one level deep.
-
-    Attributes:
-        seen: the containers, by identity, that an earlier module has kept.
-    """
-
-    module: nn.Module
-    seen: set[int]
-    attributes: dict[str, Any] = field(init=False)
-    contents: list[tuple[Any, Any]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.module, torch.jit.ScriptModule):
-            self.attributes, self.contents = {}, []
-            return
-        self.attributes = dict(vars(self.module))
-        containers = (value for value in self.attributes.values() if type(value) in (dict, OrderedDict, list, set))
-        new = {id(value): value for value in containers if id(value) not in self.seen}
-        self.seen.update(new)
-        self.contents = [(value, value.copy()) for value in new.values()]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        if isinstance(self.module, torch.jit.ScriptModule):
-            yield from self.module.buffers(recurse=False)
-        values: list[Any] = list(self.attributes.values())
-        for container, _ in self.contents:
-            values.extend(container.values() if isinstance(container, dict) else container)
-        for value in values:
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value):
-                yield value
-
-    def restore(self) -> None:
-        if isinstance(self.module, torch.jit.ScriptModule):
-            return
-        current = vars(self.module)
-        for name in [name for name in current if name not in self.attributes]:
-            del current[name]
-        for name, value in self.attributes.items():
-            if current.get(name) is not value:
-                current[name] = value
-        for container, before in self.contents:
-            _refill(container, before)
-
-
-def _refill(container: Any, before: Any) -> None:
-    if isinstance(container, list):
-        if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
-            container[:] = before
-        return
-    if isinstance(container, set):
-        if container != before:
-            container.clear()
-            container.update(before)
-        return
-    same = list(container) == list(before) and all(container[key] is before[key] for key in before)
-    if not same:
-        container.clear()
-        container.update(before)
 
 
 class _TensorState:

@@ -21,7 +21,8 @@ from optimizer.kept_functions import FunctionTwins
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.memory import copied_together, groups_of
-from passes.graph.side_effects import REGISTRIES, Snapshot, attributes_of, contents_of, holds_no_module, values_in
+from passes.graph.side_effects import REGISTRIES, attributes_of, contents_of, holds_no_module, values_in
+from passes.graph.snapshot import Snapshot
 from passes.graph.storage import same_values, write_values
 from passes.graph.tracing import writes_in_place
 
@@ -405,7 +406,8 @@ def private_buffers(
     modules = [module for module in reachable if not _is_script(module)]
     snapshot = Snapshot(*modules)
     # What can't be replaced by a copy is written to, and gets its values back.
-    in_place = [*_nested_tensors(modules), *_script_buffers(reachable)]
+    nested = (tensor for tensor in snapshot.nested.values() if not is_lazy(tensor))
+    in_place = [*nested, *_script_buffers(reachable)]
     places = [(module, *place) for module in modules for place in _state_of(module) if not is_lazy(place[-1])]
     groups = groups_of([*in_place, *(tensor for *_, tensor in places)])
     fixed = _touching(groups, set(map(id, in_place)))

@@ -27,7 +27,6 @@ from passes.graph.forward import GraphForward
 from passes.graph.guards import FoldedPair, InstanceForward, inner_forward
 from passes.graph.side_effects import (
     REGISTRIES,
-    Snapshot,
     contains,
     forget,
     holds_generator,
@@ -37,6 +36,7 @@ from passes.graph.side_effects import (
     set_random_state,
     with_helpers,
 )
+from passes.graph.snapshot import Snapshot
 from passes.graph.structure import CallStructure, Unstructured, signature_of
 from passes.graph.tracing import (
     IS_TENSOR,

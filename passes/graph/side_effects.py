@@ -1,4 +1,4 @@
-"""What a forward may change while it runs: attributes, containers, what it keeps for later."""
+"""What a forward may change while it runs: attributes, containers, what it keeps for later; `snapshot` keeps it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dis
 import enum
 import functools
 import gc
-import operator
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,79 +42,8 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, tor
 # The values of these types hold no module either.
 _WITHOUT_MODULES = PLAIN - {tuple}
 # Most containers of a module are empty and of these types, whose own methods are those of the containers.
-_STOCK = frozenset({OrderedDict, dict, list, set})
+STOCK = frozenset({OrderedDict, dict, list, set})
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
-
-
-class Snapshot:
-    """The containers that forwards can reach by a name, each with what stands in it.
-
-    These are the attributes of the modules, the containers and plain objects among them (two levels deep, slots too), and the
-    containers and objects that the code of the functions names as globals or closes over.
-    """
-
-    def __init__(self, *modules: nn.Module, functions: Iterable[types.FunctionType] = ()) -> None:
-        self._kept: list[tuple[Any, list[Any]]] = []
-        self._empty: list[Any] = []
-        self._slotted: list[tuple[Any, dict[str, Any]]] = []
-        self._depths: dict[int, int] = {}
-        self._slot_depths: dict[int, int] = {}
-        for module in modules:
-            self._descend(module.__dict__, 1)
-            for name, value in module.__dict__.items():
-                if type(value) not in PLAIN:
-                    self._descend(value, 1 if name in REGISTRIES else 2)
-        for function in functions:
-            for value in named_values(function):
-                self._descend(value, 1)
-
-    def _descend(self, value: Any, depth: int) -> None:
-        if type(value) in _STOCK and not value:
-            if id(value) not in self._depths:
-                self._depths[id(value)] = depth
-                self._empty.append(value)
-            return
-        self._descend_slots(value, depth)
-        contents = contents_of(value)
-        seen = self._depths.get(id(contents), 0)
-        if contents is None or depth <= seen:
-            return
-        self._depths[id(contents)] = depth
-        if not seen:
-            self._kept.append((contents, _items(contents)))
-        if depth > 1:
-            for item in values_in(contents):
-                self._descend(item, depth - 1)
-
-    def _descend_slots(self, value: Any, depth: int) -> None:
-        slots = slots_of(value)
-        seen = self._slot_depths.get(id(value), 0)
-        if not slots or depth <= seen:
-            return
-        self._slot_depths[id(value)] = depth
-        if not seen:
-            self._slotted.append((value, slots))
-        if depth > 1:
-            for item in slots.values():
-                self._descend(item, depth - 1)
-
-    def restore(self) -> bool:
-        """Put back what changed; true where anything did."""
-        grown = [container for container in self._empty if container]
-        for container in grown:
-            container.clear()
-        changed = bool(grown)
-        for container, before in self._kept:
-            now = _items(container)
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                changed = True
-                _refill(container, before)
-        for holder, slots in self._slotted:
-            found = slots_of(holder)
-            if found.keys() != slots.keys() or not all(found[name] is item for name, item in slots.items()):
-                changed = True
-                _refill_slots(holder, slots)
-        return changed
 
 
 def named_values(function: types.FunctionType) -> Iterator[Any]:
@@ -260,7 +188,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 def holds_no_module(value: Any) -> bool:
     """Whether that shows at once: most of what a layer has is plain or empty."""
     kind = type(value)
-    return kind in _WITHOUT_MODULES or ((kind in _STOCK or kind is tuple) and not value)
+    return kind in _WITHOUT_MODULES or ((kind in STOCK or kind is tuple) and not value)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -273,7 +201,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 # The methods below are those of the containers themselves: a class of the user's may do anything in its own.
 
 
-def _items(container: Any) -> list[Any]:
+def items_of(container: Any) -> list[Any]:
     """What stands in a container, in its order; of a mapping the keys, then the values."""
     if type(container) in (dict, OrderedDict):
         return [*container, *container.values()]
@@ -286,11 +214,12 @@ def _items(container: Any) -> list[Any]:
 
 def values_in(container: Any) -> list[Any]:
     """What stands in a container; of a mapping the values."""
-    items = _items(container)
+    items = items_of(container)
     return items[len(items) // 2 :] if issubclass(type(container), dict) else items
 
 
-def _refill(container: Any, before: list[Any]) -> None:
+def refill(container: Any, before: list[Any]) -> None:
+    """Have a container hold what `items_of` gave."""
     base = _base(container)
     base.clear(container)
     if issubclass(base, dict):
@@ -301,7 +230,8 @@ def _refill(container: Any, before: list[Any]) -> None:
         (base.update if base is set else base.extend)(container, before)
 
 
-def _refill_slots(holder: Any, before: dict[str, Any]) -> None:
+def refill_slots(holder: Any, before: dict[str, Any]) -> None:
+    """Have an object hold what `slots_of` gave."""
     for name in slots_of(holder).keys() - before.keys():
         object.__delattr__(holder, name)
     for name, item in before.items():
@@ -332,14 +262,14 @@ def names_generator(function: types.FunctionType) -> bool:
     return any(issubclass(type(value), _GENERATORS) for value in named_values(function))
 
 
-def contains(value: Any, kind: type, depth: int = 4) -> bool:
+def contains(value: Any, kind: type, depth: int = 6) -> bool:
     """Whether a value of that type stands in a value, its containers or the attributes of plain objects."""
     if issubclass(type(value), kind):
         return True
     contents = value if isinstance(value, tuple) else contents_of(value)
     if not depth or contents is None:
         return False
-    items = contents if isinstance(contents, tuple) else _items(contents)
+    items = contents if isinstance(contents, tuple) else items_of(contents)
     return any(contains(item, kind, depth - 1) for item in items)
 
 
@@ -374,11 +304,11 @@ def _drop_from(holders: list[Any], wanted: set[int]) -> None:
         contents = holder if _base(holder) is not None else attributes_of(holder)
         if contents is None:
             continue
-        items = _items(contents)
+        items = items_of(contents)
         if not issubclass(type(contents), dict):
-            _refill(contents, [item for item in items if id(item) not in wanted])
+            refill(contents, [item for item in items if id(item) not in wanted])
             continue
         half = len(items) // 2
         pairs = zip(items[:half], items[half:], strict=True)
         left = [(key, item) for key, item in pairs if id(key) not in wanted and id(item) not in wanted]
-        _refill(contents, [*(key for key, _ in left), *(item for _, item in left)])
+        refill(contents, [*(key for key, _ in left), *(item for _, item in left)])

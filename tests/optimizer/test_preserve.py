@@ -1,7 +1,12 @@
+import array
 import copy
 import itertools
+import random
 import tempfile
+from collections import Counter, deque
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from laid_out import NESTED, SPARSE, laid_out, numbers_in
@@ -119,6 +124,70 @@ def test_measuring_and_optimizing_move_neither_iterators_nor_counters(name):
     optimize(model, ["fold-conv-bn"], example_inputs=(x,))
     assert model.calls == 0
     assert next(model.items) == next(twin)
+
+
+class Keeping(nn.Module):
+    """Scales by what it keeps from call to call."""
+
+    def __init__(self, held, step):
+        super().__init__()
+        self.held, self.step = held, step
+        self.conv, self.bn = nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.bn(self.conv(x)) * self.step(self.held)
+
+
+def _count(held):
+    held.append(1)
+    return len(held)
+
+
+KEPT = {
+    "deque": (deque, _count),
+    "nested": (lambda: [[[]]], lambda held: _count(held[0][0])),
+    "counter": (Counter, lambda held: (held.update("a"), held["a"])[1]),
+    "object": (lambda: SimpleNamespace(inner=SimpleNamespace(calls=[])), lambda held: _count(held.inner.calls)),
+    "numpy": (lambda: numpy.zeros(1), lambda held: float(held.__iadd__(1)[0])),
+    "bytearray": (bytearray, _count),
+    "array": (lambda: array.array("i"), _count),
+    "random": (lambda: random.Random(3), lambda held: held.random()),
+    "numpy generator": (lambda: {"draws": numpy.random.default_rng(3)}, lambda held: float(held["draws"].random())),
+    "torch generator": (lambda: torch.Generator().manual_seed(3), lambda held: torch.rand(1, generator=held)),
+    "tensor in a tuple": (lambda: {"a": (torch.zeros(1),)}, lambda held: held["a"][0].add_(1).clone()),
+    "tensor in an object": (
+        lambda: SimpleNamespace(total=torch.zeros(1)),
+        lambda held: held.total.add_(1).clone(),
+    ),
+}
+
+
+@pytest.mark.parametrize("inputs", [(torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),), None])
+@pytest.mark.parametrize("name", KEPT)
+def test_state_of_all_kinds_is_in_the_result_what_it_was_and_stays_the_callers(name, inputs):
+    make, step = KEPT[name]
+    model = enliven(Keeping(make(), step)).eval()
+    twin, before = copy.deepcopy(model), copy.deepcopy(model)
+    if inputs is not None:
+        assert check_parity(model, copy.deepcopy(model), inputs).ok
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=inputs)
+    x = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        first, second = fast(x), fast(x)
+        for answer in (first, second):
+            assert torch.allclose(answer, twin(x), atol=1e-5)
+        assert not torch.allclose(first, second)
+        assert torch.equal(model(x), before(x))
+
+
+def test_tensors_in_containers_that_are_only_read_keep_their_versions():
+    model = nn.Module()
+    held = torch.zeros(2)
+    model.held = SimpleNamespace(inner=[(held,)])
+    before = held._version
+    with kept_state(model):
+        assert held.sum() == 0
+    assert held._version == before
 
 
 def generator():

@@ -629,14 +629,15 @@ def test_symbols_that_a_forward_keeps_are_taken_out_again(forward):
 
 
 def test_leaks_name_the_attribute_of_the_module():
-    module = make(lambda self, x: self.holder.deep["kept"].append(x) or x, holder=Registry())
+    far = types.SimpleNamespace(away=[Registry()])
+    module = make(lambda self, x: self.holder.away[0].deep["kept"].append(x) or x, holder=far)
     assert capture(module).leaks == [(module, "holder")]
     assert capture(make(lambda self, x: x + 1, holder=Registry())).leaks == []
 
 
 def test_symbols_that_a_plain_object_out_of_reach_keeps_are_taken_out_again():
-    far = types.SimpleNamespace(away=types.SimpleNamespace(object=State()))
-    module = make(lambda self, x: setattr(self.far.away.object, "last", x) or x, far=far)
+    far = types.SimpleNamespace(away=types.SimpleNamespace(away=types.SimpleNamespace(away=[State()])))
+    module = make(lambda self, x: setattr(self.far.away.away.away[0], "last", x) or x, far=far)
     assert "keeps values" in reason_of(module)
     assert symbols_alive() == 0
 
