@@ -170,22 +170,48 @@ def kept_state(target: Any, written: Iterable[str] = ()) -> Iterator[None]:
 def held_iterators(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, each iterator among the attributes of the modules is a copy, so that the attribute itself isn't moved.
 
-    Where there is none, as for a generator, something stands in its place that raises when it is asked for an item.
+    So is one in the dicts and lists among them. Where there is no copy, as of a generator, something stands in its place
+    that raises when it is asked for an item.
     """
-    places = [
-        (module, name, value)
-        for module in modules
-        if not isinstance(module, torch.jit.ScriptModule)
-        for name, value in vars(module).items()
-        if _moves(value)
-    ]
-    for module, name, value in places:
-        vars(module)[name] = _stand_in(value, f"attribute {name!r} of {type(module).__name__}")
+    places = list(_iterators_in(modules))
+    for home, key, value, where in places:
+        home[key] = _stand_in(value, where)
     try:
         yield
     finally:
-        for module, name, value in places:
-            vars(module)[name] = value
+        for home, key, value, _ in places:
+            # A list may have become shorter: who keeps the state puts that back.
+            if isinstance(home, dict) or key < len(home):
+                home[key] = value
+
+
+def _iterators_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, Any, Any, str]]:
+    """The iterators, each with the dict or list that it stands in, under which key, and a name for the place."""
+    seen = set[int]()
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        attributes = vars(module)
+        for name, value in attributes.items():
+            if _moves(value):
+                yield attributes, name, value, f"attribute {name!r} of {type(module).__name__}"
+            elif isinstance(value, dict | list) and value and name not in REGISTRIES:
+                for home, key, item in _nested_iterators(value, seen, depth=3):
+                    yield home, key, item, f"{key!r} in attribute {name!r} of {type(module).__name__}"
+
+
+def _nested_iterators(home: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, Any, Any]]:
+    # Modules may share a container.
+    if id(home) in seen:
+        return
+    seen.add(id(home))
+    for key, item in home.items() if isinstance(home, dict) else enumerate(home):
+        if holds_no_module(item):
+            continue
+        if _moves(item):
+            yield home, key, item
+        elif depth and isinstance(item, dict | list):
+            yield from _nested_iterators(item, seen, depth - 1)
 
 
 def _stand_in(iterator: Any, where: str) -> Any:

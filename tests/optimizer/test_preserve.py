@@ -154,6 +154,8 @@ KEPT = {
     "random": (lambda: random.Random(3), lambda held: held.random()),
     "numpy generator": (lambda: {"draws": numpy.random.default_rng(3)}, lambda held: float(held["draws"].random())),
     "torch generator": (lambda: torch.Generator().manual_seed(3), lambda held: torch.rand(1, generator=held)),
+    "count in a list": (lambda: [itertools.count(1)], lambda held: next(held[0])),
+    "iterator in a dict": (lambda: {"a": [iter(range(1, 999))]}, lambda held: next(held["a"][0])),
     "tensor in a tuple": (lambda: {"a": (torch.zeros(1),)}, lambda held: held["a"][0].add_(1).clone()),
     "tensor in an object": (
         lambda: SimpleNamespace(total=torch.zeros(1)),
@@ -178,6 +180,22 @@ def test_state_of_all_kinds_is_in_the_result_what_it_was_and_stays_the_callers(n
             assert torch.allclose(answer, twin(x), atol=1e-5)
         assert not torch.allclose(first, second)
         assert torch.equal(model(x), before(x))
+
+
+def test_a_list_that_gets_shorter_has_its_iterator_back():
+    model = nn.Module()
+    model.held = [1, itertools.count()]
+    with kept_state(model):
+        assert next(model.held.pop()) == 0
+    assert next(model.held[1]) == 0
+
+
+def test_a_generator_in_a_list_is_refused_and_not_moved():
+    model = enliven(Keeping([generator()], lambda held: next(held[0]) + 1)).eval()
+    x = torch.randn(2, 3, 4)
+    with pytest.raises(LoadError, match=r"0 in attribute .held. of Keeping is a generator"):
+        check_parity(model, model, (x,))
+    assert next(model.held[0]) == 0
 
 
 def test_tensors_in_containers_that_are_only_read_keep_their_versions():
