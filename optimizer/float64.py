@@ -600,6 +600,17 @@ def written_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return [target for target in targets if isinstance(target, torch.Tensor)]
 
 
+def moved_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The running statistics that a call of `batch_norm` or `instance_norm` moves: it writes to them beside its result."""
+    flags = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
+    if (flag := flags.get(name_of(func))) is None or not _argument(args, kwargs, 5, *flag):
+        return []
+    # The functions of torch itself have the weight and bias in front of them, and those of torch.nn behind.
+    first = 1 if getattr(func, "__module__", None) == "torch.nn.functional" else 3
+    found = (_argument(args, kwargs, first + i, name, None) for i, name in enumerate(("running_mean", "running_var")))
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
 def _is_augmented(name: str) -> bool:
     return name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
 

@@ -166,7 +166,7 @@ class Pipeline:
         """The graphs of the working copy, each of which computes what its module does."""
         captured, recordings = self._captured()
         # Now it is known which forwards may write to what they share with the caller's module.
-        self.copy.own_state(captured.graphs)
+        self.copy.own_state(captured.graphs, self._reference.written if self._reference is not None else ())
         program = Program.of(captured, recordings, self.mode, self.copy.unregistered())
         if self.mode == "training":
             program.other_states = tuple(self._in_state(flag) for flag in self._other_flags())

@@ -14,17 +14,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from optimizer.kept_functions import FunctionTwins
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
-from passes.graph.capture import ModuleGraph, is_atom
+from optimizer.written_state import may_be_written, state_of
+from passes.graph.capture import ModuleGraph
 from passes.graph.memory import copied_together, groups_of
 from passes.graph.side_effects import REGISTRIES, attributes_of, contents_of, holds_no_module, values_in
 from passes.graph.snapshot import Snapshot
-from passes.graph.storage import same_values, write_values
-from passes.graph.tracing import writes_in_place
+from passes.graph.storage import same_values, storages_of, write_values
 
 Mode = Literal["inference", "training"]
 
@@ -84,24 +83,27 @@ class WorkingCopy:
         else:
             module.__dict__.pop(name, None)
 
-    def own_state(self, graphs: Mapping[int, ModuleGraph]) -> None:
-        """Give the copy storage of its own for buffers and plain tensors that its forwards may write to.
+    def own_state(self, graphs: Mapping[int, ModuleGraph], parameters: Iterable[str] = ()) -> None:
+        """Give the copy storage of its own for what its forwards may write to (`optimizer.written_state`).
 
-        What only torch.nn's own layers use, or a traced forward that writes to nothing, stays shared with the caller's
-        module; what lies in one memory goes on doing so. In training all is shared.
+        All else stays shared with the caller's module; what lies in one memory goes on doing so. In training all is shared.
+
+        Args:
+            graphs: by identity of the module.
+            parameters: the names of those that a run was seen to write to.
         """
         if self.mode == "training":
             return
         modules = [module for module in map(self._twin_of, self.originals.values()) if not _is_script(module)]
-        writing = [module for module in modules if not _only_reads(module)]
-        written = set[int]()
-        for module in writing:
-            graph = graphs.get(id(module))
-            if graph is None or not graph.traced or writes_in_place(graph.graph):
-                written |= {id(value) for _, _, value in _state_of(module)}
-        places = [place for module in modules for place in _state_of(module)]
+        written = may_be_written(self.root, modules, graphs) | {
+            id(self.root.get_parameter(name)) for name in parameters
+        }
+        if not written:
+            return
+        places = [place for module in modules for place in state_of(module)]
+        beside = _parameters_beside(modules, (value for *_, value in places if id(value) in written), written)
         own: dict[int, torch.Tensor] = {}
-        groups = groups_of(value for *_, value in places)
+        groups = groups_of([*(value for *_, value in places), *beside])
         anew = _touching(groups, written) - _touching(groups, self._nested)
         for group in groups:
             if id(group[0]) in anew:
@@ -109,6 +111,10 @@ class WorkingCopy:
         # Whoever reads what another one writes goes on doing so.
         for home, name, value in places:
             home[name] = own.get(id(value), value)
+        for parameter in beside:
+            # The same object: more than modules may hold it.
+            if id(parameter) in own:
+                parameter.data = own[id(parameter)].detach()
         for cell in self.variables:
             cell.cell_contents = own.get(id(cell.cell_contents), cell.cell_contents)
 
@@ -208,7 +214,7 @@ class _Cloner:
         nested = list(_nested_tensors(modules))
         if not nested:
             return
-        held = [value for module in modules for *_, value in _state_of(module)]
+        held = [value for module in modules for *_, value in state_of(module)]
         if self.share_parameters:
             held += [value for module in modules for value in module._parameters.values() if value is not None]
         groups = groups_of([*nested, *held])
@@ -319,24 +325,6 @@ def _is_script(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def _state_of(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The buffers and plain tensors of a module: in which dict they are, under what name, and they themselves."""
-    return [
-        (home, name, value)
-        for home in (module._buffers, module.__dict__)
-        for name, value in home.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-    ]
-
-
-def _only_reads(module: nn.Module) -> bool:
-    """Whether a layer of torch.nn's own leaves its buffers as they are."""
-    if isinstance(module, _NormBase):
-        # `eval()` doesn't reach one in a plain list: it goes on counting.
-        return not module.training
-    return is_atom(module)
-
-
 def _copies_itself(module: nn.Module) -> bool:
     """Whether a module's class has its own way of being copied: scripted, compiled and parametrized modules do."""
     cls = type(module)
@@ -407,8 +395,9 @@ def private_buffers(
     snapshot = Snapshot(*modules)
     # What can't be replaced by a copy is written to, and gets its values back.
     nested = (tensor for tensor in snapshot.nested.values() if not is_lazy(tensor))
-    in_place = [*nested, *_script_buffers(reachable)]
-    places = [(module, *place) for module in modules for place in _state_of(module) if not is_lazy(place[-1])]
+    places = [(module, *place) for module in modules for place in state_of(module) if not is_lazy(place[-1])]
+    beside = _parameters_beside(modules, (tensor for *_, tensor in places))
+    in_place = [*nested, *_script_buffers(reachable), *beside]
     groups = groups_of([*in_place, *(tensor for *_, tensor in places)])
     fixed = _touching(groups, set(map(id, in_place)))
     copies = {id(tensor): own for group in groups for tensor, own in zip(group, copied_together(group), strict=True)}
@@ -443,6 +432,19 @@ def private_buffers(
 def _touching(groups: Iterable[Sequence[torch.Tensor]], some: Set[int]) -> set[int]:
     """The tensors, by identity, of all groups that have one of `some`."""
     return {key for group in groups if not (keys := set(map(id, group))).isdisjoint(some) for key in keys}
+
+
+def _parameters_beside(
+    modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor], some: Set[int] = frozenset()
+) -> list[nn.Parameter]:
+    """The parameters in the bytes of the tensors, and those of `some`, by identity, with what lies in their bytes."""
+    parameters = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
+    wanted = [*tensors, *(parameters[key] for key in parameters.keys() & some)]
+    storages = {storage for tensor in wanted for storage in storages_of(tensor)}
+    near = [one for one in parameters.values() if storages and not storages.isdisjoint(storages_of(one))]
+    # A checkpoint may have given all weights one storage.
+    beside = _touching(groups_of([*wanted, *near]), set(map(id, wanted))) if near else set()
+    return [one for one in near if id(one) in beside]
 
 
 def _script_buffers(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from optimizer.float64 import name_of, written_tensors
+from optimizer.float64 import moved_statistics, name_of, written_tensors
 from passes.graph.storage import parts_of, write_values
 
 # Attributes that are set without a write to the tensor's numbers: a reentrant checkpoint sets them of its inputs.
@@ -93,7 +93,7 @@ class _Guard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        written = written_tensors(name, args, kwargs)
+        written = [*written_tensors(name, args, kwargs), *moved_statistics(func, args, kwargs)]
         if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _NO_VALUES:
             written = [args[0]]
         for tensor in written:

@@ -698,6 +698,11 @@ def writes_in_place(graph: fx.Graph) -> bool:
     return any(_writes(node) for node in graph.nodes)
 
 
+def attributes_in(graph: fx.Graph) -> set[str]:
+    """The dotted names of the tensors that the graph reads from modules, from that of its own on."""
+    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+
+
 def _writes(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
@@ -706,6 +711,10 @@ def _writes(node: fx.Node) -> bool:
     name = function_name(node.target) if node.op == "call_function" else str(node.target)
     if name.endswith("_") and not name.endswith("__"):
         return True
+    if name in ("batch_norm", "instance_norm"):
+        # In training they move the running statistics, which `instance_norm` does unless it is told otherwise.
+        by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
+        return node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
     if node.op == "call_method":
         return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "copy_")
     home = getattr(node.target, "__module__", None) or ""
