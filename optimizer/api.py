@@ -88,7 +88,7 @@ def optimize(
         progress: is told what is being done.
 
     Raises:
-        UsageError: an argument that makes no sense.
+        UsageError: an argument that makes no sense; or a function that the model keeps names it as a global and assigns one.
         PassesError: a pass that isn't known, can't stand where it stands, or can't be had here.
         LoadError: the model raises on the example inputs, has a lazy module that was never run, or is to be run and has
             tensors without values (device meta); or the function that makes the example inputs raises.

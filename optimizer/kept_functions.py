@@ -162,7 +162,7 @@ class FunctionTwins:
         scope: Any = twin.__globals__
         for name, value in named_globals(original).items() if scope is not original.__globals__ else ():
             if self._leads(value) and name not in scope.own:
-                scope.own[name] = types.CellType(self.copied(value, where))
+                scope.give(name, self.copied(value, where))
         if original.__defaults__ is not None:
             twin.__defaults__ = tuple(self._copied_if_leading(value, where) for value in original.__defaults__)
         if original.__kwdefaults__ is not None:

@@ -503,8 +503,9 @@ class Pipeline:
                 stack.enter_context(self._quiet())
                 stack.enter_context(private_buffers(self.copy.root, self.copy.variables))
                 stack.enter_context(torch.set_grad_enabled(gradients))
-                # Nothing goes backward: what is kept for that would be memory for nothing.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
+                if gradients:
+                    # Nothing goes backward: what is kept for that would be memory for nothing.
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
                 (output,) = self._outputs([call], tolerate=True)
             if self._leave_alone(program, output, when):
                 return True
@@ -514,14 +515,14 @@ class Pipeline:
         """Calls that no reference is of: each with whether gradients are on, and how a sentence names it."""
         samples = self.samples
         assert samples is not None
-        yield _fresh(min(self._calls, key=_rows)), True, "where gradients are on "
+        yield _fresh(min(self._calls, key=_rows)), True, "where gradients are on"
         if not samples.dynamic or samples.batch_size is None:
             return
         known = {samples.batch_size, *map(_rows, self._calls)}
         for size in dict.fromkeys((1, *(self.batch_sizes or ()))):
             if size not in known:
                 with suppress(LoadError):  # the user's function makes no batch of that size: it won't be met then
-                    yield _fresh(samples.at(size)), False, f"at a batch size of {size} "
+                    yield _fresh(samples.at(size)), False, f"at a batch size of {size}"
 
     def _leave_alone(self, program: Program, output: Any, when: str) -> bool:
         """Where a call parts a pair, run the pass that made it a pair again without it; whether it did."""
@@ -535,7 +536,8 @@ class Pipeline:
             left = self._left_alone.setdefault(done.number, {})
             if len(left) >= _MOST_PARTED or not left.keys().isdisjoint(places):
                 # A pass that doesn't leave alone what it is told to is no better for another run.
-                self._take_back(program, done, f"{when}{_first_line(output)}")
+                line = _first_line(output)
+                self._take_back(program, done, f"{when}: {line}" if when else line)
             else:
                 left.update((place, _why_parted(place, *pair, when)) for place in places)
                 self._run_again(program, done)
@@ -709,7 +711,7 @@ def _joins(program: Program, change: Change, pair: tuple[str, str]) -> bool:
 
 def _why_parted(place: Place, first: str, second: str, when: str) -> str:
     if when:
-        return f"{place.what}, {when}what {first} gives out isn't what {second} takes, or isn't used by that alone"
+        return f"{place.what}, {when} what {first} gives out isn't what {second} takes, or isn't used by that alone"
     return (
         f"{place.what}, what {first} gives out is used on its way to {second}, as by a reentrant checkpoint or another"
         " autograd function"

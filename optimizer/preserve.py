@@ -5,6 +5,7 @@ import io
 import random
 import sys
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -174,9 +175,9 @@ def held_iterators(modules: Iterable[nn.Module]) -> Iterator[None]:
     that raises when it is asked for an item.
     """
     places = list(_iterators_in(modules))
-    for home, key, value, where in places:
-        home[key] = _stand_in(value, where)
     try:
+        for home, key, value, where in places:
+            home[key] = _stand_in(value, where)
         yield
     finally:
         for home, key, value, _ in places:
@@ -187,7 +188,7 @@ def held_iterators(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _iterators_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, Any, Any, str]]:
     """The iterators, each with the dict or list that it stands in, under which key, and a name for the place."""
-    seen = set[int]()
+    seen: dict[int, int] = {}
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -195,23 +196,28 @@ def _iterators_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, Any, Any,
         for name, value in attributes.items():
             if _moves(value):
                 yield attributes, name, value, f"attribute {name!r} of {type(module).__name__}"
-            elif isinstance(value, dict | list) and value and name not in REGISTRIES:
-                for home, key, item in _nested_iterators(value, seen, depth=3):
+            elif type(value) in _HOMES and value and name not in REGISTRIES:
+                for home, key, item in _nested_iterators(value, seen, depth=4):
                     yield home, key, item, f"{key!r} in attribute {name!r} of {type(module).__name__}"
 
 
-def _nested_iterators(home: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, Any, Any]]:
+# A class of the user's may do anything when an item is set.
+_HOMES = frozenset({dict, list, OrderedDict, defaultdict})
+
+
+def _nested_iterators(home: Any, seen: dict[int, int], depth: int) -> Iterator[tuple[Any, Any, Any]]:
     # Modules may share a container.
-    if id(home) in seen:
+    if depth <= seen.get(id(home), 0):
         return
-    seen.add(id(home))
-    for key, item in home.items() if isinstance(home, dict) else enumerate(home):
+    is_new = id(home) not in seen
+    seen[id(home)] = depth
+    for key, item in enumerate(home) if type(home) is list else home.items():
         if holds_no_module(item):
             continue
-        if _moves(item):
-            yield home, key, item
-        elif depth and isinstance(item, dict | list):
+        if type(item) in _HOMES:
             yield from _nested_iterators(item, seen, depth - 1)
+        elif is_new and _moves(item):
+            yield home, key, item
 
 
 def _stand_in(iterator: Any, where: str) -> Any:

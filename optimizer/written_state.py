@@ -1,4 +1,4 @@
-"""Which buffers and plain tensors of a tree its forwards may write to, as far as their code and graphs show."""
+"""Which tensors of a tree its forwards may write to, as far as their code and graphs show."""
 
 from __future__ import annotations
 

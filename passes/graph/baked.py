@@ -235,7 +235,8 @@ class Reads:
         """Gives, when it is called, a clause about what the forward goes by and can't be compared; None where all can."""
         # Symbols that a forward kept are looked for by who still holds them.
         values = [value for _, value in self._found.values() if not is_of(value, fx.Proxy)]
-        return functools.partial(unwatched, self.functions, values)
+        # Every place in the graph is asked about.
+        return functools.cache(functools.partial(unwatched, self.functions, values))
 
     def baked(self, path_of: Callable[[nn.Module], str | None]) -> tuple[Baked, ...]:
         """All of it, with the values of now.

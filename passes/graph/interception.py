@@ -38,10 +38,10 @@ def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Modu
         return around(module, types.MethodType(original_call, module), args, kwargs)
 
     compiled = [(vars(module), vars(module)["forward"]) for module in inside.values() if _is_compiled(module)]
-    for attributes, forward in compiled:
-        attributes["forward"] = _calling(attributes["_modules"]["_orig_mod"], forward)
-    nn.Module.__call__ = call_module  # type: ignore[method-assign]
     try:
+        for attributes, forward in compiled:
+            attributes["forward"] = _calling(attributes["_modules"]["_orig_mod"], forward)
+        nn.Module.__call__ = call_module  # type: ignore[method-assign]
         yield
     finally:
         nn.Module.__call__ = original_call  # type: ignore[method-assign]

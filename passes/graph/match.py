@@ -441,6 +441,7 @@ def _source_of(program: Program, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node,
 def _move_at(program: Program, node: fx.Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
     """The move that the node makes of its first argument, with the others; None for other nodes."""
     if not node.args:
+        # A seal goes through where it stands, not under its name.
         return None
     if node.op == "call_module":
         return _module_move(program, program.module_of(node)) if len(node.args) == 1 and not node.kwargs else None

@@ -126,7 +126,8 @@ def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
 
     Modules may share a container, a vocabulary, say: it is looked through once.
     """
-    seen = set[int]()
+    # By identity: from how many levels above the last one it was looked into.
+    seen: dict[int, int] = {}
     for path, module in modules:
         prefix = f"{path}." if path else ""
         if isinstance(module, torch.jit.ScriptModule):
@@ -141,16 +142,17 @@ def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
                 yield from _inside(prefix + name, value, seen, depth=3)
 
 
-def _inside(path: str, value: object, seen: set[int], depth: int) -> Iterator[Place]:
+def _inside(path: str, value: object, seen: dict[int, int], depth: int) -> Iterator[Place]:
     """The tensors in a container; in functions and the like, what these hold."""
     if isinstance(value, torch.Tensor):
         yield Place(path, value, stands_apart=True)
-    elif depth and id(value) not in seen:
-        if isinstance(value, dict | list | tuple):
-            seen.add(id(value))
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from _inside(f"{path}[{key!r}]", item, seen, depth - 1)
-        elif type(value) in KEPT:
-            seen.add(id(value))
+    elif isinstance(value, dict | list | tuple) or type(value) in KEPT:
+        if depth <= seen.get(id(value), 0):
+            return
+        seen[id(value)] = depth
+        if not isinstance(value, dict | list | tuple):
             for item in held_by(value):
                 yield from _inside(path, content_of(item) if type(item) is CellType else item, seen, depth - 1)
+            return
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _inside(f"{path}[{key!r}]", item, seen, depth - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,15 +157,14 @@ def _value(argument: Any, known: dict[fx.Node, Any]) -> Any:
     return known[argument] if isinstance(argument, fx.Node) else argument
 
 
-def _autocast(step: Step, values: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def _autocast(step: Step, values: Any) -> Iterator[None]:
     """The autocast that the operation ran under, on the devices of what it is given."""
-    if step.autocast is None:
-        return nullcontext()
-    stack = ExitStack()
-    devices = {leaf.device.type: None for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
-    for device in devices:
-        stack.enter_context(torch.autocast(device, step.autocast))
-    return stack
+    with ExitStack() as stack:
+        if step.autocast is not None:
+            for device in {leaf.device.type for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}:
+                stack.enter_context(torch.autocast(device, step.autocast))
+        yield
 
 
 def _run(step: Step, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a forward may change while it runs: attributes, containers, what it keeps for later; `snapshot` keeps it."""
+"""What a forward may change while it runs: attributes, containers, what it keeps for later."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 def named_values(function: types.FunctionType) -> Iterator[Any]:
     """The values of the globals that the code of a function names, and of the variables that it closes over."""
-    for name in names_in(function.__code__):
+    for name in globals_in(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name]
     for cell in function.__closure__ or ():

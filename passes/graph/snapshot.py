@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import mmap
 import operator
 import random
 import types
@@ -40,12 +41,12 @@ class _Numbers(NamedTuple):
 
     Attributes:
         read: gives a copy of it; None for a value that nobody can write to.
-        is_same: whether two such copies are the same.
+        has_changed: whether the value is another than such a copy.
         put_back: writes a copy into the value.
     """
 
     read: Callable[[Any], Any]
-    is_same: Callable[[Any, Any], bool]
+    has_changed: Callable[[Any, Any], bool]
     put_back: Callable[[Any, Any], object]
 
 
@@ -137,7 +138,7 @@ class Snapshot:
                 changed = True
                 refill_slots(holder, slots)
         for value, numbers, state in self._numbers:
-            if not numbers.is_same(numbers.read(value), state):
+            if numbers.has_changed(value, state):
                 changed = True
                 numbers.put_back(value, state)
         return changed
@@ -163,58 +164,64 @@ def _numbers_of(kind: Any) -> _Numbers | None:
 
 
 def _read_array(value: Any) -> Any:
-    # A file that is mapped into the memory is data, and larger than the memory may be.
-    is_fixed = isinstance(value, numpy.memmap) or not value.flags.writeable
-    return None if is_fixed else value.view(numpy.ndarray).copy()
+    return value.view(numpy.ndarray).copy() if value.flags.writeable and not _is_mapped(value) else None
 
 
-def _same_arrays(mine: Any, theirs: Any) -> bool:
+def _is_mapped(value: Any) -> bool:
+    """Whether an array is a file that is mapped into the memory: data, which may be larger than the memory."""
+    while value is not None:
+        if isinstance(value, numpy.memmap | mmap.mmap):
+            return True
+        value = getattr(value, "base", None)
+    return False
+
+
+def _has_other_numbers(value: Any, before: Any) -> bool:
+    if not value.flags.writeable or value.shape != before.shape or value.dtype != before.dtype:
+        return True
     # Bit by bit, as NaN differs from itself, and the objects in an array may compare in any way.
-    return bool(mine.shape == theirs.shape and mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes())
+    return bool(value.tobytes() != before.tobytes())
 
 
 def _put_back_array(value: Any, before: Any) -> None:
-    plain = value.view(numpy.ndarray)
-    if plain.shape != before.shape:
+    value.flags.writeable = True
+    if value.dtype != before.dtype:
+        value.dtype = before.dtype
+    if value.shape != before.shape:
         value.resize(before.shape, refcheck=False)
-        plain = value.view(numpy.ndarray)
-    plain[...] = before
+    value.view(numpy.ndarray)[...] = before
 
 
 def _put_back_numbers(value: Any, before: bytes) -> None:
     value[:] = array.array(value.typecode, before)
 
 
+def _by_equality(read: Callable[[Any], Any], put_back: Callable[[Any, Any], object]) -> _Numbers:
+    return _Numbers(read, lambda value, before: bool(_frozen(read(value)) != _frozen(before)), put_back)
+
+
 def _frozen(state: Any) -> Any:
-    """The state of a numpy generator, to be compared by `==`."""
+    """The state of a generator, to be compared by `==`."""
     if isinstance(state, dict):
         return {key: _frozen(item) for key, item in state.items()}
+    if isinstance(state, torch.Tensor):
+        return bytes(state.numpy())
     return state.tobytes() if isinstance(state, numpy.ndarray) else state
 
 
-def _same_states(mine: Any, theirs: Any) -> bool:
-    return bool(_frozen(mine) == _frozen(theirs))
-
-
 _NUMBERS: dict[type, _Numbers] = {
-    numpy.ndarray: _Numbers(_read_array, _same_arrays, _put_back_array),
-    bytearray: _Numbers(bytes, operator.eq, lambda value, before: operator.setitem(value, slice(None), before)),
-    array.array: _Numbers(array.array.tobytes, operator.eq, _put_back_numbers),
-    random.Random: _Numbers(random.Random.getstate, operator.eq, random.Random.setstate),
-    numpy.random.Generator: _Numbers(
-        lambda value: value.bit_generator.state,
-        _same_states,
-        lambda value, before: setattr(value.bit_generator, "state", before),
+    numpy.ndarray: _Numbers(_read_array, _has_other_numbers, _put_back_array),
+    bytearray: _by_equality(bytes, lambda value, before: operator.setitem(value, slice(None), before)),
+    array.array: _by_equality(array.array.tobytes, _put_back_numbers),
+    random.Random: _by_equality(random.Random.getstate, random.Random.setstate),
+    numpy.random.Generator: _by_equality(
+        lambda value: value.bit_generator.state, lambda value, before: setattr(value.bit_generator, "state", before)
     ),
-    numpy.random.BitGenerator: _Numbers(
-        lambda value: value.state, _same_states, lambda value, before: setattr(value, "state", before)
+    numpy.random.BitGenerator: _by_equality(
+        lambda value: value.state, lambda value, before: setattr(value, "state", before)
     ),
-    numpy.random.RandomState: _Numbers(
-        lambda value: value.get_state(legacy=False), _same_states, lambda value, before: value.set_state(before)
+    numpy.random.RandomState: _by_equality(
+        lambda value: value.get_state(legacy=False), lambda value, before: value.set_state(before)
     ),
-    torch.Generator: _Numbers(
-        lambda value: value.get_state(),
-        lambda mine, theirs: _same_arrays(mine.numpy(), theirs.numpy()),
-        lambda value, before: value.set_state(before),
-    ),
+    torch.Generator: _by_equality(lambda value: value.get_state(), lambda value, before: value.set_state(before)),
 }

@@ -29,10 +29,16 @@ class TwinGlobals(_Dict):
     """
 
     def __init__(self, file: dict[str, Any]) -> None:
-        # These the interpreter reads past every method: for the builtins, imports, and the names of functions made inside.
-        super().__init__({name: value for name, value in file.items() if name.startswith("__") and name.endswith("__")})
+        # What the interpreter reads past every method: for the builtins, imports, the names of functions made inside, and, as
+        # of then, for all that the body of a class names.
+        super().__init__(file)
         self.file = file
         self.own: dict[str, types.CellType] = {}
+
+    def give(self, name: str, value: Any) -> None:
+        """Have a value of its own under a name."""
+        self.own[name] = types.CellType(value)
+        dict.__setitem__(self, name, value)
 
     def __getitem__(self, name: str) -> Any:
         cell = self.own.get(name)

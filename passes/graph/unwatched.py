@@ -32,8 +32,9 @@ _ASKING_BUILTINS = frozenset({"id", "input", "open"})
 _ASKING_TORCH = frozenset({
     "are_deterministic_algorithms_enabled", "backends", "get_default_device", "get_default_dtype",
     "get_deterministic_debug_mode", "get_float32_matmul_precision", "get_num_interop_threads", "get_num_threads",
-    "get_rng_state", "initial_seed", "is_anomaly_enabled", "is_deterministic_algorithms_warn_only_enabled",
-    "is_warn_always_enabled", "mem_get_info", "memory_allocated",
+    "get_rank", "get_rng_state", "get_world_size", "initial_seed", "is_anomaly_enabled",
+    "is_deterministic_algorithms_warn_only_enabled", "is_initialized",
+    "is_warn_always_enabled", "max_memory_allocated", "mem_get_info", "memory_allocated", "memory_reserved",
 })  # fmt: skip
 # Objects without attributes whose answers stay the same.
 _STEADY = (
@@ -53,7 +54,8 @@ def unwatched(functions: Mapping[Any, Any], values: Iterable[Any]) -> str | None
         if clause := _of_named("", value):
             return clause
     for function, name, value in named_everywhere(functions, values):
-        if value is torch and (asked := sorted(names_in(function.__code__) & _ASKING_TORCH)):
+        is_torch = is_of(value, types.ModuleType) and value.__name__.partition(".")[0] == "torch"
+        if is_torch and (asked := sorted(names_in(function.__code__) & _ASKING_TORCH)):
             return f"asks for torch's {asked[0]}"
         if clause := _of_named(name, value):
             return clause

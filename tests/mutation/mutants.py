@@ -45,7 +45,9 @@ _TESTS = (
     "tests/passes/graph/test_match.py",
     "tests/passes/graph/test_moved_bias.py",
     "tests/passes/graph/test_guards.py",
+    "tests/passes/graph/test_named_reads.py",
     "tests/passes/graph/test_rewriter.py",
+    "tests/passes/graph/test_unwatched.py",
     "tests/passes/test_folding.py",
     "tests/passes/test_folding_functions.py",
     "tests/passes/test_folding_in_front.py",
@@ -56,6 +58,7 @@ _TESTS = (
     "tests/passes/test_folding_tensors.py",
     "tests/passes/test_fold_conv_bias.py",
     "tests/passes/test_fold_conv_bn.py",
+    "tests/optimizer/test_kept_functions.py",
     "tests/optimizer/test_seals.py",
 )
 _PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")

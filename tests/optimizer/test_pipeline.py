@@ -700,6 +700,20 @@ def test_a_pair_that_a_likely_call_parts_is_left_alone(cls: type[Parted], batch:
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_forward_that_takes_gradients_itself_is_run_at_a_batch_of_one_too() -> None:
+    class Force(OneRowAlone):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(leaf.square().sum(), leaf)
+            return super().forward(x) + slope.mean()
+
+    model = Force().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    assert [change.where for change in report_of(fast).passes[0].changes] == ["bn"]
+    torch.testing.assert_close(fast(image(1, 3, 8, 8)), model(image(1, 3, 8, 8)), rtol=1e-4, atol=1e-5)
+
+
 def test_a_batch_size_that_is_asked_for_may_part_a_pair() -> None:
     model = OneRowAlone().eval()
     model.sizes = (5,)
@@ -717,7 +731,7 @@ def test_a_pass_goes_as_a_whole_where_a_likely_call_parts_too_many_or_it_does_no
         monkeypatch.setattr(pipeline, "_MOST_PARTED", most)
         fast = optimize(OneRowAlone().eval(), [item, "channels-last"], example_inputs=(X,))
         assert [status for _, status in statuses(fast)] == ["rolled-back", "applied"]
-        assert "at a batch size of 1 " in report_of(fast).passes[0].reason
+        assert "at a batch size of 1: convs.0 was folded together" in report_of(fast).passes[0].reason
         assert fast(image(1, 3, 8, 8)).shape == (1, 4, 8, 8)
 
 

@@ -108,6 +108,22 @@ def test_an_iterator_stays_where_it_is(name, drawn):
     assert copied == following[:2]
 
 
+class Sealed(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("nothing is set here")
+
+
+def test_iterators_stay_where_they_are_in_containers_of_any_depth_and_kind():
+    inner, sealed = [iter(range(9))], Sealed(a=iter(range(9)))
+    deep, near = nn.Module(), nn.Module()
+    deep.held, near.held, near.sealed = [[[[inner]]]], inner, sealed
+    model = nn.ModuleList([deep, near])
+    with kept_state(model):
+        assert next(near.held[0]) == 0
+    assert next(near.held[0]) == 0
+    assert next(sealed["a"]) == 0
+
+
 def test_items_of_a_copied_iterator_are_the_same_objects():
     tensors = [torch.zeros(2), torch.ones(2)]
     model = Drawing(iter(tensors))

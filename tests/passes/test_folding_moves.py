@@ -238,6 +238,17 @@ def test_refuses_with_the_reason(kind: type[Moved]) -> None:
     assert torch.equal(program.root(model.example), model(model.example))
 
 
+def test_what_comes_under_its_name_is_not_moved() -> None:
+    class Named(Moved):
+        def forward(self, x: Tensor) -> Any:
+            return self.norm(torch.clone(input=self.layer(x)).transpose(1, 2))
+
+    model = Named().eval()
+    program, context = captured(model, model.example)
+    for each in (FoldConvBn(), FoldConvBias()):
+        assert each.run(program, context).changes == ()
+
+
 def test_dropout_that_draws_is_no_move() -> None:
     model = DropsStill().eval()
     program, context = captured(model, model.example)

@@ -155,3 +155,11 @@ def test_what_can_not_be_laid_anew_is_copied_for_itself() -> None:
     copies = copied_together([sparse, sparse._values()])
     copies[1].zero_()
     assert torch.equal(copies[0].to_dense(), torch.eye(4))
+
+
+def test_what_stands_deep_in_one_module_and_near_in_another_is_found() -> None:
+    inner = [torch.zeros(1)]
+    deep, near = nn.Module(), nn.Module()
+    deep.held = [[[inner]]]
+    near.held = [inner]
+    assert [place.path for place in places_in([("deep", deep), ("near", near)])] == ["near.held[0][0]"]

@@ -51,6 +51,16 @@ STATES = {
         lambda held: held.resize((2, 3), refcheck=False),
         lambda held: (held.shape, held.tolist()),
     ),
+    "numpy, read only": (
+        lambda: numpy.zeros(2),
+        lambda held: setattr(held.flags, "writeable", False),
+        lambda held: held.flags.writeable,
+    ),
+    "numpy, another dtype": (
+        lambda: numpy.ones(2, dtype=numpy.float32),
+        lambda held: setattr(held, "dtype", numpy.int32),
+        lambda held: (str(held.dtype), held.tolist()),
+    ),
     "numpy, no dims": (lambda: numpy.zeros(()), lambda held: held.__iadd__(1), float),
     "numpy, of objects": (
         lambda: numpy.array([None, "a"], dtype=object),
@@ -139,7 +149,7 @@ def test_what_is_exported_to_others_is_written_in_place():
 def test_what_nobody_can_write_to_isnt_copied(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(bytes(8))
-    fixed, mapped = numpy.zeros(2), numpy.memmap(path, dtype=numpy.uint8, mode="r+")
+    fixed, mapped = numpy.zeros(2), numpy.asarray(numpy.memmap(path, dtype=numpy.uint8, mode="r+"))
     fixed.flags.writeable = False
     assert Snapshot(holding([fixed, mapped]))._numbers == []
 

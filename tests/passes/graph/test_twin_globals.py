@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ def _file(source: str, **names: Any) -> dict[str, Any]:
 
 def _twin(file: dict[str, Any], **own: Any) -> TwinGlobals:
     scope = TwinGlobals(file)
-    scope.own.update((name, types.CellType(value)) for name, value in own.items())
+    for name, value in own.items():
+        scope.give(name, value)
     return scope
 
 
@@ -80,7 +80,8 @@ def test_code_asks_for_its_globals_and_imports() -> None:
 def use():
     import math
     class Inside:
-        value = len("ab")
+        value = len(names), one
+    assert Inside.value == (3, 10)
     return globals()["one"], eval("len(names)", dict(globals())), Inside.__module__, math.floor(1.5)
 """
     file = _file(source, one=1, names="abc")

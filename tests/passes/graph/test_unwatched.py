@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.random as torch_random
 from folding_models import Pair, image
 from torch import Tensor, nn
 
@@ -95,6 +96,7 @@ UNWATCHED: dict[str, tuple[Callable[[], Any], str]] = {
     "identity": (lambda: id(SETTINGS), "uses id"),
     "default dtype": (lambda: torch.get_default_dtype(), "asks for torch's get_default_dtype"),
     "threads": (lambda: torch.get_num_threads(), "asks for torch's get_num_threads"),
+    "seed, by another name": (lambda: torch_random.initial_seed(), "asks for torch's initial_seed"),
     "setting of a backend": (lambda: torch.backends.cudnn.benchmark, "asks for torch's backends"),
     "counter": (counting(), "assigns the outer variable 'count'"),
 }
