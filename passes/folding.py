@@ -147,7 +147,7 @@ def _why_not_tensors(program: Program, conv: Convolution, norm: Affine) -> str |
 
 
 def _why_not_memory(program: Program, refs: Sequence[TensorRef | None]) -> str | None:
-    for ref in refs:
+    for ref in refs if program.shares_memory else ():
         value = None if ref is None else ref.value
         sharer = None if value is None else program.sharer_of(value)
         if ref is not None and sharer is not None:
@@ -360,10 +360,11 @@ def _why_not_code(program: Program, conv: Convolution, norm: Affine) -> str | No
     else:
         replaced |= {id(program.home(norm.node).module)}
     refs = (conv.weight, *([conv.bias] if conv.bias else []), *norm.tensors)
-    layers = [ref.owner for ref in refs if is_atom(ref.owner)]
-    for module in dict.fromkeys([*layers, *(home.module for home in homes if id(home.module) in replaced)]):
-        if reason := _why_not_gone_past(program, module, replaced):
-            return reason
+    if program.named_reads.any_goes_past:
+        layers = [ref.owner for ref in refs if is_atom(ref.owner)]
+        for module in dict.fromkeys([*layers, *(home.module for home in homes if id(home.module) in replaced)]):
+            if reason := _why_not_gone_past(program, module, replaced):
+                return reason
     for ref in refs:
         for path in program.paths[id(ref.owner)]:
             reader = program.named_reads.reader_of(path, ref.name, but=replaced)
@@ -398,7 +399,7 @@ def scale_of(norm: BatchNorm) -> torch.Tensor:
 
 def are_finite(*tensors: torch.Tensor) -> bool:
     """Whether no tensor holds a NaN or an infinity: with one, the order of the operations changes what comes out."""
-    return all(_is_finite(tensor) for tensor in tensors)
+    return all(map(_is_finite, tensors))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

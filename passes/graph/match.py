@@ -43,11 +43,13 @@ class TensorRef:
         """The tensor; None where the owner registers the name without one, or computes it."""
         # Asked for very often: first where it is in all likelihood.
         owner, name = self.owner, self.name
-        value: Any = owner._parameters.get(name)
-        if value is None:
-            value = owner._buffers.get(name)
-        if value is None and (name not in owner._parameters or name in owner.__dict__) and not self.is_computed:
-            value = getattr(owner, name, None)
+        if (parameter := owner._parameters.get(name)) is not None:
+            return parameter
+        if (buffer := owner._buffers.get(name)) is not None:
+            return buffer
+        if (name in owner._parameters and name not in owner.__dict__) or self.is_computed:
+            return None
+        value = getattr(owner, name, None)
         return value if isinstance(value, torch.Tensor) else None
 
     @property
@@ -611,10 +613,13 @@ def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     guarded = isinstance(forward, FoldedConvForward) or (isinstance(forward, FoldedNormForward) and not forward.carried)
     if (forward is not None and not guarded) or type(module).__call__ is not nn.Module.__call__:
         return False
+    own = type(module)
     for cls in classes:
-        if isinstance(module, cls) and type(module).forward is cls.forward:
+        if own is cls:
+            return True
+        if isinstance(module, cls) and own.forward is cls.forward:
             kept = ("_conv_forward", "_check_input_dim")
-            return all(getattr(type(module), name, None) is getattr(cls, name, None) for name in kept)
+            return all(getattr(own, name, None) is getattr(cls, name, None) for name in kept)
     return False
 
 
@@ -630,8 +635,13 @@ def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs anything beside its forward."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(module.__dict__.get(name) for name in names)
+    own = module.__dict__
+    return bool(
+        own.get("_forward_hooks")
+        or own.get("_forward_pre_hooks")
+        or own.get("_backward_hooks")
+        or own.get("_backward_pre_hooks")
+    )
 
 
 def has_global_hooks() -> bool:

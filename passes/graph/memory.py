@@ -58,6 +58,11 @@ class SharedMemory:
             if counts(place.tensor):
                 group.append(place)
 
+    @property
+    def is_any(self) -> bool:
+        """Whether any tensor is in a storage with others."""
+        return bool(self._groups)
+
     def beside(self, tensor: torch.Tensor) -> Place | None:
         """Another tensor in the bytes of this one, or in those of one that is; None where it is alone there.
 

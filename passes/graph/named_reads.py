@@ -280,6 +280,11 @@ class NamedReads:
         """The path of a module that holds this one in an attribute, list, dict or object, and not as its child."""
         return self._holders.get(id(module))
 
+    @property
+    def any_goes_past(self) -> bool:
+        """Whether any module may be run otherwise than by its call: most trees have none."""
+        return bool(self._keepers or self._run_as_functions)
+
     def keepers_of(self, module: nn.Module) -> Mapping[str, str]:
         """The methods of a module, other than its call, that are kept: their names, each with the path of who keeps it."""
         return self._keepers.get(id(module), {})

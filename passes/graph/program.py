@@ -206,14 +206,22 @@ class Program:
         In training any does: the two are written together from then on. In inference a pass makes a new tensor, and the
         others keep their values: there it is a tensor that a forward may write to, which parameters aren't.
         """
+        place = self._shared_memory().beside(tensor)
+        return None if place is None else place.path
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `sharer_of` has anything to say of some tensor: most trees share nothing."""
+        return self._shared_memory().is_any
+
+    def _shared_memory(self) -> SharedMemory:
         if self._memory is None:
             # Most forwards write to nothing: then nothing has to be known.
             known = self.mode == "training" or self._may_write()
             places = places_in((self.paths[id(module)][0], module) for module in self.modules() if known)
             may_count = self.mode == "training"
             self._memory = SharedMemory(places, counts=lambda other: may_count or not isinstance(other, nn.Parameter))
-        place = self._memory.beside(tensor)
-        return None if place is None else place.path
+        return self._memory
 
     def _may_write(self) -> bool:
         """Whether some forward writes to tensors that it didn't make itself, as far as the graphs tell."""
