@@ -53,6 +53,7 @@ _TESTS = (
     "tests/passes/test_folding_in_front.py",
     "tests/passes/test_folding_in_row.py",
     "tests/passes/test_folding_memory.py",
+    "tests/passes/test_folding_methods.py",
     "tests/passes/test_folding_moves.py",
     "tests/passes/test_folding_scales.py",
     "tests/passes/test_folding_tensors.py",
