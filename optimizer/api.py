@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
 from passes.base import Context, Pass, device_of
 from passes.graph.forward import prepare_forwards
+from passes.graph.interception import is_compiled
 from passes.graph.moved_bias import moved_biases
 from passes.registry import make_passes
 
@@ -306,9 +306,7 @@ def export(
 def _check_model(model: object, *, runs: bool) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"The model must be an nn.Module, not {type(model).__name__}.")
-    # Importing torch's compiler takes seconds; without it no module can be of its class.
-    compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None and isinstance(model, compiler.OptimizedModule):
+    if is_compiled(model):
         raise UsageError(
             "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
             " pass."

@@ -138,7 +138,9 @@ class FunctionTwins:
         scope: dict[str, Any] = function.__globals__
         if any(map(self._leads, named_globals(function).values())):
             _refuse_to_assign(function)
-            scope = self._globals.setdefault(id(scope), TwinGlobals(scope))
+            if id(scope) not in self._globals:
+                self._globals[id(scope)] = TwinGlobals(scope)
+            scope = self._globals[id(scope)]
         return function_over(function, scope, self._cells)
 
     def _method(self, method: types.MethodType) -> types.MethodType:

@@ -86,9 +86,11 @@ def kind_without_parts(value: Any, but: tuple[type, ...]) -> type | None:
 
 @dataclass
 class _Walk:
-    """Attributes:
-    count: the values that were looked at.
-    without_parts: the classes of those that nothing but their class is known of.
+    """What was met on the way through one value.
+
+    Attributes:
+        count: the values that were looked at.
+        without_parts: the classes of those that nothing but their class is known of.
     """
 
     count: int = 0

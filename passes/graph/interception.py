@@ -37,7 +37,7 @@ def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Modu
         # A bound method is no further frame: a deep tree may have few to spare.
         return around(module, types.MethodType(original_call, module), args, kwargs)
 
-    compiled = [(vars(module), vars(module)["forward"]) for module in inside.values() if _is_compiled(module)]
+    compiled = [(vars(module), vars(module)["forward"]) for module in inside.values() if is_compiled(module)]
     try:
         for attributes, forward in compiled:
             attributes["forward"] = _calling(attributes["_modules"]["_orig_mod"], forward)
@@ -49,11 +49,11 @@ def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Modu
             attributes["forward"] = forward
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether the module is what `torch.compile` made of another one."""
     # Who has compiled nothing hasn't loaded the compiler, which takes seconds.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and isinstance(module, compiler.OptimizedModule) and "forward" in vars(module)
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def _calling(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

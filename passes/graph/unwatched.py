@@ -57,9 +57,8 @@ def unwatched(functions: Mapping[Any, Any], values: Iterable[Any]) -> str | None
         is_torch = is_of(value, types.ModuleType) and value.__name__.partition(".")[0] == "torch"
         if is_torch and (asked := sorted(names_in(function.__code__) & _ASKING_TORCH)):
             return f"asks for torch's {asked[0]}"
-        if clause := _of_named(name, value):
-            return clause
-        if clause := _of_code(function):
+        # Each function comes once without a name.
+        if clause := _of_named(name, value) if name else _of_code(function):
             return clause
     return None
 

@@ -388,24 +388,6 @@ def test_twins_keep_nothing_alive():
         gc.enable()
 
 
-def test_a_run_reaches_private_buffers_by_variables_too():
-    def change(m):
-        mean = m.bn.running_mean
-        m.reset = lambda: mean.zero_()
-
-    for mode in ("inference", "training"):
-        model = made(change)
-        before = model.bn.running_mean.clone()
-        result = working_copy(model, mode)
-        clone = result.root
-        with private_buffers(clone, result.variables) as written:
-            clone.reset()
-            assert not clone.bn.running_mean.any()
-            assert torch.equal(model.bn.running_mean, before)
-        assert written == {(id(clone.bn), "running_mean")}
-        assert content(clone.reset, "mean") is clone.bn.running_mean
-
-
 # --- globals ------------------------------------------------------------------------------------------------------------
 
 
@@ -509,10 +491,23 @@ calls = 0
     assert scope["calls"] == 2
 
 
-def test_a_run_reaches_private_buffers_by_globals_too():
-    def change(m):
-        m.reset = script("def reset(): mean.zero_()", mean=m.bn.running_mean)["reset"]
+def reset_by_variable(m):
+    mean = m.bn.running_mean
+    m.reset = lambda: mean.zero_()
 
+
+def reset_by_global(m):
+    m.reset = script("def reset(): mean.zero_()", mean=m.bn.running_mean)["reset"]
+
+
+@pytest.mark.parametrize(
+    ("change", "held"),
+    [
+        (reset_by_variable, lambda reset: content(reset, "mean")),
+        (reset_by_global, lambda reset: reset.__globals__["mean"]),
+    ],
+)
+def test_a_run_reaches_private_buffers_by_variables_and_globals_too(change, held):
     for mode in ("inference", "training"):
         model = made(change)
         before = model.bn.running_mean.clone()
@@ -523,7 +518,7 @@ def test_a_run_reaches_private_buffers_by_globals_too():
             assert not clone.bn.running_mean.any()
             assert torch.equal(model.bn.running_mean, before)
         assert written == {(id(clone.bn), "running_mean")}
-        assert clone.reset.__globals__["mean"] is clone.bn.running_mean
+        assert held(clone.reset) is clone.bn.running_mean
 
 
 def test_a_compiled_result_runs_its_own_modules_by_globals():
