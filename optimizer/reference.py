@@ -55,6 +55,10 @@ BATCH_SIZES = (1, 2, 3, 5, 8)
 _FEW = 1 << 14
 # Of fewer numbers it can't be told what rounding does to a slice: all of them may happen to come out exact.
 _LEAST_SAMPLES = 16
+# How often rounding is sampled again at each call when a candidate is off by more than the first samples explain, and by
+# no more than so many times what is allowed.
+_MORE_SAMPLES = 8
+_DOUBTFUL = 64.0
 Mode = Literal["inference", "training"]
 
 
@@ -116,22 +120,22 @@ class Reference:
 
     def __init__(
         self,
-        kept: Sequence[Kept],
+        original: Original,
         noises: dict[str, OutputNoise],
         slices: dict[str, SliceNoise],
         measured: Measurement,
         samples: Samples | None,
-        written: frozenset[str] = frozenset(),
-        target: Callable[..., Any] | None = None,
     ) -> None:
-        self._kept = tuple(kept)
-        self._target = target
+        self._original = original
+        self._kept = tuple(original.kept)
+        self._target = original.target
         self._blank = measured
         self._samples = samples
+        self._looked_closely = False
         self.noises = noises
         self.slices = slices
         # The names of the parameters that the original writes to in forward.
-        self.written = written
+        self.written = original.written
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -190,7 +194,7 @@ class Reference:
         moved = self._moved_in(candidate)
         # A region is judged by its noise alone: nobody gives a tolerance for one.
         comparison = Comparison(
-            self.noises | {name: self._noise_less(name, bias) for name, bias in moved.means.items()},
+            self._noises_less(moved),
             flat=flatten is not None,
             frontiers=self._samples is not None,
             slices=self.slices,
@@ -200,7 +204,34 @@ class Reference:
         with one_at_a_time, as_run(candidate, self._blank.mode):
             for kept in self._kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
+        if comparison.is_doubtful():
+            self._look_closely()
+            comparison.noises = self._noises_less(moved)
         return comparison.finish(self._blank)
+
+    def _look_closely(self) -> None:
+        """Measure the noise by many more samples; once, as a candidate needs it.
+
+        Rounding in front of a division by something small (a BatchNorm over a few rows that hardly differ) has long tails:
+        two or three samples of it may all be a tenth of what the next one is.
+        """
+        if self._looked_closely:
+            return
+        self._looked_closely = True
+        with one_at_a_time:
+            seen = self._original.more_noise(self._samples)
+        for name, pool in seen.items():
+            noise = self.noises[name]
+            self.noises[name] = replace(
+                noise,
+                response=max(noise.response, pool.largest),
+                response_rms=max(noise.response_rms, pool.rms),
+                noise=max(noise.noise, pool.largest),
+                noise_rms=max(noise.noise_rms, pool.rms),
+            )
+
+    def _noises_less(self, moved: MovedBiases) -> dict[str, OutputNoise]:
+        return self.noises | {name: self._noise_less(name, bias) for name, bias in moved.means.items()}
 
     def _moved_in(self, candidate: Callable[..., Any]) -> MovedBiases:
         """The biases that the candidate says to have in its running means, with the values that the original has."""
@@ -354,7 +385,19 @@ class Original:
             seed=self.seed,
             settings=settings,
         )
-        return Reference(self.kept, noises, slices, blank, samples, self.written, self.target)
+        return Reference(self, noises, slices, blank, samples)
+
+    def more_noise(self, samples: Samples | None) -> dict[str, Pool]:
+        """How far rounding inside moves each output, in several samples of all calls; empty where that can't be seen.
+
+        A half precision isn't looked at: its kernels round once at the end, and not at each step inside.
+        """
+        if self.coarsest > unit(torch.float32):
+            return {}
+        moved: dict[str, Pool] = {}
+        for number in range(_MORE_SAMPLES):
+            self._rounded_inside(samples, moved, number)
+        return moved
 
     def _written_parameters(self) -> list[nn.Parameter]:
         return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
@@ -531,12 +574,18 @@ class Original:
                 )
                 return
 
-    def _rounded_inside(self, samples: Samples | None) -> dict[str, Pool]:
-        """How far each output moves when every number is rounded on the way, at all calls; empty where that fails."""
-        moved: dict[str, Pool] = {}
+    def _rounded_inside(
+        self, samples: Samples | None, moved: dict[str, Pool] | None = None, number: int = 0
+    ) -> dict[str, Pool]:
+        """How far each output moves when every number is rounded on the way, at all calls; empty where that fails.
+
+        Args:
+            moved: what other numbers of samples gave, to which this one is added.
+        """
+        moved = {} if moved is None else moved
         for kept in self.kept:
-            perturbed = PerturbedMode(_mixed(kept.seed, 2), written=self._written_parameters())
-            rounded = RoundedMode(_mixed(kept.seed, 3))
+            perturbed = PerturbedMode(_mixed(kept.seed, 2, number), written=self._written_parameters())
+            rounded = RoundedMode(_mixed(kept.seed, 3, number))
             for name, values in self._moved_at(kept, samples, (perturbed, rounded)).items():
                 if rounded.calls:
                     _pool_finite(moved.setdefault(name, Pool(slices=Slices())), *values)
@@ -772,6 +821,17 @@ class Comparison:
         for name in got.of_kind("input"):
             if kept.own.kinds.get(name) != "input":
                 self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the candidate only")
+
+    def is_doubtful(self) -> bool:
+        """Whether all that is wrong is an error not far beyond the noise, which more samples might explain."""
+        if self.problems or any(compared.problems or compared.mismatches for compared in self.compared.values()):
+            return False
+        beyond = [
+            max(compared.error.largest / noise.noise, compared.error.rms / noise.noise_rms)
+            for name, compared in self.compared.items()
+            if (noise := self.noises[name]).deterministic and noise.noise > 0
+        ]
+        return FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
     def finish(self, blank: Measurement) -> Measurement:
         if self.lacking:

@@ -25,7 +25,8 @@ class OutputNoise:
         scale, rms: largest magnitude and root mean square of the reference.
         own_error, own_error_rms: the original against the float64 reference; 0 where there is none.
         response, response_rms: the original against itself with inputs and weights off by one unit in the last place,
-            and against itself run again; where it computes in float64 throughout, with results inside off by one too.
+            and against itself run again; with results inside off by one too where it computes in float64 throughout, or
+            where a candidate was off by more than the rest explains.
         noise, noise_rms: the larger of the two, and at least four units in the last place of the output's own scale,
             for float16 and bfloat16 one, for gradients in float64 sixty-four (for the root mean square half of that, of the
             root mean square).
