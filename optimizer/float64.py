@@ -20,7 +20,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -87,6 +87,17 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
+class Layout(NamedTuple):
+    """Where a tensor has its numbers; no strides for one that isn't strided."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else ())
+
+
 def raised(dtype: torch.dtype) -> torch.dtype:
     """float64 for the smaller floats, complex128 for the smaller complexes, every other dtype itself."""
     return _RAISED.get(dtype, dtype)
@@ -117,6 +128,10 @@ class Float64Mode(TorchFunctionMode):
 
     `coarsest` is the machine epsilon of the least precise dtype that was raised: what the original's own rounding is
     to be measured by, whatever the dtype of its outputs.
+
+    `masked` are the layouts of what dropouts were called with, in their order. A mask is drawn in the order of memory, which
+    may be another one in float64, where other kernels compute; `masks` are the layouts of a run in the original's own dtypes
+    (`MaskedLayouts`), by which they are drawn then.
     """
 
     def __init__(
@@ -126,8 +141,11 @@ class Float64Mode(TorchFunctionMode):
         leaf_parameters: bool = False,
         written: Iterable[nn.Parameter] = (),
         together: Iterable[Sequence[torch.Tensor]] = (),
+        masks: Iterable["Layout"] = (),
     ) -> None:
         super().__init__()
+        self.masked: list[Layout] = []
+        self._masks = iter(masks)
         self._written = frozenset(map(id, written))
         self._together = {id(tensor): group for group in together if _has_one_dtype(group) for tensor in group}
         self.own_dtype = own_dtype
@@ -241,7 +259,11 @@ class Float64Mode(TorchFunctionMode):
         given = kwargs["input"] if key else args[0]
         values = self._raise_argument(given, written=(id(given),) if name.endswith("_") else ())
         probability = _argument(args, kwargs, 1, "p", 0.5)
+        self.masked.append(_layout(values))
+        layout = next(self._masks, self.masked[-1])
         ones = torch.ones_like(values, dtype=self.own_dtype, requires_grad=False)
+        if layout.shape == values.shape and layout != self.masked[-1]:
+            ones = torch.empty_strided(*layout, dtype=self.own_dtype, device=values.device).fill_(1)
         rest = {**kwargs, "inplace": False} if "inplace" in kwargs else dict(kwargs)
         mask = func(**{**rest, key: ones}) if key else func(ones, *args[1:3], **rest)
         scale = 0.0 if probability >= 1 else 1 / (1 - probability)
@@ -344,6 +366,22 @@ class Float64Mode(TorchFunctionMode):
         if isinstance(value, torch.Tensor) and value.dtype is torch.float64 and self.own_dtype is not torch.float64:
             return value.to(self.own_dtype)
         return value
+
+
+class MaskedLayouts(TorchFunctionMode):
+    """Notes the layouts of what dropouts are called with, as `Float64Mode.masked` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked: list[Layout] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if name_of(func) in _MASKING and _drops(args, kwargs):
+            self.masked.append(_layout(_argument(args, kwargs, 0, "input", None)))
+        return func(*args, **kwargs)
 
 
 class PerturbedMode(TorchFunctionMode):

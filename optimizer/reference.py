@@ -31,7 +31,15 @@ from optimizer.difference import (
     wide,
 )
 from optimizer.errors import LoadError, UsageError
-from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, off_by_one_ulp, random_signs
+from optimizer.float64 import (
+    Float64Mode,
+    Layout,
+    MaskedLayouts,
+    PerturbedMode,
+    RoundedMode,
+    off_by_one_ulp,
+    random_signs,
+)
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype, own_name
 from optimizer.preserve import (
@@ -53,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
 _FEW = 1 << 14
+# A tensor of fewer dims than a batch of maps has comes in one layout from any kernel.
+_LEAST_DIMS_OF_A_MAP = 3
 # Of fewer numbers it can't be told what rounding does to a slice: all of them may happen to come out exact.
 _LEAST_SAMPLES = 16
 # How often rounding is sampled again at each call when a candidate is off by more than the first samples explain, and by
@@ -440,23 +450,13 @@ class Original:
             return None
 
     def _float64(self, call: Call, kept: Kept, training: bool) -> Observation | None:
-        mode = Float64Mode(
-            own_dtype=own_dtype(self.target, call),
-            leaf_parameters=training,
-            written=self._written_parameters(),
-            together=self._together,
-        )
         try:
-            with eager_only(), _silent():
-                truth = observe(
-                    self.target,
-                    call,
-                    seed=kept.seed,
-                    training=training,
-                    mode=mode,
-                    names=kept.names,
-                    written=self.written,
-                )
+            mode, truth = self._raised(call, kept, training, ())
+            if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
+                own = MaskedLayouts()
+                self._observed(call, kept, training, own)
+                if own.masked != mode.masked:
+                    mode, truth = self._raised(call, kept, training, own.masked)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {_first_line(error)}"
             return None
@@ -467,6 +467,24 @@ class Original:
             return None
         truth.values = {name: _within_range(kept.own.values[name], value) for name, value in truth.values.items()}
         return truth
+
+    def _raised(
+        self, call: Call, kept: Kept, training: bool, masks: Sequence[Layout]
+    ) -> tuple[Float64Mode, Observation]:
+        mode = Float64Mode(
+            own_dtype=own_dtype(self.target, call),
+            leaf_parameters=training,
+            written=self._written_parameters(),
+            together=self._together,
+            masks=masks,
+        )
+        return mode, self._observed(call, kept, training, mode)
+
+    def _observed(self, call: Call, kept: Kept, training: bool, mode: AbstractContextManager[Any]) -> Observation:
+        with eager_only(), _silent():
+            return observe(
+                self.target, call, seed=kept.seed, training=training, mode=mode, names=kept.names, written=self.written
+            )
 
     def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
         if not self.perturbed:
@@ -482,11 +500,7 @@ class Original:
         args, kwargs = rebuild((call.args, call.kwargs), perturb)
         mode = PerturbedMode(seed, written=self._written_parameters())
         try:
-            with eager_only(), _silent():
-                other = observe(
-                    self.target, Call(args, kwargs), seed=kept.seed, training=training, mode=mode,
-                    names=kept.names, written=self.written,
-                )  # fmt: skip
+            other = self._observed(Call(args, kwargs), kept, training, mode)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.perturbed = False
             self.notes.append(f"The answer to changes of one unit couldn't be measured: {_first_line(error)}")
@@ -609,11 +623,8 @@ class Original:
         if call is None or not self.perturbed:
             return {}
         try:
-            with as_run(self.target, "training" if self.training else "inference"), eager_only(), _silent():
-                other = observe(
-                    self.target, call, seed=kept.seed, training=self.training and kept.draw == 0, mode=_all_of(modes),
-                    names=kept.names, written=self.written,
-                )  # fmt: skip
+            with as_run(self.target, "training" if self.training else "inference"):
+                other = self._observed(call, kept, self.training and kept.draw == 0, _all_of(modes))
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             _append_once(self.notes, f"The answer to rounding inside couldn't be measured: {_first_line(error)}")
             return {}
@@ -701,7 +712,7 @@ class Original:
             return "NaN or infinite in every element"
         if all(not bool(value.any()) for value, _ in values):
             return "all zero"
-        if not is_exact(values[0][0]) and 4 * noise_rms > self.gathered[name].size.rms:
+        if not is_exact(values[0][0]) and _is_hardly_more(self.gathered[name].size.rms, noise_rms):
             return "hardly larger than its rounding noise"
         if not self.inputs_vary or len(self.kept) < 2 or self.kept[0].own.kinds.get(name) != "output":
             return None
@@ -797,6 +808,8 @@ class Comparison:
         self.problems: list[str] = [*self.moved.problems]
         self.notes: list[str] = []
         self.lacking: dict[str, None] = {}
+        # Gradients of biases that the candidate has no more.
+        self.without: dict[str, None] = {}
 
     def run(
         self, candidate: Callable[..., Any], kept: Kept, call: Call, flatten: Flatten | None, *, training: bool
@@ -823,9 +836,11 @@ class Comparison:
                 self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the candidate only")
 
     def is_doubtful(self) -> bool:
-        """Whether all that is wrong is an error not far beyond the noise, which more samples might explain."""
+        """Whether all that is wrong may be rounding, which more samples of it would explain."""
         if self.problems or any(compared.problems or compared.mismatches for compared in self.compared.values()):
             return False
+        if self._trained():
+            return True
         beyond = [
             max(compared.error.largest / noise.noise, compared.error.rms / noise.noise_rms)
             for name, compared in self.compared.items()
@@ -833,7 +848,14 @@ class Comparison:
         ]
         return FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
+    def _trained(self) -> list[str]:
+        """Biases that train in the original and that the candidate has no more."""
+        return [name for name in self.without if not self._is_rounding(name)]
+
     def finish(self, blank: Measurement) -> Measurement:
+        for name in self._trained():
+            bias = name.removeprefix("gradient of ")
+            self._problem(f"The candidate trains without {bias}, which has a gradient in the original")
         if self.lacking:
             self.notes.append(f"The candidate lacks, not compared: {', '.join(self.lacking)}.")
         outputs = tuple(self._difference(name, compared) for name, compared in self.compared.items())
@@ -875,18 +897,14 @@ class Comparison:
             elif kind == "input" and not self.flat:
                 self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
             elif name in self.moved.gradients:
-                if not self._is_rounding(name):
-                    self._problem(
-                        f"The candidate trains without {name.removeprefix('gradient of ')}, which has a gradient in the"
-                        " original"
-                    )
+                self.without[name] = None
             else:
                 self.lacking[name] = None
 
     def _is_rounding(self, name: str) -> bool:
         """Whether a gradient is nothing but what rounding leaves of a sum that is zero."""
         noise = self.noises[name]
-        if noise.signal is not None:
+        if noise.signal is not None or _is_hardly_more(noise.rms, noise.noise_rms):
             return True
         # Where nothing more exact than the original is known, its noise is one sample of few numbers; what is summed is of
         # the size of other gradients.
@@ -929,6 +947,10 @@ class Comparison:
 
     def _problem(self, sentence: str) -> None:
         _append_once(self.problems, sentence)
+
+
+def _is_hardly_more(rms: float, noise_rms: float) -> bool:
+    return 4 * noise_rms > rms
 
 
 def _planned(

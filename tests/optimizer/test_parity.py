@@ -14,6 +14,7 @@ from tiny_models import enliven
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from optimizer import optimize
 from optimizer.difference import Slices, slice_noise
 from optimizer.errors import LoadError, UsageError
 from optimizer.inputs import Samples
@@ -632,6 +633,31 @@ def test_rounding_that_few_samples_dont_show_is_no_failure():
     raise AssertionError("few samples were enough everywhere: nothing was tried")
 
 
+class OwnDtype(nn.Module):
+    def forward(self, x):
+        assert x.dtype is torch.float32
+        return x
+
+
+def test_a_gradient_of_nothing_but_rounding_is_known_by_more_samples():
+    """Where the model can't be run in float64, a gradient that should be zero is known by its noise alone."""
+    found = 0
+    for seed in (22, 44, 48, 59, *range(100, 400)):
+        torch.manual_seed(seed)
+        layers = OwnDtype(), nn.ConvTranspose3d(4, 4, 3, stride=2), nn.BatchNorm3d(4)
+        model = enliven(nn.Sequential(*layers)).train()
+        inputs = (torch.randn(6, 4, 5, 5, 5, generator=torch.Generator().manual_seed(seed)),)
+        candidate = optimize(model, ["fold-conv-bias"], mode="training")
+        if not judged_by_few_samples(model, candidate, inputs).ok:
+            found += 1
+            report = check_parity(model, candidate, inputs, mode="training")
+            assert report.ok, (seed, report)
+            assert report.reference == "own dtype"
+        if found == 2:
+            return
+    raise AssertionError("few samples were enough everywhere: nothing was tried")
+
+
 @pytest.mark.parametrize("off", [2e-6, 2e-5])
 def test_an_error_near_the_noise_stays_a_failure(off):
     model = net().train()
@@ -658,6 +684,18 @@ def test_gradients_of_inputs_are_compared():
     report = check_parity(torch.sin, lambda x: torch.sin(x.detach()) + 0 * x, (x,), mode="training")
     assert report.verdict == "failed"
     assert "gradient of" in report.reason
+
+
+def test_a_mask_of_maps_is_drawn_alike_where_float64_has_another_layout():
+    """A convolution answers in channels_last, and in float64, by another kernel, may not."""
+    model = enliven(nn.Sequential(nn.ConvTranspose3d(4, 4, 3), nn.Dropout(0.5), nn.BatchNorm3d(4))).train()
+    model.to(memory_format=torch.channels_last_3d)
+    report = check_parity(model, copy.deepcopy(model), (torch.randn(4, 4, 5, 5, 5),), mode="training")
+    assert report.ok
+    assert report.reference == "float64"
+    without = copy.deepcopy(model)
+    without[1] = nn.Identity()
+    assert not check_parity(model, without, (torch.randn(4, 4, 5, 5, 5),), mode="training").ok
 
 
 def test_dropout_in_training_draws_alike():
