@@ -15,6 +15,9 @@ DECLARED: dict[str, str] = {
     ),
     "passes/graph/rewriter.py: set_forward: _writes": _BY_ATTRIBUTE,
     "passes/graph/rewriter.py: keep_contiguous: _writes": _BY_ATTRIBUTE,
+    "passes/graph/match.py: value: name in owner._parameters and name not in owner.__dict__": (
+        "the look by getattr, which it spares, finds the same None"
+    ),
     "passes/graph/match.py: convolution_at: if node.op != 'call_function': return None": _OTHER_TARGETS,
     "passes/graph/match.py: batch_norm_at: node.op != 'call_function'": _OTHER_TARGETS,
     "passes/graph/match.py: _convolution_module: module is None": _A_MODULE_IS_CALLED,
