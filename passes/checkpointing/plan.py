@@ -1,0 +1,40 @@
+"""What one forward keeps for its backward pass, and what it computes again there: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is done at one call of a torch function.
+
+    Attributes:
+        region: the number of the region that the call is computed again with.
+        recomputed: its results aren't kept: they are computed again in the backward pass.
+        internals: of what the call itself saves for its backward pass, in the order in which it saves, the numbers of those
+            that aren't kept and are neither its arguments nor its results: casts under autocast, indices of a pooling.
+        random: it draws random numbers: computed again, it draws the same.
+    """
+
+    region: int = 0
+    recomputed: bool = False
+    internals: frozenset[int] = frozenset()
+    random: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a forward, call by call.
+
+    Attributes:
+        names: the name of the torch function of each call, in order.
+        steps: for each call what is done there; None where everything is as without a plan.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[Step | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.steps):
+            raise ValueError(f"{len(self.names)} names for {len(self.steps)} steps")

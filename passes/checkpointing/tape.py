@@ -1,0 +1,678 @@
+"""A forward that keeps what its plan says, and computes the rest again when the backward pass asks for it.
+
+`torch.utils.checkpoint` runs a part of the forward anew with autograd on, and pairs what is saved then with what was saved
+before by its order. Here nothing is run anew but single calls of torch functions. While the forward runs, each call whose
+result isn't kept leaves a `Node`: the function, its arguments (other nodes, or tensors that are kept) and the state that it
+depends on. What autograd saves of such a result is a `Slot` of its node; in the backward pass the slot computes the node, and
+those that it needs. So
+
+- the forward is the module's own code, as it stands: hooks, branches on data, loops, state, keyword arguments and everything
+  else that Python does there happens once;
+- what is computed again are the same functions on the same numbers, in the same state of autocast and of the generators of
+  random numbers: the results are equal bit by bit;
+- a BatchNorm that is computed again is given no running statistics: they move once;
+- any set of calls may be chosen. A matmul whose result is kept isn't run again for its argument that isn't.
+
+A forward that takes another way than its plan keeps everything from there on, as it would without one, and that is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from passes.checkpointing.plan import Plan, Step
+
+logger = logging.getLogger(__name__)
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_transforms = torch._C._functorch.peek_interpreter_stack
+# Questions about a tensor, and hooks on it, are no calls that a plan counts: whoever watches a forward asks them too.
+UNCOUNTED = frozenset(
+    {
+        "__get__", "__set__", "__delete__", "__len__", "__hash__", "__repr__", "__format__", "data_ptr", "dim", "dim_order",
+        "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_nonzero", "is_same_size",
+        "is_set_to", "is_signed", "is_storage", "is_tensor", "nbytes", "ndimension", "nelement", "numel",
+        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage",
+        "storage_offset", "storage_type", "stride", "untyped_storage", "_set_grad_enabled", "is_grad_enabled",
+    }
+)  # fmt: skip
+# What doesn't follow from the values of its arguments.
+_OF_THE_GRAPH = frozenset({"grad", "backward", "jacobian", "hessian"})
+
+
+class View(NamedTuple):
+    """A tensor as a view of the whole memory that it lies in."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(*self)
+
+
+class Slot:
+    """One result of a node, as autograd holds it. While any holds it, the tensor stays once it was computed."""
+
+    __slots__ = ("__weakref__", "node", "number", "value")
+
+    def __init__(self, node: Node, number: int) -> None:
+        self.node = node
+        # Results count from 0 up, what the call saves by itself from -1 down.
+        self.number = number
+        self.value: Tensor | None = None
+
+
+class _Later(NamedTuple):
+    """An argument that is computed again."""
+
+    node: Node
+    number: int
+    view: View
+    requires_grad: bool
+
+
+class _Kept(NamedTuple):
+    """An argument that is kept, at the version that it had."""
+
+    tensor: Tensor
+    version: int
+    requires_grad: bool
+
+
+class _Unused(NamedTuple):
+    """An argument that is written to, and that nothing is computed from: another tensor does."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Saved(NamedTuple):
+    """What autograd holds of a result that is computed again."""
+
+    slot: Slot
+    view: View
+
+
+class _Plain(NamedTuple):
+    """What autograd holds of a tensor that is kept."""
+
+    tensor: Tensor
+    version: int
+
+
+class Node:
+    """A call that is computed again."""
+
+    __slots__ = (
+        "__weakref__",
+        "arguments",
+        "function",
+        "index",
+        "name",
+        "options",
+        "region",
+        "slots",
+        "state",
+        "views",
+        "writes",
+    )
+
+    def __init__(self, index: int, name: str, function: Callable[..., Any], region: int, state: _State) -> None:
+        self.index = index
+        self.name = name
+        self.function = function
+        self.region = region
+        self.state = state
+        self.arguments: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+        # Whether the call writes to its first argument and returns it.
+        self.writes = False
+        # For each result, what it looks like in its memory.
+        self.views: dict[int, View] = {}
+        self.slots: dict[int, weakref.ref[Slot]] = {}
+
+    def slot(self, number: int) -> Slot:
+        known = self.slots.get(number)
+        slot = known() if known is not None else None
+        if slot is None:
+            slot = Slot(self, number)
+            self.slots[number] = weakref.ref(slot)
+        return slot
+
+    def alive(self) -> dict[int, Slot]:
+        found = {number: reference() for number, reference in self.slots.items()}
+        return {number: slot for number, slot in found.items() if slot is not None}
+
+    def needs(self) -> Iterator[_Later]:
+        return _later_in((self.arguments, self.options))
+
+
+class Tape(TorchFunctionMode):
+    """The mode that one forward runs in, under a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+        self._next = 0
+        self._results: dict[int, _Result] = {}
+        self._outer: Any = None
+
+    def __enter__(self) -> Tape:
+        self._outer = _top_hooks(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        # What is still needed is held by what autograd saved.
+        self._results.clear()
+        if self.missed is not None and exception[:1] == (None,):
+            logger.warning(
+                "the forward took another way than the one that its checkpoints were planned for: the call of %s didn't "
+                "come, and what is behind it was kept for the backward pass", self.missed,
+            )  # fmt: skip
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        step = None if name in UNCOUNTED or _AGAIN.on else self._step(name)
+        # Inside of hooks that the model itself set (its own checkpoints) what is saved is theirs; the transforms of
+        # torch.func allow no hooks.
+        if step is None or _top_hooks(False) != self._outer or _transforms() is not None:
+            return func(*args, **kwargs)
+        return _Call(self, step, name, func, args, kwargs).run()
+
+    def _step(self, name: str) -> Step | None:
+        # A call beside the plan (of somebody who watches) is let through, and the plan waits for the call that it expects.
+        if self._next == len(self._plan.names) or self._plan.names[self._next] != name:
+            return None
+        self._next += 1
+        return self._plan.steps[self._next - 1]
+
+    @property
+    def missed(self) -> str | None:
+        """The first call of the plan that didn't come; None where all came."""
+        return None if self._next == len(self._plan.names) else f"{self._plan.names[self._next]} (number {self._next})"
+
+    def result(self, tensor: Tensor) -> _Result | None:
+        """What this tensor lies in the memory of, if that is a result that is computed again, and still what it was."""
+        if not _is_plain(tensor):
+            return None
+        found = self._results.get(tensor.untyped_storage()._cdata)
+        if found is None or found.version != tensor._version or found.dtype is not tensor.dtype:
+            return None
+        return found
+
+    def register(self, node: Node, number: int, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        node.views[number] = View.of(tensor)
+        # Held weakly: the memory goes, but no other tensor is found under the same name.
+        reference = StorageWeakRef(storage)
+        self._results[storage._cdata] = _Result(node, number, tensor._version, tensor.dtype, reference)
+
+
+class _Result(NamedTuple):
+    node: Node
+    number: int
+    version: int
+    dtype: torch.dtype
+    reference: StorageWeakRef
+
+
+class _Call:
+    """One call that the plan says something about."""
+
+    def __init__(
+        self, tape: Tape, step: Step, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.tape = tape
+        self.step = step
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = list(_tensors_in((args, kwargs)))
+        self.node: Node | None = None
+        if (step.recomputed or step.internals) and self._follows_from_its_arguments(name):
+            state = _State.now(self.inputs, random=step.random)
+            self.node = Node(tape._next - 1, name, func, step.region, state)
+        self.waiting: list[_Waiting] = []
+        self.saved = 0
+
+    def _follows_from_its_arguments(self, name: str) -> bool:
+        # A generator of the user's own has a state that isn't kept.
+        has_generator = any(isinstance(item, torch.Generator) for item in (*self.args, *self.kwargs.values()))
+        return name not in _OF_THE_GRAPH and not has_generator
+
+    def run(self) -> Any:
+        versions = [tensor._version for tensor in self.inputs]
+        if self.node is not None:
+            # Before the call, which may write to an argument.
+            self.node.arguments, self.node.options = self._captured(self.args), self._captured(self.kwargs)
+            _without_statistics(self.node)
+        _push_hooks(self._pack, _unpack)
+        try:
+            result = self.func(*self.args, **self.kwargs)
+        finally:
+            _pop_hooks()
+        written = [tensor for tensor, before in zip(self.inputs, versions, strict=True) if tensor._version != before]
+        if self.node is not None and self._is_repeatable(self.node, written, result):
+            if self.step.recomputed:
+                self._register(self.node, result)
+        else:
+            self.node = None
+        for waiting in self.waiting:
+            waiting.settle(self)
+        # Autograd keeps the hooks, and with them this call, for as long as what was saved under them.
+        self.args, self.kwargs, self.inputs, self.waiting, self.node = (), {}, [], [], None
+        return result
+
+    def _is_repeatable(self, node: Node, written: Sequence[Tensor], result: Any) -> bool:
+        """Whether the node gives the same again. It is changed where it has to be so that it does."""
+        if not written:
+            return True
+        # What is written to is computed again first. One that is kept isn't what it was any more.
+        is_first = bool(self.args) and result is self.args[0] and len(written) == 1 and written[0] is result
+        node.writes = is_first and isinstance(node.arguments[0], _Later)
+        return node.writes
+
+    def _register(self, node: Node, result: Any) -> None:
+        for number, tensor in enumerate(_tensors_in(result)):
+            # A view of an argument is known by the argument.
+            is_new = self.is_own(tensor) or (node.writes and tensor is self.args[0])
+            if is_new and _fills_its_memory(tensor):
+                self.tape.register(node, number, tensor)
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether the call made this tensor, which is none of its arguments."""
+        given = (one.untyped_storage()._cdata for one in self.inputs if _is_plain(one))
+        return _is_plain(tensor) and tensor.untyped_storage()._cdata not in given
+
+    def _captured(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if (found := self.tape.result(value)) is not None:
+                return _Later(found.node, found.number, View.of(value), value.requires_grad)
+            return _Kept(_held(value), value._version, value.requires_grad)
+        return _mapped(value, self._captured)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        number = self.saved
+        self.saved += 1
+        if (found := self.tape.result(tensor)) is not None:
+            return _Saved(found.node.slot(found.number), View.of(tensor))
+        held = _Plain(tensor.detach(), tensor._version)
+        if self.node is None:
+            return held
+        waiting = _Waiting(held, number)
+        self.waiting.append(waiting)
+        return waiting
+
+
+class _Waiting:
+    """What a call saved that isn't known before it: a result of its own, or what it made inside."""
+
+    __slots__ = ("held", "number")
+
+    def __init__(self, held: _Plain, number: int) -> None:
+        self.held: _Plain | _Saved = held
+        self.number = number
+
+    def settle(self, call: _Call) -> None:
+        assert isinstance(self.held, _Plain)
+        tensor = self.held.tensor
+        if (found := call.tape.result(tensor)) is not None:
+            self.held = _Saved(found.node.slot(found.number), View.of(tensor))
+        elif call.node is not None and self.number in call.step.internals and call.is_own(tensor):
+            node, number = call.node, -1 - self.number
+            node.views[number] = View.of(tensor)
+            self.held = _Saved(node.slot(number), View.of(tensor))
+
+
+class _State:
+    """What a call depends on beside its arguments."""
+
+    __slots__ = ("autocast", "gradients", "kernels", "random")
+
+    def __init__(
+        self, autocast: tuple[tuple[str, bool, torch.dtype], ...], random: tuple[Any, ...], *, gradients: bool
+    ) -> None:
+        self.autocast = autocast
+        self.random = random
+        self.gradients = gradients
+        self.kernels = _chosen_kernels()
+
+    @classmethod
+    def now(cls, tensors: Sequence[Tensor], *, random: bool) -> _State:
+        devices = {tensor.device for tensor in tensors}
+        types = sorted({"cpu", *(device.type for device in devices)})
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
+        return cls(autocast, _random_states(devices) if random else (), gradients=torch.is_grad_enabled())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            for kind, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            now = _random_states({device for device, _ in self.random}) if self.random else ()
+            kernels = _chosen_kernels()
+            try:
+                _choose_kernels(self.kernels)
+                _set_random_states(self.random)
+                yield
+            finally:
+                _set_random_states(now)
+                _choose_kernels(kernels)
+
+
+# What chooses among kernels that don't round alike, and may hold in a part of the forward only (`sdpa_kernel`).
+_CHOICES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+)
+
+
+def _chosen_kernels() -> tuple[bool, ...]:
+    return tuple(get() for get, _ in _CHOICES)
+
+
+def _choose_kernels(chosen: tuple[bool, ...]) -> None:
+    for (get, choose), value in zip(_CHOICES, chosen, strict=True):
+        if get() != value:
+            choose(value)
+
+
+def _random_states(devices: set[torch.device]) -> tuple[tuple[torch.device, Tensor], ...]:
+    cpu = (torch.device("cpu"), torch.get_rng_state())
+    others = sorted((device for device in devices if device.type != "cpu"), key=str)
+    return (cpu, *((device, torch.get_device_module(device).get_rng_state(device)) for device in others))
+
+
+def _set_random_states(states: tuple[tuple[torch.device, Tensor], ...]) -> None:
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _Again(threading.local):
+    """Whether this thread computes again just now: a gradient may be asked for in a forward, inside of its tape."""
+
+    on = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        before, self.on = self.on, True
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+_AGAIN = _Again()
+
+
+class _Enough(Exception):
+    """All that was asked of a call has been saved: its kernel needn't run."""
+
+
+def _unpack(held: Any) -> Tensor:
+    if isinstance(held, _Waiting):
+        held = held.held
+    if isinstance(held, _Plain):
+        if held.tensor._version != held.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {held.tensor.dtype} tensor of shape {list(held.tensor.shape)} is at version {held.tensor._version}; "
+                f"expected version {held.version} instead"
+            )
+        return held.tensor
+    slot: Slot = held.slot
+    with _AGAIN.entered():
+        if slot.value is None:
+            _compute(slot)
+        assert slot.value is not None
+        return held.view.on(slot.value)
+
+
+def _compute(wanted: Slot) -> None:
+    """Fill a slot, and on the way those of the same region that it is computed from, if they are still held.
+
+    What it needs of other regions is computed for the time only, and computed again when its own turn comes.
+    """
+    order, uses = _needed(wanted)
+    values = _Values(uses)
+    for node in order:
+        slots = node.alive() if node.region == wanted.node.region else {}
+        for number, tensor in _run(node, set(slots), values).items():
+            if (slot := slots.get(number)) is not None:
+                slot.value = tensor
+            else:
+                values.keep(node, number, tensor)
+
+
+def _needed(wanted: Slot) -> tuple[list[Node], dict[tuple[int, int], int]]:
+    """The nodes to compute, in the order of the forward, and how often each result is an argument there."""
+    found: dict[int, Node] = {}
+    uses: dict[tuple[int, int], int] = {}
+    stack = [wanted.node]
+    while stack:
+        node = stack.pop()
+        if id(node) in found:
+            continue
+        found[id(node)] = node
+        for later in node.needs():
+            slot = later.node.alive().get(later.number)
+            if slot is None or slot.value is None:
+                key = (id(later.node), later.number)
+                uses[key] = uses.get(key, 0) + 1
+                stack.append(later.node)
+    return sorted(found.values(), key=lambda node: node.index), uses
+
+
+class _Values:
+    """Results that no slot holds, until the last node that needs them has them."""
+
+    def __init__(self, uses: dict[tuple[int, int], int]) -> None:
+        self._uses = uses
+        self._tensors: dict[tuple[int, int], Tensor] = {}
+
+    def needs(self, node: Node, number: int) -> bool:
+        return self._uses.get((id(node), number), 0) > 0
+
+    def keep(self, node: Node, number: int, tensor: Tensor) -> None:
+        if self.needs(node, number):
+            self._tensors[id(node), number] = tensor
+
+    def take(self, later: _Later) -> Tensor:
+        slot = later.node.alive().get(later.number)
+        if slot is not None and slot.value is not None:
+            return slot.value
+        key = (id(later.node), later.number)
+        self._uses[key] -= 1
+        return self._tensors[key] if self._uses[key] else self._tensors.pop(key)
+
+
+class _Arguments:
+    """The arguments of a node as tensors, each with the gradient flag that it had."""
+
+    def __init__(self, node: Node, values: _Values) -> None:
+        self._node = node
+        self._values = values
+
+    def given(self, item: Any) -> Any:
+        if isinstance(item, _Later):
+            return _alike(item.view.on(self._values.take(item)), item.requires_grad)
+        if isinstance(item, _Kept):
+            if item.tensor._version != item.version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(item.tensor.shape)} that {self._node.name} is computed again from in the "
+                    "backward pass has been modified by an inplace operation since the forward"
+                )
+            return _alike(item.tensor, item.requires_grad)
+        if isinstance(item, _Unused):
+            return torch.zeros(item.shape, dtype=item.dtype, device=item.device)
+        return _mapped(item, self.given)
+
+
+def _run(node: Node, numbers: set[int], values: _Values) -> dict[int, Tensor]:
+    """Compute a node: its results by their numbers, and those of what it saves itself that are asked for."""
+    inner = {number for number in numbers if number < 0}
+    outer = {number for number in node.views if number >= 0 and (number in numbers or values.needs(node, number))}
+    arguments = _Arguments(node, values)
+    args, kwargs = arguments.given(node.arguments), arguments.given(node.options)
+    inside = _Inside(inner, may_stop=not outer)
+    # The kernel of a call may be another one where no gradient is asked for: so it is asked for, and nothing is saved.
+    _push_hooks(inside.pack, _never)
+    try:
+        with node.state.again():
+            if node.writes:
+                args = (args[0].clone(), *args[1:])
+            result = node.function(*args, **kwargs)
+            got = {number: tensor.detach() for number, tensor in enumerate(_tensors_in(result)) if number in outer}
+    except _Enough:
+        got = {}
+    finally:
+        _pop_hooks()
+    got |= inside.found
+    for number, tensor in got.items():
+        if View.of(tensor) != node.views[number]:
+            raise RuntimeError(
+                f"{node.name} gave another layout when it was computed again in the backward pass: "
+                f"{View.of(tensor)} and not {node.views[number]}"
+            )
+    return got
+
+
+class _Inside:
+    """Takes what a call saves for its backward pass, where that is asked for, and lets go of the rest."""
+
+    def __init__(self, wanted: set[int], *, may_stop: bool) -> None:
+        self.found: dict[int, Tensor] = {}
+        self._wanted = wanted
+        self._may_stop = may_stop
+        self._saved = 0
+
+    def pack(self, tensor: Tensor) -> None:
+        self._saved += 1
+        if -self._saved in self._wanted:
+            self.found[-self._saved] = tensor.detach()
+            if self._may_stop and len(self.found) == len(self._wanted):
+                raise _Enough
+
+
+def _never(held: Any) -> Tensor:
+    raise AssertionError("no gradient goes through what is computed again")
+
+
+def _without_statistics(node: Node) -> None:
+    """Give a norm that moves its running statistics others to move: it computes from those of its batch alone.
+
+    No version tells that they were written to.
+    """
+    first = 1 if node.function in (F.batch_norm, F.instance_norm) else 3
+    flag = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}.get(node.name)
+    if flag is None:
+        return
+    by_place = node.arguments[5] if len(node.arguments) > 5 else flag[1]
+    if not node.options.get(flag[0], by_place):
+        return
+    places = {first: "running_mean", first + 1: "running_var"}
+
+    def other(place: int | str, item: Any) -> Any:
+        is_moved = isinstance(item, _Kept) and (place in places or place in places.values())
+        return _Unused(tuple(item.tensor.shape), item.tensor.dtype, item.tensor.device) if is_moved else item
+
+    node.arguments = tuple(other(place, item) for place, item in enumerate(node.arguments))
+    node.options = {key: other(key, item) for key, item in node.options.items()}
+
+
+def _held(tensor: Tensor) -> Tensor:
+    # A parameter is held as it is: what shards it swaps the memory beneath.
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _alike(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+# A class of tensors with another one computes something of its own.
+_PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but a view of its memory."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and type(tensor).__torch_function__ in _PLAIN
+    )
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _later_in(value: Any) -> Iterator[_Later]:
+    if isinstance(value, _Later):
+        yield value
+    elif isinstance(value, _Kept):
+        return
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _later_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _later_in(item)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The containers of a call anew, with what they hold changed."""
+    if type(value) is tuple:
+        return tuple(change(item) for item in value)
+    if type(value) is list:
+        return [change(item) for item in value]
+    if type(value) is dict:
+        return {key: change(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(change(value.start), change(value.stop), change(value.step))
+    return value

@@ -1,0 +1,486 @@
+"""Whatever a plan computes again, a step gives the same loss, gradients and buffers, bit by bit."""
+
+import copy
+import logging
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from passes.checkpointing.plan import Plan, Step
+from passes.checkpointing.tape import UNCOUNTED, Tape
+
+
+class Names(TorchFunctionMode):
+    """The names of the torch functions that are called, as a plan counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ not in UNCOUNTED:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def names_of(model, inputs):
+    model, inputs = copy.deepcopy((model, inputs))
+    with Names() as seen:
+        model(*inputs)
+    return tuple(seen.names)
+
+
+def planned(model, inputs, choose):
+    """A plan that computes again what `choose(index, name)` says, all of it in one region."""
+    names = names_of(model, inputs)
+    return Plan(names, tuple(choose(index, name) for index, name in enumerate(names)))
+
+
+def everything(index, name):
+    return Step(recomputed=True, internals=frozenset(range(8)), random=True)
+
+
+def random_choice(seed):
+    rng = random.Random(seed)
+    share, regions, inside = rng.choice((0.2, 0.5, 0.9)), rng.choice((1, 3, 30)), rng.random() < 0.5
+
+    def choose(index, name):
+        internals = frozenset(number for number in range(8) if inside and rng.random() < share)
+        return Step(index * regions // 100, rng.random() < share, internals, random=True)
+
+    return choose
+
+
+def backward(outputs):
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
+    torch.autograd.backward(outputs, gradients)
+
+
+def steps(model, inputs, plan, count=2, may_leave=False):
+    """Outputs, gradients and buffers of several steps under one seed, on a copy."""
+    model, inputs = copy.deepcopy((model, inputs))
+    torch.manual_seed(0)
+    seen = []
+    for _ in range(count):
+        with Tape(plan) if plan is not None else nullcontext() as tape:
+            outputs = model(*inputs)
+        assert tape is None or may_leave or tape.missed is None
+        backward(outputs)
+        seen.extend([outputs] if isinstance(outputs, torch.Tensor) else outputs)
+    leaves = [value for value in inputs if isinstance(value, torch.Tensor)]
+    seen.extend(leaf.grad for leaf in (*model.parameters(), *leaves))
+    seen.extend(model.buffers())
+    seen.append(torch.get_rng_state())
+    return [None if value is None else value.detach() for value in seen]
+
+
+def assert_equal(expected, got):
+    assert len(expected) == len(got)
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert (a is None) == (b is None), number
+        assert a is None or torch.equal(a, b), number
+
+
+# ------------------------------------------------------------------------------------- models
+
+
+class Residual(nn.Module):
+    """Writes in place to what a BatchNorm gives."""
+
+    def __init__(self, activation=None):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None)])
+        self.short = nn.Conv2d(3, 8, 1)
+        self.activation = activation or nn.ReLU(inplace=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = self.activation(self.norms[0](self.first(x)))
+        y = self.norms[1](self.second(y))
+        y += self.short(x)
+        y = F.max_pool2d(self.activation(y), 2)
+        return self.head(F.dropout(y, 0.3, self.training).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        with torch.no_grad():
+            scale = 1 / x.norm(dim=-1, keepdim=True)
+        q, k, v = (t.view(*t.shape[:2], 4, 4).transpose(1, 2) for t in self.project(self.norm(x * scale)).split(16, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
+        y = F.gelu(self.out(y.transpose(1, 2).reshape(x.shape))) + x
+        return F.cross_entropy(self.head(y).flatten(0, 1), tokens.flatten()), y
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        y = x * factor
+        ctx.save_for_backward(x, y)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y.exp() * 2.0 + 0 * x, None
+
+
+class Mixed(nn.Module):
+    """Views, concatenations, lists of tensors, a checkpoint of its own, a function of its own, a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[1].requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, mask=None):
+        self.calls += 1
+        a = torch.tanh(self.layers[0](x))
+        b = self.layers[1](a).sigmoid()
+        c = checkpoint(lambda t: self.norm(self.layers[2](t)).relu(), b, use_reentrant=False)
+        parts = torch.cat([a, c[:, :4], Scaled.apply(b, 0.3)], dim=1).chunk(2, dim=1)
+        y = torch.stack([parts[0].T.contiguous().T, parts[1] * 2]).sum(0)
+        z = y.clone()
+        z[:, ::2] = 0.5 * z[:, 1::2]
+        z = z.masked_fill(z > 1, 0.0) if mask is None else z.where(mask, z.exp())
+        return self.layers[3](z[:, :8]), z
+
+
+def built(make, *inputs):
+    torch.manual_seed(0)
+    return enliven(make()).train(), inputs
+
+
+def image():
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+
+def rows():
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+
+def tokens():
+    return torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(3))
+
+
+MODELS = {
+    "in place": lambda: built(Residual, image()),
+    "out of place": lambda: built(lambda: Residual(nn.SiLU()), image()),
+    "attention": lambda: built(Attention, tokens()),
+    "tied": lambda: built(lambda: Attention(tied=True), tokens()),
+    "mixed": lambda: built(Mixed, rows()),
+    "mask": lambda: built(Mixed, rows(), torch.rand(6, 10, generator=torch.Generator().manual_seed(4)) > 0.5),
+    "recurrent": lambda: built(lambda: First(nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()),
+    "norms": lambda: built(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.GroupNorm(2, 8),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+            nn.PReLU(),
+        ),
+        image(),
+    ),
+}
+
+
+class First(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x[:, None])[0]
+
+
+# ------------------------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_may_be_computed_again(name):
+    model, inputs = MODELS[name]()
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", MODELS)
+def test_any_part_may_be_computed_again(name, seed):
+    model, inputs = MODELS[name]()
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, random_choice(seed))))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["in place", "attention", "mixed"])
+def test_under_autocast_the_casts_are_computed_again(name, seed):
+    model, inputs = MODELS[name]()
+    plan = planned(model, inputs, random_choice(seed))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = steps(model, inputs, None), steps(model, inputs, plan)
+    assert_equal(expected, got)
+
+
+def test_in_eval_with_gradients_it_is_the_same():
+    model, inputs = MODELS["in place"]()
+    model.eval()
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
+
+
+def test_a_second_derivative_is_the_same():
+    model, (x,) = MODELS["out of place"]()
+    plan = planned(model, (x,), everything)
+
+    def penalty(plan):
+        torch.manual_seed(0)
+        copied = copy.deepcopy(model)
+        with Tape(plan) if plan is not None else nullcontext():
+            y = copied(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return [parameter.grad for parameter in copied.parameters()]
+
+    assert_equal(penalty(None), penalty(plan))
+
+
+def test_a_graph_that_is_kept_is_gone_through_twice():
+    model, (x,) = MODELS["in place"]()
+    with Tape(planned(model, (x,), everything)):
+        y = model(x)
+    once, twice = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, twice)
+
+
+def test_a_gradient_inside_of_the_forward_is_the_same():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            energy = self.layer(x).tanh().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0] * self.layer(x).sigmoid()
+
+    model, inputs = built(Inner, rows())
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
+
+
+class Doubled(torch.Tensor):
+    """A tensor of a class of its own, whose products are doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result + result if func.__name__ == "mul" else result
+
+
+class Chosen(nn.Module):
+    """Says itself which kernel, which generator and which class of tensors it wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.layer(x).view(1, 1, -1, 8)
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(q, q, q).tanh()
+        y = self.layer(y).exp()
+        noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
+        noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
+        z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
+        return z.sigmoid() * y
+
+
+class Mapped(nn.Module):
+    """Maps a function over its rows, whose tensors are none outside of it, and takes a gradient there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        def row(r):
+            return (self.layer(r).tanh() * r.exp()).sigmoid().sum()
+
+        y = torch.func.vmap(row)(x)
+        slope = torch.func.vmap(torch.func.grad(row))(x)
+        return y[:, None] * slope.sin().cos()
+
+
+def test_what_is_computed_inside_of_a_map_is_kept():
+    model, inputs = built(Mapped, rows())
+    expected = steps(model, inputs, None)
+    assert_equal(expected, steps(model, inputs, planned(model, inputs, everything)))
+    for seed in range(8):
+        assert_equal(expected, steps(model, inputs, planned(model, inputs, random_choice(seed))))
+
+
+def test_who_reads_what_is_saved_inside_of_the_forward_doesnt_disturb_it():
+    made = []
+
+    class Reading(nn.Module):
+        def forward(self, x):
+            y = x.exp()
+            assert y.grad_fn._saved_result.shape == y.shape
+            z = y.exp()
+            made.append(StorageWeakRef(z.untyped_storage()))
+            return z.sum()
+
+    x = rows()
+    with Tape(Plan(("exp", "exp", "sum"), (Step(recomputed=True), Step(recomputed=True), None))):
+        result = Reading()(x)
+    # The second exp had its step: what reads the first one computes it again, which is none of the plan's calls.
+    assert made[0].expired()
+    result.backward()
+
+
+def test_what_a_part_of_the_forward_chooses_holds_when_it_is_computed_again():
+    model, inputs = built(Chosen, rows())
+    expected = steps(model, inputs, None)
+    assert_equal(expected, steps(model, inputs, planned(model, inputs, everything)))
+    for seed in range(8):
+        assert_equal(expected, steps(model, inputs, planned(model, inputs, random_choice(seed))))
+
+
+# ------------------------------------------------------------------------------------- what is kept, and what isn't
+
+
+def test_a_product_isnt_run_again_for_its_argument():
+    """GELU is computed again and the product behind it isn't: its result is kept."""
+    model, inputs = built(lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), rows())
+
+    def flops(plan):
+        with FlopCounterMode(display=False) as counter:
+            steps(model, inputs, plan, count=1)
+        return counter.get_total_flops()
+
+    def only_gelu(index, name):
+        return Step(recomputed=name == "gelu")
+
+    plain = flops(None)
+    assert flops(planned(model, inputs, only_gelu)) == plain
+    assert flops(planned(model, inputs, everything)) == plain + 2 * 6 * 8 * 32
+
+
+def test_what_is_computed_again_isnt_kept():
+    model, inputs = built(lambda: nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Tanh(), nn.Linear(512, 8)), rows())
+    made = {}
+
+    class Watch(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            for number, layer in enumerate(self.inner):
+                x = layer(x)
+                made[number] = StorageWeakRef(x.untyped_storage())
+            return x
+
+    watched = Watch(model)
+    plan = planned(watched, inputs, lambda index, name: Step(recomputed=name in ("gelu", "tanh")))
+    plain = watched(*inputs)
+    assert [made[number].expired() for number in range(4)] == [False, True, False, False]
+    del plain
+    with Tape(plan):
+        result = watched(*inputs)
+    # The first product is what GELU is computed from; what GELU and tanh give is gone.
+    assert [made[number].expired() for number in range(4)] == [False, True, True, False]
+    result.sum().backward()
+    assert all(made[number].expired() for number in range(3))
+
+
+def test_statistics_move_once_a_step():
+    model, inputs = MODELS["in place"]()
+    plan = planned(model, inputs, everything)
+    for _ in range(3):
+        with Tape(plan):
+            outputs = model(*inputs)
+        backward(outputs)
+    assert [int(norm.num_batches_tracked) for norm in model.norms] == [3, 3]
+
+
+# ------------------------------------------------------------------------------------- other ways than the plan's
+
+
+def test_a_forward_that_takes_another_way_keeps_everything_and_says_so(caplog):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x).tanh()
+            return y.sin() if x.sum() > 0 else self.layer(y).cos().exp()
+
+    model, (x,) = built(Branching, rows())
+    positive, negative = x.detach().abs().requires_grad_(), (-x.detach().abs()).requires_grad_()
+    plan = planned(model, (positive,), everything)
+    with caplog.at_level(logging.WARNING):
+        got = steps(model, (negative,), plan, may_leave=True)
+    assert "the call of sin (number 5) didn't come" in caplog.text
+    assert_equal(steps(model, (negative,), None), got)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 9])
+def test_another_batch_size_has_the_same_plan(batch, caplog):
+    model, inputs = MODELS["in place"]()
+    plan = planned(model, inputs, everything)
+    other = (torch.randn(batch, 3, 8, 8, requires_grad=True),)
+    assert_equal(steps(model, other, None), steps(model, other, plan))
+    assert not caplog.text
+
+
+def test_a_write_to_what_was_saved_raises_as_without():
+    class Writing(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            z = y * y
+            y.add_(1)
+            return z
+
+    x = rows()
+    plan = Plan(("add", "mul", "add_"), (None, Step(recomputed=True), None))
+    with Tape(plan):
+        result = Writing()(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+def test_a_weight_that_is_written_to_before_the_backward_pass_raises():
+    model, (x,) = built(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rows())
+    with Tape(planned(model, (x,), everything)):
+        result = model(x)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"linear is computed again from .* has been modified by an inplace operation"
+    ):
+        result.sum().backward()
+
+
+def test_a_plan_of_unequal_lengths_is_refused():
+    with pytest.raises(ValueError, match="2 names for 1 steps"):
+        Plan(("a", "b"), (None,))
