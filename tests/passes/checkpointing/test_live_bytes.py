@@ -1,0 +1,132 @@
+"""The bytes alive in a step, counted on real and on fake tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from passes.checkpointing.live_bytes import LiveBytes
+from passes.checkpointing.plan import Plan, Step
+from passes.checkpointing.tape import Tape
+
+KIB = 1024
+
+
+def tensor(kibibytes):
+    return torch.ones(kibibytes * KIB // 4)
+
+
+def test_what_is_made_counts_until_it_is_gone():
+    with LiveBytes() as bytes_:
+        a = tensor(4)
+        b = a + 1
+        assert (bytes_.live, bytes_.peak) == (8 * KIB, 8 * KIB)
+        del a
+        assert (bytes_.live, bytes_.peak) == (4 * KIB, 8 * KIB)
+        bytes_.restart()
+        assert bytes_.peak == 4 * KIB
+        del b
+        assert bytes_.live == 0
+
+
+def test_a_view_keeps_the_whole_and_adds_nothing():
+    with LiveBytes() as bytes_:
+        a = tensor(4)
+        part = a.view(2, -1)[0]
+        assert bytes_.live == 4 * KIB
+        del a
+        assert bytes_.live == 4 * KIB
+        del part
+        assert bytes_.live == 0
+
+
+def test_a_write_in_place_adds_nothing():
+    with LiveBytes() as bytes_:
+        a = tensor(4)
+        a.add_(1).relu_()
+        assert bytes_.peak == 4 * KIB
+
+
+def test_what_is_left_out_isnt_counted():
+    weight = tensor(4)
+    with LiveBytes(without=[weight]) as bytes_:
+        shifted = weight[1:].view(-1)
+        assert bytes_.live == 0
+        product = shifted * 2
+        assert bytes_.live == product.numel() * 4
+
+
+def test_who_is_told_hears_of_everything_that_goes():
+    gone = []
+    with LiveBytes() as bytes_:
+        bytes_.when_gone = gone.append
+        a = tensor(4)
+        key = a.untyped_storage()._cdata
+        del a
+    assert gone == [key]
+
+
+def test_products_random_and_foreign_operators_are_known():
+    with LiveBytes() as bytes_:
+        torch.ones(3, 4) @ torch.ones(4, 5)
+        assert bytes_.flops == 2 * 3 * 4 * 5
+        assert not bytes_.is_random
+        torch.dropout(torch.ones(4), 0.5, True)
+        assert bytes_.is_random
+        assert not bytes_.is_foreign
+
+
+def test_views_move_nothing():
+    with LiveBytes() as bytes_:
+        a = tensor(4)
+        made = bytes_.moved
+        a.view(2, -1).transpose(0, 1)
+        assert bytes_.moved == made
+        a + 1
+        assert bytes_.moved == made + 8 * KIB
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(512, 4)
+    )
+
+
+def peak_of_a_step(model, x, plan=None):
+    """(peak, FLOPs) of a forward and a backward pass, without parameters, their gradients and the input."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with LiveBytes(without=[x, *model.parameters(), *model.buffers(), *gradients]) as bytes_:
+        if plan is None:
+            result = model(x)
+        else:
+            with Tape(plan):
+                result = model(x)
+        result.sum().backward()
+        del result
+        assert bytes_.live == 0
+    return bytes_.peak, bytes_.flops
+
+
+# ReLU's result follows from what BatchNorm gives, which is computed again too: else it would be kept in its place.
+ACTIVATIONS_AGAIN = Plan(
+    ("conv2d", "add_", "batch_norm", "relu", "conv2d", "gelu", "flatten", "linear"),
+    (None, None, Step(recomputed=True), Step(recomputed=True), Step(), Step(recomputed=True), None, Step()),
+)
+
+
+@pytest.mark.parametrize("plan", [None, ACTIVATIONS_AGAIN])
+def test_fake_tensors_count_as_real_ones(plan):
+    expected = peak_of_a_step(net(), torch.randn(5, 3, 12, 12), plan)
+    with FakeTensorMode():
+        assert peak_of_a_step(net(), torch.randn(5, 3, 12, 12), plan) == expected
+
+
+def test_a_plan_takes_off_what_it_doesnt_keep():
+    plain, flops = peak_of_a_step(net(), torch.randn(5, 3, 12, 12))
+    planned, flops_again = peak_of_a_step(net(), torch.randn(5, 3, 12, 12), ACTIVATIONS_AGAIN)
+    assert planned < plain
+    # No convolution is run again.
+    assert flops_again == flops
