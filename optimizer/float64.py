@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.graph.calls import argument, name_of
 from passes.graph.memory import copied_together
 
 _RAISED = {
@@ -141,7 +142,7 @@ class Float64Mode(TorchFunctionMode):
         leaf_parameters: bool = False,
         written: Iterable[nn.Parameter] = (),
         together: Iterable[Sequence[torch.Tensor]] = (),
-        masks: Iterable["Layout"] = (),
+        masks: Iterable[Layout] = (),
     ) -> None:
         super().__init__()
         self.masked: list[Layout] = []
@@ -258,17 +259,18 @@ class Float64Mode(TorchFunctionMode):
         key = "input" if not args else None
         given = kwargs["input"] if key else args[0]
         values = self._raise_argument(given, written=(id(given),) if name.endswith("_") else ())
-        probability = _argument(args, kwargs, 1, "p", 0.5)
+        probability = argument(args, kwargs, 1, "p", 0.5)
         self.masked.append(_layout(values))
         layout = next(self._masks, self.masked[-1])
-        ones = torch.ones_like(values, dtype=self.own_dtype, requires_grad=False)
         if layout.shape == values.shape and layout != self.masked[-1]:
             ones = torch.empty_strided(*layout, dtype=self.own_dtype, device=values.device).fill_(1)
+        else:
+            ones = torch.ones_like(values, dtype=self.own_dtype, requires_grad=False)
         rest = {**kwargs, "inplace": False} if "inplace" in kwargs else dict(kwargs)
         mask = func(**{**rest, key: ones}) if key else func(ones, *args[1:3], **rest)
         scale = 0.0 if probability >= 1 else 1 / (1 - probability)
         kept = (mask != 0).to(values.dtype) * scale
-        if name.endswith("_") or _argument(args, kwargs, 3, "inplace", False) is True:
+        if name.endswith("_") or argument(args, kwargs, 3, "inplace", False) is True:
             return values.mul_(kept)
         return values * kept
 
@@ -283,7 +285,7 @@ class Float64Mode(TorchFunctionMode):
         return isinstance(tensor, nn.Parameter) and not held
 
     def _has_large_weight(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        weight = _argument(args, kwargs, 1, "weight", None)
+        weight = argument(args, kwargs, 1, "weight", None)
         return (
             name in _BY_ROWS
             and self._is_plain_parameter(weight)
@@ -291,13 +293,13 @@ class Float64Mode(TorchFunctionMode):
             and weight.layout is torch.strided
             and weight.numel() > _LARGE
             and weight.dim() > 1
-            and _argument(args, kwargs, 6, "groups", 1) == 1
+            and argument(args, kwargs, 6, "groups", 1) == 1
         )
 
     def _by_rows(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a layer computes, from as many rows of its weight at a time as may stand in float64."""
-        weight, bias = _argument(args, kwargs, 1, "weight", None), _argument(args, kwargs, 2, "bias", None)
-        given = self._raise(_argument(args, kwargs, 0, "input", None))
+        weight, bias = argument(args, kwargs, 1, "weight", None), argument(args, kwargs, 2, "bias", None)
+        given = self._raise(argument(args, kwargs, 0, "input", None))
         bias = self._raise(bias)
         self.saw(weight.dtype)
         others = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
@@ -380,7 +382,7 @@ class MaskedLayouts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if name_of(func) in _MASKING and _drops(args, kwargs):
-            self.masked.append(_layout(_argument(args, kwargs, 0, "input", None)))
+            self.masked.append(_layout(argument(args, kwargs, 0, "input", None)))
         return func(*args, **kwargs)
 
 
@@ -454,7 +456,7 @@ class PerturbedMode(TorchFunctionMode):
 
     @staticmethod
     def _scale_of_gate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        return largest_finite(_argument(args, kwargs, 0, "input", None)) if name in _GATED else 0.0
+        return largest_finite(argument(args, kwargs, 0, "input", None)) if name in _GATED else 0.0
 
     def _off_by_unit_of(self, scale: float, value: torch.Tensor) -> torch.Tensor:
         return value + _pattern(value, self._signs, self._start()) * (scale * torch.finfo(value.dtype).eps)
@@ -611,13 +613,6 @@ def _only_moves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return name in _MOVING and bool(args) and not kwargs
 
 
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a torch function, without its overload."""
-    name = getattr(func, "__name__", "")
-    # An overload of `torch.ops` is named `add.Tensor`.
-    return name.split(".", 1)[0] if isinstance(name, str) else ""
-
-
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Ids of the tensors that a call writes to."""
     return tuple(id(target) for target in written_tensors(name, args, kwargs))
@@ -628,25 +623,14 @@ def written_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     targets: list[Any] = []
     if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_augmented(name)):
         targets.extend(args[0] if isinstance(args[0], tuple | list) else [args[0]])
-    if name in ("embedding", "embedding_bag") and _argument(args, kwargs, 3, "max_norm", None) is not None:
+    if name in ("embedding", "embedding_bag") and argument(args, kwargs, 3, "max_norm", None) is not None:
         # It shortens the rows that it looks up.
-        targets.append(_argument(args, kwargs, 1, "weight", None))
+        targets.append(argument(args, kwargs, 1, "weight", None))
     if kwargs.get("inplace") is True:
-        targets.append(_argument(args, kwargs, 0, "input", None))
+        targets.append(argument(args, kwargs, 0, "input", None))
     out = kwargs.get("out")
     targets.extend(out if isinstance(out, tuple | list) else [out])
     return [target for target in targets if isinstance(target, torch.Tensor)]
-
-
-def moved_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The running statistics that a call of `batch_norm` or `instance_norm` moves: it writes to them beside its result."""
-    flags = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
-    if (flag := flags.get(name_of(func))) is None or not _argument(args, kwargs, 5, *flag):
-        return []
-    # The functions of torch itself have the weight and bias in front of them, and those of torch.nn behind.
-    first = 1 if getattr(func, "__module__", None) == "torch.nn.functional" else 3
-    found = (_argument(args, kwargs, first + i, name, None) for i, name in enumerate(("running_mean", "running_var")))
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def _is_augmented(name: str) -> bool:
@@ -746,19 +730,15 @@ def _holds_low(tree: Any) -> bool:
     return isinstance(tree, dict) and any(_holds_low(item) for item in tree.values())
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
-    return kwargs.get(name, args[index] if len(args) > index else default)
-
-
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(training) and bool(_argument(args, kwargs, 1, "p", 0.5))
+    return bool(training) and bool(argument(args, kwargs, 1, "p", 0.5))
 
 
 def _attention_drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
-        return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
-    return bool(_argument(args, kwargs, 10, "dropout_p", 0.0)) and bool(kwargs.get("training", True))
+        return bool(argument(args, kwargs, 4, "dropout_p", 0.0))
+    return bool(argument(args, kwargs, 10, "dropout_p", 0.0)) and bool(kwargs.get("training", True))
 
 
 def _recurrent_drops(args: tuple[Any, ...]) -> bool:

@@ -137,8 +137,6 @@ class Reference:
         samples: Samples | None,
     ) -> None:
         self._original = original
-        self._kept = tuple(original.kept)
-        self._target = original.target
         self._blank = measured
         self._samples = samples
         self._looked_closely = False
@@ -212,7 +210,7 @@ class Reference:
             moved=moved,
         )
         with one_at_a_time, as_run(candidate, self._blank.mode):
-            for kept in self._kept:
+            for kept in self._original.kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
         if comparison.is_doubtful():
             self._look_closely()
@@ -246,9 +244,9 @@ class Reference:
     def _moved_in(self, candidate: Callable[..., Any]) -> MovedBiases:
         """The biases that the candidate says to have in its running means, with the values that the original has."""
         found = MovedBiases()
-        if not isinstance(candidate, nn.Module) or not isinstance(self._target, nn.Module):
+        if not isinstance(candidate, nn.Module) or not isinstance(self._original.target, nn.Module):
             return found
-        own = dict(self._target.named_parameters())
+        own = dict(self._original.target.named_parameters())
         for bias_path, mean_path in moved_biases(candidate):
             if bias_path not in own:
                 # The original has none either.
@@ -257,7 +255,7 @@ class Reference:
             if mean_path is None or (mean_name := f"buffer {own_name(mean_path)}") not in self.noises:
                 continue
             bias = found.means[mean_name] = wide(own[bias_path].detach().cpu())
-            mean, rest = self._target.get_buffer(mean_path).cpu(), candidate.get_buffer(mean_path).cpu()
+            mean, rest = self._original.target.get_buffer(mean_path).cpu(), candidate.get_buffer(mean_path).cpu()
             # A step with a momentum of one leaves nothing of what the mean was before.
             allowed = unit(rest.dtype) * (wide(mean).abs() + bias.abs())
             if bool((distance(rest, wide(mean) - bias) > allowed).any()):
@@ -267,7 +265,7 @@ class Reference:
     def _noise_less(self, name: str, bias: torch.Tensor) -> OutputNoise:
         """The noise of a running mean that is kept less a bias: at least the rounding of that number."""
         noise = self.noises[name]
-        rest = [wide(kept.truth.values[name]) - bias for kept in self._kept if name in kept.truth.values]
+        rest = [wide(kept.truth.values[name]) - bias for kept in self._original.kept if name in kept.truth.values]
         pool = Pool()
         for values in rest:
             pool.add(values.abs(), (special(values) == 0) if not all_finite(values) else None, of=values)
@@ -281,7 +279,7 @@ class Reference:
 
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
         """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
-        firsts = [kept for kept in self._kept if kept.draw == 0][:limit]
+        firsts = [kept for kept in self._original.kept if kept.draw == 0][:limit]
         return tuple(self._golden(kept) for kept in firsts)
 
     def _golden(self, kept: Kept) -> GoldenEntry:
@@ -382,6 +380,8 @@ class Original:
         noises = {name: self._noise(name) for name in self.gathered}
         slices = self._slice_noises(noises, samples)
         self._note(noises)
+        # The original stays with the reference: no inputs are kept for that.
+        self.previous_inputs = None
         blank = Measurement(
             outputs=(),
             problems=(),
@@ -402,12 +402,7 @@ class Original:
 
         A half precision isn't looked at: its kernels round once at the end, and not at each step inside.
         """
-        if self.coarsest > unit(torch.float32):
-            return {}
-        moved: dict[str, Pool] = {}
-        for number in range(_MORE_SAMPLES):
-            self._rounded_inside(samples, moved, number)
-        return moved
+        return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(samples, _MORE_SAMPLES)
 
     def _written_parameters(self) -> list[nn.Parameter]:
         return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
@@ -588,16 +583,11 @@ class Original:
                 )
                 return
 
-    def _rounded_inside(
-        self, samples: Samples | None, moved: dict[str, Pool] | None = None, number: int = 0
-    ) -> dict[str, Pool]:
-        """How far each output moves when every number is rounded on the way, at all calls; empty where that fails.
-
-        Args:
-            moved: what other numbers of samples gave, to which this one is added.
-        """
-        moved = {} if moved is None else moved
-        for kept in self.kept:
+    def _rounded_inside(self, samples: Samples | None, times: int = 1) -> dict[str, Pool]:
+        """How far each output moves when every number is rounded on the way, at all calls, so many times each; empty where
+        that fails."""
+        moved: dict[str, Pool] = {}
+        for kept, number in itertools.product(self.kept, range(times)):
             perturbed = PerturbedMode(_mixed(kept.seed, 2, number), written=self._written_parameters())
             rounded = RoundedMode(_mixed(kept.seed, 3, number))
             for name, values in self._moved_at(kept, samples, (perturbed, rounded)).items():

@@ -16,7 +16,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from optimizer.float64 import moved_statistics, name_of, written_tensors
+from optimizer.float64 import written_tensors
+from passes.graph.calls import moved_statistics, name_of
 from passes.graph.storage import parts_of, write_values
 
 # Attributes that are set without a write to the tensor's numbers: a reentrant checkpoint sets them of its inputs.

@@ -23,15 +23,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from passes.checkpointing.plan import Plan, Step
+from passes.graph.calls import moved_statistics, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Slot:
         self.value: Tensor | None = None
 
 
-class _Later(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Later:
     """An argument that is computed again."""
 
     node: Node
@@ -89,7 +91,8 @@ class _Later(NamedTuple):
     requires_grad: bool
 
 
-class _Kept(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Kept:
     """An argument that is kept, at the version that it had."""
 
     tensor: Tensor
@@ -97,7 +100,8 @@ class _Kept(NamedTuple):
     requires_grad: bool
 
 
-class _Unused(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Unused:
     """An argument that is written to, and that nothing is computed from: another tensor does."""
 
     shape: tuple[int, ...]
@@ -162,8 +166,8 @@ class Node:
         found = {number: reference() for number, reference in self.slots.items()}
         return {number: slot for number, slot in found.items() if slot is not None}
 
-    def needs(self) -> Iterator[_Later]:
-        return _later_in((self.arguments, self.options))
+    def needs(self) -> list[_Later]:
+        return [leaf for leaf in _leaves((self.arguments, self.options)) if isinstance(leaf, _Later)]
 
 
 class Tape(TorchFunctionMode):
@@ -195,7 +199,7 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         step = None if name in UNCOUNTED or _AGAIN.on else self._step(name)
         # Inside of hooks that the model itself set (its own checkpoints) what is saved is theirs; the transforms of
         # torch.func allow no hooks.
@@ -251,10 +255,11 @@ class _Call:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.inputs = list(_tensors_in((args, kwargs)))
+        self.inputs = _tensors_in((args, kwargs))
+        self.moved = moved_statistics(func, args, kwargs)
         self.node: Node | None = None
         if (step.recomputed or step.internals) and self._follows_from_its_arguments(name):
-            state = _State.now(self.inputs, random=step.random)
+            state = _State(self.inputs, random=step.random)
             self.node = Node(tape._next - 1, name, func, step.region, state)
         self.waiting: list[_Waiting] = []
         self.saved = 0
@@ -269,7 +274,6 @@ class _Call:
         if self.node is not None:
             # Before the call, which may write to an argument.
             self.node.arguments, self.node.options = self._captured(self.args), self._captured(self.kwargs)
-            _without_statistics(self.node)
         _push_hooks(self._pack, _unpack)
         try:
             result = self.func(*self.args, **self.kwargs)
@@ -284,7 +288,7 @@ class _Call:
         for waiting in self.waiting:
             waiting.settle(self)
         # Autograd keeps the hooks, and with them this call, for as long as what was saved under them.
-        self.args, self.kwargs, self.inputs, self.waiting, self.node = (), {}, [], [], None
+        self.args, self.kwargs, self.inputs, self.moved, self.waiting, self.node = (), {}, [], [], [], None
         return result
 
     def _is_repeatable(self, node: Node, written: Sequence[Tensor], result: Any) -> bool:
@@ -310,6 +314,9 @@ class _Call:
 
     def _captured(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            # A norm that moves its running statistics computes from those of its batch alone. No version tells of the move.
+            if any(value is moved for moved in self.moved):
+                return _Unused(tuple(value.shape), value.dtype, value.device)
             if (found := self.tape.result(value)) is not None:
                 return _Later(found.node, found.number, View.of(value), value.requires_grad)
             return _Kept(_held(value), value._version, value.requires_grad)
@@ -349,24 +356,17 @@ class _Waiting:
 
 
 class _State:
-    """What a call depends on beside its arguments."""
+    """What a call that is made just now depends on beside its arguments."""
 
     __slots__ = ("autocast", "gradients", "kernels", "random")
 
-    def __init__(
-        self, autocast: tuple[tuple[str, bool, torch.dtype], ...], random: tuple[Any, ...], *, gradients: bool
-    ) -> None:
-        self.autocast = autocast
-        self.random = random
-        self.gradients = gradients
-        self.kernels = _chosen_kernels()
-
-    @classmethod
-    def now(cls, tensors: Sequence[Tensor], *, random: bool) -> _State:
+    def __init__(self, tensors: Sequence[Tensor], *, random: bool) -> None:
         devices = {tensor.device for tensor in tensors}
-        types = sorted({"cpu", *(device.type for device in devices)})
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
-        return cls(autocast, _random_states(devices) if random else (), gradients=torch.is_grad_enabled())
+        kinds = sorted({"cpu", *(device.type for device in devices)})
+        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.gradients = torch.is_grad_enabled()
+        self.kernels = _chosen_kernels()
+        self.random = _random_states(devices) if random else ()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -591,28 +591,6 @@ def _never(held: Any) -> Tensor:
     raise AssertionError("no gradient goes through what is computed again")
 
 
-def _without_statistics(node: Node) -> None:
-    """Give a norm that moves its running statistics others to move: it computes from those of its batch alone.
-
-    No version tells that they were written to.
-    """
-    first = 1 if node.function in (F.batch_norm, F.instance_norm) else 3
-    flag = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}.get(node.name)
-    if flag is None:
-        return
-    by_place = node.arguments[5] if len(node.arguments) > 5 else flag[1]
-    if not node.options.get(flag[0], by_place):
-        return
-    places = {first: "running_mean", first + 1: "running_var"}
-
-    def other(place: int | str, item: Any) -> Any:
-        is_moved = isinstance(item, _Kept) and (place in places or place in places.values())
-        return _Unused(tuple(item.tensor.shape), item.tensor.dtype, item.tensor.device) if is_moved else item
-
-    node.arguments = tuple(other(place, item) for place, item in enumerate(node.arguments))
-    node.options = {key: other(key, item) for key, item in node.options.items()}
-
-
 def _held(tensor: Tensor) -> Tensor:
     # A parameter is held as it is: what shards it swaps the memory beneath.
     return tensor if tensor.is_leaf else tensor.detach()
@@ -641,28 +619,21 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
+def _leaves(value: Any) -> Iterator[Any]:
+    """What the containers of a call hold."""
+    if isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors_in(item)
+            yield from _leaves(item)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
+        yield from _leaves(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
 
 
-def _later_in(value: Any) -> Iterator[_Later]:
-    if isinstance(value, _Later):
-        yield value
-    elif isinstance(value, _Kept):
-        return
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _later_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _later_in(item)
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

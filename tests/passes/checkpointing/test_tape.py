@@ -170,6 +170,63 @@ class Mixed(nn.Module):
         return self.layers[3](z[:, :8]), z
 
 
+class Doubled(torch.Tensor):
+    """A tensor of a class of its own, whose products are doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result + result if func.__name__ == "mul" else result
+
+
+class Chosen(nn.Module):
+    """Says itself which kernel, which generator and which class of tensors it wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.layer(x).view(1, 1, -1, 8)
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(q, q, q).tanh()
+        y = self.layer(y).exp()
+        noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
+        noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
+        z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
+        return z.sigmoid() * y
+
+
+class Mapped(nn.Module):
+    """Maps a function over its rows, whose tensors are none outside of it, and takes a gradient there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        def row(r):
+            return (self.layer(r).tanh() * r.exp()).sigmoid().sum()
+
+        y = torch.func.vmap(row)(x)
+        slope = torch.func.vmap(torch.func.grad(row))(x)
+        return y[:, None] * slope.sin().cos()
+
+
+class Sliced(nn.Module):
+    """Cuts at a place that it computes, and takes a tuple of results apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        best = y.max(dim=1)
+        count = best.indices.sum().clamp(2, 5)
+        return (best.values[:count] * y[:count].exp().sum(1)).sigmoid()
+
+
 def built(make, *inputs):
     torch.manual_seed(0)
     return enliven(make()).train(), inputs
@@ -195,6 +252,9 @@ MODELS = {
     "mixed": lambda: built(Mixed, rows()),
     "mask": lambda: built(Mixed, rows(), torch.rand(6, 10, generator=torch.Generator().manual_seed(4)) > 0.5),
     "recurrent": lambda: built(lambda: First(nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()),
+    "maps": lambda: built(Mapped, rows()),
+    "chooses": lambda: built(Chosen, rows()),
+    "slices": lambda: built(Sliced, rows()),
     "norms": lambda: built(
         lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3),
@@ -286,57 +346,6 @@ def test_a_gradient_inside_of_the_forward_is_the_same():
     assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
 
 
-class Doubled(torch.Tensor):
-    """A tensor of a class of its own, whose products are doubled."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        return result + result if func.__name__ == "mul" else result
-
-
-class Chosen(nn.Module):
-    """Says itself which kernel, which generator and which class of tensors it wants."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        q = self.layer(x).view(1, 1, -1, 8)
-        with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(q, q, q).tanh()
-        y = self.layer(y).exp()
-        noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
-        noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
-        z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
-        return z.sigmoid() * y
-
-
-class Mapped(nn.Module):
-    """Maps a function over its rows, whose tensors are none outside of it, and takes a gradient there."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        def row(r):
-            return (self.layer(r).tanh() * r.exp()).sigmoid().sum()
-
-        y = torch.func.vmap(row)(x)
-        slope = torch.func.vmap(torch.func.grad(row))(x)
-        return y[:, None] * slope.sin().cos()
-
-
-def test_what_is_computed_inside_of_a_map_is_kept():
-    model, inputs = built(Mapped, rows())
-    expected = steps(model, inputs, None)
-    assert_equal(expected, steps(model, inputs, planned(model, inputs, everything)))
-    for seed in range(8):
-        assert_equal(expected, steps(model, inputs, planned(model, inputs, random_choice(seed))))
-
-
 def test_who_reads_what_is_saved_inside_of_the_forward_doesnt_disturb_it():
     made = []
 
@@ -354,14 +363,6 @@ def test_who_reads_what_is_saved_inside_of_the_forward_doesnt_disturb_it():
     # The second exp had its step: what reads the first one computes it again, which is none of the plan's calls.
     assert made[0].expired()
     result.backward()
-
-
-def test_what_a_part_of_the_forward_chooses_holds_when_it_is_computed_again():
-    model, inputs = built(Chosen, rows())
-    expected = steps(model, inputs, None)
-    assert_equal(expected, steps(model, inputs, planned(model, inputs, everything)))
-    for seed in range(8):
-        assert_equal(expected, steps(model, inputs, planned(model, inputs, random_choice(seed))))
 
 
 # ------------------------------------------------------------------------------------- what is kept, and what isn't
