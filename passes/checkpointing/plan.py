@@ -10,14 +10,16 @@ class Step:
     """What is done at one call of a torch function.
 
     Attributes:
-        region: the number of the region that the call is computed again with.
+        region: the regions that the call is computed again with, from the outermost to its own. Regions lie in one another:
+            when one is computed, what lies in those around it is computed for good, and what lies in others only for the
+            time that it takes.
         recomputed: its results aren't kept: they are computed again in the backward pass.
         internals: of what the call itself saves for its backward pass, in the order in which it saves, the numbers of those
             that aren't kept and are neither its arguments nor its results: casts under autocast, indices of a pooling.
         random: it draws random numbers: computed again, it draws the same.
     """
 
-    region: int = 0
+    region: tuple[int, ...] = ()
     recomputed: bool = False
     internals: frozenset[int] = frozenset()
     random: bool = False

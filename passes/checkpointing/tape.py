@@ -140,7 +140,9 @@ class Node:
         "writes",
     )
 
-    def __init__(self, index: int, name: str, function: Callable[..., Any], region: int, state: _State) -> None:
+    def __init__(
+        self, index: int, name: str, function: Callable[..., Any], region: tuple[int, ...], state: _State
+    ) -> None:
         self.index = index
         self.name = name
         self.function = function
@@ -462,14 +464,14 @@ def _unpack(held: Any) -> Tensor:
 
 
 def _compute(wanted: Slot) -> None:
-    """Fill a slot, and on the way those of the same region that it is computed from, if they are still held.
+    """Fill a slot, and on the way those of its region and the regions around it that it needs, if they are still held.
 
     What it needs of other regions is computed for the time only, and computed again when its own turn comes.
     """
     order, uses = _needed(wanted)
     values = _Values(uses)
     for node in order:
-        slots = node.alive() if node.region == wanted.node.region else {}
+        slots = node.alive() if node.region == wanted.node.region[: len(node.region)] else {}
         for number, tensor in _run(node, set(slots), values).items():
             if (slot := slots.get(number)) is not None:
                 slot.value = tensor

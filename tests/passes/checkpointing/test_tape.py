@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -13,11 +14,27 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.checkpointing.plan import Plan, Step
 from passes.checkpointing.tape import UNCOUNTED, Tape
+
+
+class Counts(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self):
+        super().__init__()
+        self._counts = Counter()
+
+    def __getitem__(self, name):
+        return self._counts[name]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Names(TorchFunctionMode):
@@ -53,10 +70,14 @@ def everything(index, name):
 def random_choice(seed):
     rng = random.Random(seed)
     share, regions, inside = rng.choice((0.2, 0.5, 0.9)), rng.choice((1, 3, 30)), rng.random() < 0.5
+    nested = rng.random() < 0.5
 
     def choose(index, name):
         internals = frozenset(number for number in range(8) if inside and rng.random() < share)
-        return Step(index * regions // 100, rng.random() < share, internals, random=True)
+        region = (index * regions // 100,)
+        if nested:
+            region = (0, *region)[: rng.choice((1, 2, 2))]
+        return Step(region, rng.random() < share, internals, random=True)
 
     return choose
 
@@ -486,3 +507,25 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_raises():
 def test_a_plan_of_unequal_lengths_is_refused():
     with pytest.raises(ValueError, match="2 names for 1 steps"):
         Plan(("a", "b"), (None,))
+
+
+@pytest.mark.parametrize(
+    ("regions", "computed"),
+    [
+        (((), (), (), ()), 4),
+        # Alone, each is computed from the input on, and what it takes is let go of.
+        (((0,), (1,), (2,), (3,)), 10),
+        # What lies around is computed for good with what lies in it, and what lies beside it for the time.
+        (((0, 0), (0,), (0, 1), (0, 1)), 5),
+        (((0, 0), (0,), (1,), (1,)), 7),
+    ],
+)
+def test_a_region_is_computed_with_those_around_it(regions, computed):
+    x = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    plan = Plan(("exp",) * 4, tuple(Step(region, recomputed=True) for region in regions))
+    with Tape(plan):
+        y = x.exp().exp().exp().exp()
+    with Counts() as counts:
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert counts["exp"] == computed
+    assert torch.equal(gradient, torch.autograd.grad(x.exp().exp().exp().exp(), x, torch.ones_like(y))[0])
