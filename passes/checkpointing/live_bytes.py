@@ -20,6 +20,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes alive now; peak: the most so far, since it was last set.
+        sizes: the bytes of each memory, in the order in which they were made; when_gone is told its number there.
         flops: of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them.
         moved: bytes of the arguments and results of all operators but views.
         is_random, is_foreign: whether an operator drew random numbers, or was none of torch's own, since they were last set.
@@ -34,10 +35,12 @@ class LiveBytes(TorchDispatchMode):
         self.moved = 0
         self.is_random = False
         self.is_foreign = False
+        self.sizes: list[int] = []
+        self.when_made: Callable[[int], None] | None = None
         self.when_gone: Callable[[int], None] | None = None
         # Held, so that no other memory takes their place.
         self._without = list(without)
-        self._known: dict[int, weakref.ref[Any] | None] = {
+        self._known: dict[int, tuple[int, weakref.ref[Any]] | None] = {
             tensor.untyped_storage()._cdata: None for tensor in self._without if tensor.layout is torch.strided
         }
 
@@ -63,6 +66,13 @@ class LiveBytes(TorchDispatchMode):
         """Look for the peak anew from here on."""
         self.peak = self.live
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Which memory a tensor lies in, by its number; None for one that isn't counted."""
+        if tensor.layout is not torch.strided:
+            return None
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
     def _see(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             return
@@ -70,13 +80,18 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size = storage.nbytes()
-        self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        size, number = storage.nbytes(), len(self.sizes)
+        self._known[key] = number, weakref.ref(storage, lambda _: self._gone(key))
+        self.sizes.append(size)
         self.live += size
         self.peak = max(self.peak, self.live)
+        if self.when_made is not None:
+            self.when_made(number)
 
-    def _gone(self, key: int, size: int) -> None:
-        self.live -= size
-        del self._known[key]
+    def _gone(self, key: int) -> None:
+        known = self._known.pop(key)
+        assert known is not None
+        number, _ = known
+        self.live -= self.sizes[number]
         if self.when_gone is not None:
-            self.when_gone(key)
+            self.when_gone(number)

@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from passes.checkpointing.plan import Plan, Step
+from passes.checkpointing.tensors import View, fills_its_memory, is_plain, leaves, mapped, tensors_in
 from passes.graph.calls import moved_statistics, name_of
 
 logger = logging.getLogger(__name__)
 
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_transforms = torch._C._functorch.peek_interpreter_stack
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+transforms = torch._C._functorch.peek_interpreter_stack
 # Questions about a tensor, and hooks on it, are no calls that a plan counts: whoever watches a forward asks them too.
 UNCOUNTED = frozenset(
     {
@@ -54,19 +54,11 @@ UNCOUNTED = frozenset(
 _OF_THE_GRAPH = frozenset({"grad", "backward", "jacobian", "hessian"})
 
 
-class View(NamedTuple):
-    """A tensor as a view of the whole memory that it lies in."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> View:
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(*self)
+def follows_from_its_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a torch function of that name gives the same for the same arguments, and states that are kept."""
+    # A generator of the user's own has a state that isn't.
+    has_generator = any(isinstance(item, torch.Generator) for item in (*args, *kwargs.values()))
+    return name not in _OF_THE_GRAPH and not has_generator
 
 
 class Slot:
@@ -169,7 +161,7 @@ class Node:
         return {number: slot for number, slot in found.items() if slot is not None}
 
     def needs(self) -> list[_Later]:
-        return [leaf for leaf in _leaves((self.arguments, self.options)) if isinstance(leaf, _Later)]
+        return [leaf for leaf in leaves((self.arguments, self.options)) if isinstance(leaf, _Later)]
 
 
 class Tape(TorchFunctionMode):
@@ -183,7 +175,7 @@ class Tape(TorchFunctionMode):
         self._outer: Any = None
 
     def __enter__(self) -> Tape:
-        self._outer = _top_hooks(False)
+        self._outer = top_hooks(False)
         super().__enter__()
         return self
 
@@ -205,7 +197,7 @@ class Tape(TorchFunctionMode):
         step = None if name in UNCOUNTED or _AGAIN.on else self._step(name)
         # Inside of hooks that the model itself set (its own checkpoints) what is saved is theirs; the transforms of
         # torch.func allow no hooks.
-        if step is None or _top_hooks(False) != self._outer or _transforms() is not None:
+        if step is None or top_hooks(False) != self._outer or transforms() is not None:
             return func(*args, **kwargs)
         return _Call(self, step, name, func, args, kwargs).run()
 
@@ -223,7 +215,7 @@ class Tape(TorchFunctionMode):
 
     def result(self, tensor: Tensor) -> _Result | None:
         """What this tensor lies in the memory of, if that is a result that is computed again, and still what it was."""
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return None
         found = self._results.get(tensor.untyped_storage()._cdata)
         if found is None or found.version != tensor._version or found.dtype is not tensor.dtype:
@@ -231,11 +223,13 @@ class Tape(TorchFunctionMode):
         return found
 
     def register(self, node: Node, number: int, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage, results = tensor.untyped_storage(), self._results
         node.views[number] = View.of(tensor)
-        # Held weakly: the memory goes, but no other tensor is found under the same name.
-        reference = StorageWeakRef(storage)
-        self._results[storage._cdata] = _Result(node, number, tensor._version, tensor.dtype, reference)
+        key = storage._cdata
+        # With the memory goes what is known of it: no other tensor is found under the same name, and the node goes, with the
+        # arguments that it holds, unless its result is needed again.
+        reference = weakref.ref(storage, lambda _: results.pop(key, None))
+        results[key] = _Result(node, number, tensor._version, tensor.dtype, reference)
 
 
 class _Result(NamedTuple):
@@ -243,7 +237,7 @@ class _Result(NamedTuple):
     number: int
     version: int
     dtype: torch.dtype
-    reference: StorageWeakRef
+    reference: weakref.ref[Any]
 
 
 class _Call:
@@ -257,30 +251,25 @@ class _Call:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.inputs = _tensors_in((args, kwargs))
+        self.inputs = tensors_in((args, kwargs))
         self.moved = moved_statistics(func, args, kwargs)
         self.node: Node | None = None
-        if (step.recomputed or step.internals) and self._follows_from_its_arguments(name):
+        if (step.recomputed or step.internals) and follows_from_its_arguments(name, args, kwargs):
             state = _State(self.inputs, random=step.random)
             self.node = Node(tape._next - 1, name, func, step.region, state)
         self.waiting: list[_Waiting] = []
         self.saved = 0
-
-    def _follows_from_its_arguments(self, name: str) -> bool:
-        # A generator of the user's own has a state that isn't kept.
-        has_generator = any(isinstance(item, torch.Generator) for item in (*self.args, *self.kwargs.values()))
-        return name not in _OF_THE_GRAPH and not has_generator
 
     def run(self) -> Any:
         versions = [tensor._version for tensor in self.inputs]
         if self.node is not None:
             # Before the call, which may write to an argument.
             self.node.arguments, self.node.options = self._captured(self.args), self._captured(self.kwargs)
-        _push_hooks(self._pack, _unpack)
+        push_hooks(self._pack, _unpack)
         try:
             result = self.func(*self.args, **self.kwargs)
         finally:
-            _pop_hooks()
+            pop_hooks()
         written = [tensor for tensor, before in zip(self.inputs, versions, strict=True) if tensor._version != before]
         if self.node is not None and self._is_repeatable(self.node, written, result):
             if self.step.recomputed:
@@ -303,16 +292,16 @@ class _Call:
         return node.writes
 
     def _register(self, node: Node, result: Any) -> None:
-        for number, tensor in enumerate(_tensors_in(result)):
+        for number, tensor in enumerate(tensors_in(result)):
             # A view of an argument is known by the argument.
             is_new = self.is_own(tensor) or (node.writes and tensor is self.args[0])
-            if is_new and _fills_its_memory(tensor):
+            if is_new and fills_its_memory(tensor):
                 self.tape.register(node, number, tensor)
 
     def is_own(self, tensor: Tensor) -> bool:
         """Whether the call made this tensor, which is none of its arguments."""
-        given = (one.untyped_storage()._cdata for one in self.inputs if _is_plain(one))
-        return _is_plain(tensor) and tensor.untyped_storage()._cdata not in given
+        given = (one.untyped_storage()._cdata for one in self.inputs if is_plain(one))
+        return is_plain(tensor) and tensor.untyped_storage()._cdata not in given
 
     def _captured(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -322,7 +311,7 @@ class _Call:
             if (found := self.tape.result(value)) is not None:
                 return _Later(found.node, found.number, View.of(value), value.requires_grad)
             return _Kept(_held(value), value._version, value.requires_grad)
-        return _mapped(value, self._captured)
+        return mapped(value, self._captured)
 
     def _pack(self, tensor: Tensor) -> Any:
         number = self.saved
@@ -364,7 +353,7 @@ class _State:
 
     def __init__(self, tensors: Sequence[Tensor], *, random: bool) -> None:
         devices = {tensor.device for tensor in tensors}
-        kinds = sorted({"cpu", *(device.type for device in devices)})
+        kinds = sorted({"cpu", *(device.type for device in devices if torch.amp.is_autocast_available(device.type))})
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self.gradients = torch.is_grad_enabled()
         self.kernels = _chosen_kernels()
@@ -540,7 +529,7 @@ class _Arguments:
             return _alike(item.tensor, item.requires_grad)
         if isinstance(item, _Unused):
             return torch.zeros(item.shape, dtype=item.dtype, device=item.device)
-        return _mapped(item, self.given)
+        return mapped(item, self.given)
 
 
 def _run(node: Node, numbers: set[int], values: _Values) -> dict[int, Tensor]:
@@ -551,17 +540,17 @@ def _run(node: Node, numbers: set[int], values: _Values) -> dict[int, Tensor]:
     args, kwargs = arguments.given(node.arguments), arguments.given(node.options)
     inside = _Inside(inner, may_stop=not outer)
     # The kernel of a call may be another one where no gradient is asked for: so it is asked for, and nothing is saved.
-    _push_hooks(inside.pack, _never)
+    push_hooks(inside.pack, _never)
     try:
         with node.state.again():
             if node.writes:
                 args = (args[0].clone(), *args[1:])
             result = node.function(*args, **kwargs)
-            got = {number: tensor.detach() for number, tensor in enumerate(_tensors_in(result)) if number in outer}
+            got = {number: tensor.detach() for number, tensor in enumerate(tensors_in(result)) if number in outer}
     except _Enough:
         got = {}
     finally:
-        _pop_hooks()
+        pop_hooks()
     got |= inside.found
     for number, tensor in got.items():
         if View.of(tensor) != node.views[number]:
@@ -600,52 +589,3 @@ def _held(tensor: Tensor) -> Tensor:
 
 def _alike(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor.detach().requires_grad_(requires_grad)
-
-
-# A class of tensors with another one computes something of its own.
-_PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a view of its memory."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and type(tensor).__torch_function__ in _PLAIN
-    )
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What the containers of a call hold."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(tuple(value.values()))
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The containers of a call anew, with what they hold changed."""
-    if type(value) is tuple:
-        return tuple(change(item) for item in value)
-    if type(value) is list:
-        return [change(item) for item in value]
-    if type(value) is dict:
-        return {key: change(item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(change(value.start), change(value.stop), change(value.step))
-    return value

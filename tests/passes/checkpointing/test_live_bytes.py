@@ -56,14 +56,20 @@ def test_what_is_left_out_isnt_counted():
         assert bytes_.live == product.numel() * 4
 
 
-def test_who_is_told_hears_of_everything_that_goes():
-    gone = []
+def test_who_is_told_hears_of_everything_that_comes_and_goes():
+    told = []
     with LiveBytes() as bytes_:
-        bytes_.when_gone = gone.append
-        a = tensor(4)
-        key = a.untyped_storage()._cdata
-        del a
-    assert gone == [key]
+        bytes_.when_made = lambda number: told.append(("made", number))
+        bytes_.when_gone = lambda number: told.append(("gone", number))
+        a, b = tensor(4), tensor(8)
+        view = a[1:]
+        assert (bytes_.number_of(view), bytes_.number_of(b)) == (0, 1)
+        assert bytes_.number_of(torch.eye(2).to_sparse()) is None
+        del a, b
+        del view
+    assert told[:2] == [("made", 0), ("made", 1)]
+    assert told[-2:] == [("gone", 1), ("gone", 0)]
+    assert bytes_.sizes[:2] == [4 * KIB, 8 * KIB]
 
 
 def test_products_random_and_foreign_operators_are_known():

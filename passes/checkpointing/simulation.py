@@ -1,0 +1,204 @@
+"""The peak and the cost of a step under a plan, told from its profile alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.checkpointing.choice import Choice
+from passes.checkpointing.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step takes under a plan.
+
+    Attributes:
+        peak: bytes.
+        at: the place of the peak: a call of the forward, or, from `len(calls)` on, a position of the backward pass.
+        flops, moved: of what is computed again.
+        runs: how many calls are.
+    """
+
+    peak: int
+    at: int
+    flops: int
+    moved: int
+    runs: int
+
+
+class Simulation:
+    """Follows a profile as the tape and autograd would, over numbers of bytes."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        calls, values = profile.calls, profile.values
+        # The same by its columns, which is read faster.
+        self.args = [call.args for call in calls]
+        self.makes = [call.makes for call in calls]
+        self.inner = [call.inner for call in calls]
+        # A call that writes in place is computed again in memory of its own.
+        self.again = [
+            call.inner + (sum(values[made].size for made in call.makes) if call.writes else 0) for call in calls
+        ]
+        self.size = [value.size for value in values]
+        self.maker = [value.call for value in values]
+        self.until = [value.until for value in values]
+        self.python = [value.python for value in values]
+        self.is_named = [bool(value.numbers) for value in values]
+        self.is_saved = [bool(value.savers) for value in values]
+        # What stays whatever is computed again, and what can stay.
+        self.is_held = [value.held for value in values]
+        self.may_stay = [value.keepable for value in values]
+
+    def run(self, choice: Choice) -> Outcome:
+        """The step under this choice."""
+        return Course(self, choice).outcome
+
+
+class Course:
+    """One step under a choice, followed from its begin to its end.
+
+    Attributes:
+        outcome: what it takes.
+        forward, backward: the most bytes alive in each call of the forward, and in each position of the backward pass.
+        is_held: for each value, whether it is held beyond the forward, as it is.
+    """
+
+    def __init__(self, simulation: Simulation, choice: Choice) -> None:
+        self.simulation = simulation
+        self.order = simulation.profile.order
+        self.recomputed, self.regions = choice.recomputed, choice.regions
+        self.dropped = [
+            choice.recomputed[maker] and named
+            for maker, named in zip(simulation.maker, simulation.is_named, strict=True)
+        ]
+        self.until, self.python = self._ends()
+        # Whether each value is held beyond the forward, as it is.
+        self.is_held = [
+            held or (until >= 0 and not dropped and may_stay)
+            for held, until, dropped, may_stay in zip(
+                simulation.is_held, self.until, self.dropped, simulation.may_stay, strict=True
+            )
+        ]
+        # What isn't there in the backward pass, and has to be computed again when it is asked for.
+        self.lacks = list(self.dropped)
+        self.flops = self.moved = self.runs = 0
+        self.live = 0
+        self.ends: list[dict[int, bool]] = [{} for _ in range(len(self.order) + 1)]
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.outcome = self._followed()
+
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """Until which position each value is held for the backward pass, -1 for none; and until which call it is held else."""
+        simulation, recomputed, dropped, makers = self.simulation, self.recomputed, self.dropped, self.simulation.maker
+        until, python = list(simulation.until), list(simulation.python)
+        # What a call is computed again from is held for as long as anything that comes of it is.
+        lasts, ends = [-1] * len(recomputed), [-1] * len(recomputed)
+        for index in range(len(recomputed) - 1, -1, -1):
+            if not recomputed[index]:
+                continue
+            last, end = lasts[index], ends[index]
+            for value in simulation.makes[index]:
+                last, end = max(last, simulation.python[value]), max(end, simulation.until[value])
+            for value in simulation.args[index]:
+                if dropped[value]:
+                    maker = makers[value]
+                    lasts[maker], ends[maker] = max(lasts[maker], last), max(ends[maker], end)
+                else:
+                    python[value], until[value] = max(python[value], last), max(until[value], end)
+        return until, python
+
+    def _followed(self) -> Outcome:
+        self._go_forward()
+        self._go_backward()
+        steps = self.forward + self.backward
+        peak = max(steps, default=0)
+        return Outcome(peak, steps.index(peak) if steps else 0, self.flops, self.moved, self.runs)
+
+    def _go_forward(self) -> None:
+        simulation, python, size, is_held = self.simulation, self.python, self.simulation.size, self.is_held
+        count = len(simulation.args)
+        gone = [0] * count
+        live = 0
+        for index, inner in enumerate(simulation.inner):
+            self.forward.append(live + inner)
+            for number in simulation.makes[index]:
+                live += size[number]
+                if not is_held[number]:
+                    gone[min(max(python[number], index), count - 1)] += size[number]
+            live -= gone[index]
+        self.live = live
+
+    def _go_backward(self) -> None:
+        size, lacks, ends = self.simulation.size, self.lacks, self.ends
+        for number, held in enumerate(self.is_held):
+            if held:
+                self._end(number)
+        for position, item in enumerate(self.order):
+            peak = self.live + item.incoming
+            for number in item.needs:
+                if lacks[number]:
+                    peak = max(peak, item.incoming + self._compute(number, position))
+            peak = max(peak, self.live + item.extras[0])
+            ending = ends[position]
+            for number, extra in zip(item.releases, item.extras[1:], strict=True):
+                if ending.pop(number, None):
+                    self.live -= size[number]
+                peak = max(peak, self.live + extra)
+            for number in ending:
+                self.live -= size[number]
+            self.backward.append(peak)
+
+    def _end(self, number: int) -> None:
+        """See to it that a value that is there goes when it isn't needed any more."""
+        end = self.simulation.until[number] if self.dropped[number] else self.until[number]
+        self.ends[end][number] = True
+
+    def _compute(self, wanted: int, position: int) -> int:
+        """Fill a value, and with it those of its region and around it; the most bytes alive meanwhile."""
+        simulation, lacks, regions, size = self.simulation, self.lacks, self.regions, self.simulation.size
+        calls = simulation.profile.calls
+        order, uses = self._needed(wanted)
+        region = regions[simulation.maker[wanted]]
+        live = peak = self.live
+        held = set[int]()
+        for index in order:
+            call = calls[index]
+            self.runs += 1
+            self.flops += call.flops
+            self.moved += call.moved
+            peak = max(peak, live + simulation.again[index])
+            own = regions[index]
+            stays = region[: len(own)] == own
+            for number in call.makes:
+                if stays and simulation.is_saved[number] and simulation.until[number] >= position and lacks[number]:
+                    lacks[number] = False
+                    live += size[number]
+                    self._end(number)
+                elif uses.get(number):
+                    held.add(number)
+                    live += size[number]
+            peak = max(peak, live)
+            for number in call.args:
+                left = uses.get(number)
+                if left:
+                    uses[number] = left - 1
+                    if left == 1 and number in held:
+                        live -= size[number]
+        self.live = live
+        return peak
+
+    def _needed(self, wanted: int) -> tuple[list[int], dict[int, int]]:
+        """The calls to run, in the order of the forward, and how often each value that isn't there is taken."""
+        args, lacks, maker = self.simulation.args, self.lacks, self.simulation.maker
+        first = maker[wanted]
+        found, uses, stack = {first}, dict[int, int](), [first]
+        while stack:
+            for number in args[stack.pop()]:
+                if lacks[number]:
+                    uses[number] = uses.get(number, 0) + 1
+                    if (index := maker[number]) not in found:
+                        found.add(index)
+                        stack.append(index)
+        return sorted(found), uses

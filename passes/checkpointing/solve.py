@@ -1,0 +1,475 @@
+"""The choice of what to compute again that costs least within a budget of bytes.
+
+The forward is cut where little goes across. From left to right, each run of parts between two cuts is given one of several
+options; a label is what the prefix keeps and what it costs, and of two labels the one that keeps and costs no less is
+dropped. What a prefix keeps is there while a part behind it runs forward and backward, and nothing of what is behind: so a
+part fits if the bytes kept before it and its own peak stay within the budget. (A chain of blocks is solved alike by
+Herrmann et al., "Optimal checkpointing for heterogeneous chains", 2019; there a block is all or nothing.)
+
+An option keeps what is worth its bytes at one price, computes for good what is worth them at a lower price when the
+backward pass comes to the run, and what is left when its own turn comes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from passes.checkpointing.choice import Choice, Region, possible
+from passes.checkpointing.parts import Cutter, Part
+from passes.checkpointing.profile import Call, Profile
+from passes.checkpointing.rerun import cheapest
+from passes.checkpointing.simulation import Course, Outcome, Simulation
+
+# What a byte costs that is read or written, in FLOPs: about what CPUs and GPUs do meanwhile in float32.
+FLOPS_PER_BYTE = 10.0
+# A byte's price, in FLOPs: from that of the cheapest call to that of the dearest matmul.
+_PRICES = tuple(FLOPS_PER_BYTE * 2**power for power in range(-1, 14))
+_MOST_CUTS = 48
+_LONGEST = 24
+_LABELS = 2000
+_TRIES = 8
+_CLOSE = 0.002
+# So many calls are followed, at most, for moves of a single one.
+_MOVES = 100_000
+# So many parts back a value is named by its distance.
+_NEAR = 10
+
+
+def cost_of(flops: float, moved: float) -> float:
+    """The time that calls take, in FLOPs; each takes a little."""
+    return flops + FLOPS_PER_BYTE * moved + 1
+
+
+class Option(NamedTuple):
+    """What may be done with a run of parts.
+
+    Attributes:
+        kept: bytes that stay for the backward pass. inner: the most bytes alive while it runs, forward or backward.
+        cost: of what it computes again.
+        choice: in numbers of the run's own calls.
+    """
+
+    kept: int
+    inner: int
+    cost: float
+    choice: Choice
+
+
+@dataclass
+class Solver:
+    """Finds choices for one step under any budget."""
+
+    profile: Profile
+    selective: bool = True
+    _options: dict[Hashable, list[Option]] = field(default_factory=dict)
+    _levels: dict[Hashable, list[tuple[bool, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        return Simulation(self.profile)
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        return Cutter(self.profile)
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Where the forward is cut: 0, places in between, and its end."""
+        return cuts_of(self.profile, self.cutter.last_use)
+
+    def cost(self, outcome: Outcome) -> float:
+        """Of what is computed again."""
+        return cost_of(outcome.flops, outcome.moved) + outcome.runs
+
+    def solve(self, budget: int) -> Choice | None:
+        """The cheapest choice found whose peak is within the budget, in bytes; None where none is found."""
+        nothing = Choice.nothing(self.profile)
+        if self.simulation.run(nothing).peak <= budget:
+            return nothing
+        target = float(budget)
+        for _ in range(_TRIES):
+            found = self._shortest(target)
+            if found is None:
+                break
+            peak = self.simulation.run(found).peak
+            if peak <= budget:
+                return self._thinned(found, budget)
+            # The whole may take a little more than its parts do.
+            target -= max(peak - budget, 0.002 * budget)
+        return None
+
+    def lowest(self) -> Choice:
+        """The choice with the lowest peak that is found."""
+        best = Choice.nothing(self.profile)
+        low, high = 0, self.simulation.run(best).peak
+        while high - low > high * _CLOSE:
+            middle = (low + high) // 2
+            found = self.solve(middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, min(middle, self.simulation.run(found).peak)
+        return best
+
+    def uniform(self, count: int) -> Choice:
+        """All of so many runs of about as many FLOPs each computed again from what goes into them."""
+        costs = np.cumsum([cost_of(call.flops, call.moved) for call in self.profile.calls])
+        ends = [self.cuts[0]]
+        for number in range(1, count):
+            wanted = costs[-1] * number / count
+            ends.append(min(self.cuts, key=lambda cut: abs((costs[cut - 1] if cut else 0) - wanted)))
+        ends.append(self.cuts[-1])
+        last_use, values = self.cutter.last_use, self.profile.values
+        exits = {
+            value.call for value, last in zip(values, last_use, strict=True) for end in ends if value.call < end <= last
+        }
+        wanted = [index not in exits for index in range(len(self.profile.calls))]
+        regions = tuple((bisect_right(ends, index),) for index in range(len(self.profile.calls)))
+        return Choice(possible(self.profile, wanted), regions)
+
+    def solve_uniform(self, budget: int) -> Choice | None:
+        """The cheapest of the uniform choices whose peak is within the budget; None where there is none."""
+        choices = (self.uniform(count) for count in range(1, len(self.cuts)))
+        fitting = [
+            (self.cost(outcome), number, choice)
+            for number, choice in enumerate(choices)
+            if (outcome := self.simulation.run(choice)).peak <= budget
+        ]
+        return min(fitting)[-1] if fitting else None
+
+    def _thinned(self, choice: Choice, budget: int) -> Choice:
+        """The choice without the calls that needn't be computed again, the dearest first."""
+        best, outcome = choice, self.simulation.run(choice)
+        costs = [cost_of(call.flops, call.moved) for call in self.profile.calls]
+        again = [index for index, is_again in enumerate(choice.recomputed) if is_again]
+        for index in sorted(again, key=costs.__getitem__, reverse=True)[: _MOVES // len(costs)]:
+            wanted = list(best.recomputed)
+            wanted[index] = False
+            tried = Choice(possible(self.profile, wanted), best.regions)
+            seen = self.simulation.run(tried)
+            if seen.peak <= budget and self.cost(seen) < self.cost(outcome):
+                best, outcome = tried, seen
+        return best
+
+    # ---------------------------------------------------------------------------------- the labels
+
+    def _shortest(self, budget: float) -> Choice | None:
+        held = self._held_behind()
+        labels = [_Labels(budget) for _ in self.cuts]
+        labels[0].start()
+        for end in range(1, len(self.cuts)):
+            for start in range(max(0, end - self._longest), end):
+                if labels[start].count:
+                    for option in self.options(start, end):
+                        labels[end].offer(labels[start], start, option, budget - held[end])
+            labels[end].settle()
+        return self._assembled(labels) if labels[-1].count else None
+
+    @cached_property
+    def _longest(self) -> int:
+        return _LONGEST if len(self.cuts) > 2 * _LONGEST else len(self.cuts)
+
+    def _held_behind(self) -> list[int]:
+        """For each cut, what is made behind it and stays until the end of the step."""
+        never = len(self.profile.order)
+        return [
+            sum(value.size for value in self.profile.values if value.call >= cut and value.until == never)
+            for cut in self.cuts
+        ]
+
+    def _assembled(self, labels: list[_Labels]) -> Choice:
+        count = len(self.profile.calls)
+        recomputed = [False] * count
+        regions: list[Region] = [()] * count
+        end, place = len(self.cuts) - 1, int(np.argmin(labels[-1].cost))
+        while end:
+            start, place, option = labels[end].step(place)
+            first = self.cuts[start]
+            for index, (again, region) in enumerate(zip(option.choice.recomputed, option.choice.regions, strict=True)):
+                recomputed[first + index] = again
+                regions[first + index] = (start, *region)
+            end = start
+        return Choice(possible(self.profile, recomputed), tuple(regions))
+
+    # --------------------------------------------------------------------------------- the options
+
+    def options(self, start: int, end: int) -> list[Option]:
+        """What may be done with the parts between two cuts."""
+        key = self._key(start, end)
+        if key not in self._options:
+            self._options[key] = self._made(start, end)
+        return self._options[key]
+
+    def _made(self, start: int, end: int) -> list[Option]:
+        part = self.cutter.part(self.cuts[start], self.cuts[end])
+        simulation = Simulation(part.profile)
+        levels = self._levels_of(start, end)
+        inner_cuts = [cut - part.start for cut in self.cuts[start + 1 : end]]
+        boundaries = _boundaries(part, inner_cuts)
+        boundary = {call for crossing in boundaries for call, _ in crossing}
+        exits = {part.profile.values[value].call for value in part.crossing}
+        found: dict[tuple[tuple[bool, ...], tuple[Region, ...]], Option] = {}
+        for number, first in enumerate(levels):
+            again = possible(part.profile, [want and call not in exits for call, want in enumerate(first)])
+            # Where all that goes across a cut is kept, the parts on both sides may as well be runs of their own.
+            if any(all(is_saved and not again[call] for call, is_saved in crossing) for crossing in boundaries):
+                continue
+            for second in levels[: number + 1]:
+                later = [
+                    a and b and call not in boundary for call, (a, b) in enumerate(zip(again, second, strict=True))
+                ]
+                choice = Choice(again, _regions(part.profile, again, later))
+                if (choice.recomputed, choice.regions) not in found:
+                    found[choice.recomputed, choice.regions] = self._option(part, simulation, choice)
+        return _undominated(list(found.values()))
+
+    def _option(self, part: Part, simulation: Simulation, choice: Choice) -> Option:
+        course = Course(simulation, choice)
+        outcome, values = course.outcome, part.profile.values
+        # What goes across the end is kept for what is behind it.
+        staying = {number for number in part.crossing | part.lasting if _is_kept(part.profile, choice, number)}
+        kept = sum(values[number].size for number, held in enumerate(course.is_held) if held or number in staying)
+        cost = self.cost(outcome) if outcome.runs else 0.0
+        return Option(kept, outcome.peak, cost, choice)
+
+    def _levels_of(self, start: int, end: int) -> list[tuple[bool, ...]]:
+        """What is computed again at each price, from nothing to all that can be."""
+        each = [self._levels_at(number) for number in range(start, end)]
+        rows = [tuple(again for part in row for again in part) for row in zip(*each, strict=True)]
+        return list(dict.fromkeys(rows))
+
+    def _levels_at(self, number: int) -> list[tuple[bool, ...]]:
+        key = self._key(number, number + 1)
+        if key not in self._levels:
+            part = self.cutter.part(self.cuts[number], self.cuts[number + 1])
+            calls = part.profile.calls
+            everything = possible(part.profile, [True] * len(calls))
+            nothing = (False,) * len(calls)
+            between = self._priced(part) if self.selective else [everything] * len(_PRICES)
+            self._levels[key] = [nothing, *between, everything]
+        return self._levels[key]
+
+    def _priced(self, part: Part) -> Iterator[tuple[bool, ...]]:
+        costs = [cost_of(call.flops, call.moved) for call in part.profile.calls]
+        for price in _PRICES:
+            yield cheapest(part.profile, costs, price, part.crossing)
+
+    def _key(self, start: int, end: int) -> Hashable:
+        """Equal for runs of parts that are equal."""
+        first = self.cuts[start]
+        far = tuple(ref for number in range(start, end) for ref in self._far[number] if ref[1] >= first)
+        return (tuple(self._signatures[start:end]), end == len(self.cuts) - 1, start if far else None)
+
+    @cached_property
+    def _signatures(self) -> list[int]:
+        """A number for each part, the same for equal ones."""
+        known: dict[Hashable, int] = {}
+        found = []
+        for number in range(len(self.cuts) - 1):
+            signature = self._signature(number)
+            found.append(known.setdefault(signature, len(known)))
+        return found
+
+    @cached_property
+    def _far(self) -> list[list[tuple[int, int]]]:
+        """Of each part, the calls that take something from far back, each with the call that made it."""
+        values, found = self.profile.values, []
+        for number in range(len(self.cuts) - 1):
+            near = self.cuts[max(number - _NEAR, 0)]
+            calls = range(self.cuts[number], self.cuts[number + 1])
+            refs = ((call, values[arg].call) for call in calls for arg in self.profile.calls[call].args)
+            found.append([ref for ref in refs if ref[1] < near])
+        return found
+
+    def _signature(self, number: int) -> Hashable:
+        start, end = self.cuts[number], self.cuts[number + 1]
+        near = self.cuts[max(number - _NEAR, 0)]
+        profile, turns = self.profile, self.cutter.turns
+        last = end + (end == len(profile.calls))
+        places = sorted(turn for call in range(start, last) for turn in turns[call])
+        base = places[0] if places else 0
+        # Values are named by how far back they were made.
+        made = profile.calls[start].makes or (0,)
+        origin = next((call.makes[0] for call in profile.calls[start:end] if call.makes), made[0])
+
+        def called(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(value - origin for value in values if profile.values[value].call >= near)
+
+        def described(call: Call) -> Hashable:
+            makes = tuple(
+                (
+                    value.size, value.numbers, value.python - start, max(value.until - base, -1), value.held, value.keepable,
+                    tuple(saver - start for saver in value.savers),
+                )
+                for value in (profile.values[made] for made in call.makes)
+            )  # fmt: skip
+            return (
+                call.flops, call.moved, call.inner, called(call.args), makes, call.repeatable, call.random, call.writes,
+            )  # fmt: skip
+
+        turn = tuple(
+            (
+                place - base,
+                item.call - start,
+                item.incoming,
+                called(item.needs),
+                called(item.releases),
+                tuple(item.extras),
+            )
+            for place in places
+            for item in (profile.order[place],)
+        )
+        return tuple(described(call) for call in profile.calls[start:end]), turn
+
+
+class _Labels:
+    """The prefixes up to a cut: what each keeps and costs, and what it was made from.
+
+    Of those that keep about the same, within one of many steps up to the budget, the one that costs least stays.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self._budget = budget
+        self._kept = np.zeros(_LABELS + 1)
+        self._cost = np.full(_LABELS + 1, np.inf)
+        # The option of each, by its number, and the place of the label in front of it.
+        self._option = np.zeros(_LABELS + 1, dtype=np.int64)
+        self._before = np.zeros(_LABELS + 1, dtype=np.int64)
+        self._options: list[tuple[int, Option]] = []
+        self.kept = self.cost = np.zeros(0)
+
+    @property
+    def count(self) -> int:
+        return len(self.kept)
+
+    def start(self) -> None:
+        """The one prefix that is empty."""
+        self._cost[0] = 0.0
+        self.settle()
+
+    def offer(self, before: _Labels, start: int, option: Option, budget: float) -> None:
+        """Prolong the labels at an earlier cut by an option, where it fits."""
+        # They stand in the order of what they keep.
+        count = int(np.searchsorted(before.kept, budget - option.inner, side="right"))
+        kept = before.kept[:count] + option.kept
+        cost = before.cost[:count] + option.cost
+        step = (kept * (_LABELS / self._budget)).astype(np.int64)
+        better = (step <= _LABELS) & (cost < self._cost[np.minimum(step, _LABELS)])
+        places = np.flatnonzero(better)
+        if not len(places):
+            return
+        step = step[places]
+        # Where two come into one step, the one that costs less is written last.
+        order = np.argsort(-cost[places], kind="stable")
+        places, step = places[order], step[order]
+        self._kept[step], self._cost[step] = kept[places], cost[places]
+        self._option[step], self._before[step] = len(self._options), places
+        self._options.append((start, option))
+
+    def settle(self) -> None:
+        """Drop those that keep more than another one and cost no less."""
+        least = np.minimum.accumulate(self._cost)
+        is_better = np.isfinite(self._cost)
+        is_better[1:] &= least[1:] < least[:-1]
+        self._places = np.flatnonzero(is_better)
+        self.kept, self.cost = self._kept[self._places], self._cost[self._places]
+
+    def step(self, place: int) -> tuple[int, int, Option]:
+        """How a label was made: the cut and the place of the label in front of it, and the option."""
+        at = self._places[place]
+        start, option = self._options[self._option[at]]
+        return start, int(self._before[at]), option
+
+
+def _is_kept(profile: Profile, choice: Choice, number: int) -> bool:
+    value = profile.values[number]
+    return value.keepable and not (choice.recomputed[value.call] and value.numbers)
+
+
+def _undominated(options: list[Option]) -> list[Option]:
+    options = sorted(options, key=lambda option: (option.cost, option.kept, option.inner))
+    found: list[Option] = []
+    for option in options:
+        if not any(other.kept <= option.kept and other.inner <= option.inner for other in found):
+            found.append(option)
+    return found
+
+
+def _boundaries(part: Part, cuts: Sequence[int]) -> list[set[tuple[int, bool]]]:
+    """For each of the cuts, the calls that make what goes across, each with whether it is saved for the backward pass."""
+    uses = Cutter(part.profile).last_use
+    ends = [
+        (value.call, last, number in part.lasting)
+        for number, (value, last) in enumerate(zip(part.profile.values, uses, strict=True))
+    ]
+    return [{(call, is_saved) for call, last, is_saved in ends if call < cut <= last} for cut in cuts]
+
+
+def _regions(profile: Profile, again: Sequence[bool], later: Sequence[bool]) -> tuple[Region, ...]:
+    """One region for what is computed at once, and in it one for each group of calls that take from one another."""
+    groups = list(range(len(again)))
+
+    def group(index: int) -> int:
+        while groups[index] != index:
+            index = groups[index]
+        return index
+
+    for index, call in enumerate(profile.calls):
+        for value in call.args:
+            maker = profile.values[value].call
+            if later[index] and later[maker]:
+                groups[group(index)] = group(maker)
+    return tuple((group(index),) if later[index] else () for index in range(len(again)))
+
+
+def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[int]:
+    """Where a forward is cut: where fewer bytes go across than before and behind."""
+    count = len(profile.calls)
+    across = np.zeros(count + 1)
+    closed = np.zeros(count + 1, dtype=int)
+    for value, last in zip(profile.values, last_use, strict=True):
+        # Between two calls `cut` stands in front of the second.
+        across[value.call + 1] += value.size
+        across[last + 1 if last < count else count] -= value.size
+        if not value.keepable:
+            closed[value.call + 1] += 1
+            closed[min(last + 1, count)] -= 1
+    across, closed = np.cumsum(across), np.cumsum(closed)
+    lows = [
+        cut
+        for cut in range(1, count)
+        if not closed[cut] and across[cut] <= across[cut - 1] and across[cut] < across[cut + 1]
+    ]
+    heights = _prominences(lows, across)
+    if len(lows) > _MOST_CUTS:
+        # All that are alike are taken, or none: blocks that are equal are cut alike.
+        least = sorted(heights)[-_MOST_CUTS]
+        lows = [cut for cut, height in zip(lows, heights, strict=True) if height >= least]
+    return [0, *lows, count]
+
+
+def _prominences(lows: Sequence[int], across: np.ndarray) -> list[float]:
+    """For each low how far one has to climb from it, at least, to come to another one as low, or to an end."""
+    climbs = [float(across[a : b + 1].max()) for a, b in pairwise([0, *lows, len(across) - 1])]
+    found = []
+    for number, low in enumerate(lows):
+        ways = []
+        for lows_there, climbs_there in (
+            (lows[number + 1 :], climbs[number + 1 :]),
+            (lows[:number][::-1], climbs[: number + 1][::-1]),
+        ):
+            height = 0.0
+            for other, climb in zip_longest(lows_there, climbs_there):
+                height = max(height, climb)
+                if other is not None and across[other] <= across[low]:
+                    break
+            ways.append(height)
+        found.append(min(ways) - float(across[low]))
+    return found

@@ -1,0 +1,73 @@
+"""Tensors as views of the memory that they lie in, and what the arguments of a call hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class View(NamedTuple):
+    """A tensor as a view of the whole memory that it lies in."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(*self)
+
+
+# A class of tensors with another one computes something of its own.
+_PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but a view of its memory."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and type(tensor).__torch_function__ in _PLAIN
+    )
+
+
+def fills_its_memory(tensor: Tensor) -> bool:
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What the containers of a call hold."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The containers of a call anew, with what they hold changed."""
+    if type(value) is tuple:
+        return tuple(change(item) for item in value)
+    if type(value) is list:
+        return [change(item) for item in value]
+    if type(value) is dict:
+        return {key: change(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(change(value.start), change(value.stop), change(value.step))
+    return value
