@@ -313,7 +313,8 @@ class Pipeline:
 
     def _run_from(self, program: Program, first: int) -> None:
         calls = tuple((call.args, call.kwargs) for call in self._calls)
-        context = Context(self.mode, self.device, calls, self._orders, run_inside=self._run_inside if calls else None)
+        run_inside, apart = (self._run_inside, self._apart) if calls else (None, None)
+        context = Context(self.mode, self.device, calls, self._orders, run_inside=run_inside, apart=apart)
         for number, item in enumerate(self._passes[first:], first):
             self._tell("optimize", number, len(self._passes) + 1, item.name)
             self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
@@ -327,6 +328,21 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
             return f"{type(error).__name__}: {_first_line(error)}"
         return None
+
+    @contextmanager
+    def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """As `Context.apart`."""
+        call, root = _fresh(self._calls[0]), self.copy.root
+        parameters = list(root.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            with self._quiet(), torch.enable_grad(), private_buffers(root, self.copy.variables):
+                for parameter in parameters:
+                    parameter.grad = None
+                yield call.args, call.kwargs
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
         for tries_left in reversed(range(_MOST_TRIES)):

@@ -5,6 +5,7 @@ from passes.channels_last import ChannelsLast
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.graph.rewriter import Change, Rewriter, Skip
+from passes.insert_checkpoints import InsertCheckpoints
 from passes.torch_compile import TorchCompile
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FoldConvBias",
     "FoldConvBn",
     "GraphPass",
+    "InsertCheckpoints",
     "Pass",
     "PassResult",
     "Rewriter",

@@ -20,6 +20,7 @@ from passes.graph.program import Program
 from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
 
 RunInside = Callable[[AbstractContextManager[Any]], str | None]
+Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Context:
             reason. A `Rewriter` that is given them sees to that.
         run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
             no trace; gives the clause why it couldn't, or None. None where nothing is run.
+        apart: a context in which a pass may run the root, with gradients, and leaves no trace; it yields the arguments of the
+            first of the calls. None where nothing is run.
     """
 
     mode: str
@@ -44,6 +47,7 @@ class Context:
     output_orders: tuple[DimOrder | None, ...] = ()
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,14 @@ class Pass(ABC):
         modes: the modes that it is made for.
         needs_graph: whether it works on graphs, and so can't stand behind a barrier.
         is_barrier: whether what it returns has no graph and can't be exported.
+        needs_run: what it needs a run of the root for, in a few words; "" where it can do without example inputs.
     """
 
     name: ClassVar[str]
     modes: ClassVar[tuple[str, ...]] = ("inference", "training")
     needs_graph: ClassVar[bool] = True
     is_barrier: ClassVar[bool] = False
+    needs_run: ClassVar[str] = ""
 
     @abstractmethod
     def run(self, program: Program, context: Context) -> PassResult:
@@ -97,6 +103,8 @@ class Pass(ABC):
             raise RequirementNotMet(
                 f"The pass {self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r}."
             )
+        if self.needs_run and not context.example_calls:
+            raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: give example inputs.")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from passes.channels_last import ChannelsLast
 from passes.errors import DuplicatePass, PassOptionError, PassOrderError, UnknownPass
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
+from passes.insert_checkpoints import InsertCheckpoints
 from passes.torch_compile import TorchCompile
 
 ENTRY_POINTS = "optimize_export.passes"
 
-_OWN: tuple[type[Pass], ...] = (FoldConvBias, FoldConvBn, ChannelsLast, TorchCompile)
+_OWN: tuple[type[Pass], ...] = (FoldConvBias, FoldConvBn, ChannelsLast, InsertCheckpoints, TorchCompile)
 
 # All that is exact, exportable and free of compile time.
 PRESETS: dict[str, tuple[str, ...]] = {

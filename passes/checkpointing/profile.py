@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Profile:
         values: what they make, in the order in which it is made.
         order: the backward pass. It begins with the loss.
         peak: the most bytes alive in the step, but for parameters, their gradients, buffers and inputs.
-        flops: of the forward.
+        flops: of the forward. step_flops: of forward and backward pass.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -125,6 +126,7 @@ class Profile:
     order: list[Position] = field(default_factory=list)
     peak: int = 0
     flops: int = 0
+    step_flops: int = 0
 
 
 def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
@@ -138,9 +140,13 @@ def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
         NoProfile: no gradient can be asked for, or the forward makes other calls at its second run.
     """
     forgetful = _Forgetting(root)
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
     with forgetful.watching(args, kwargs):
         outputs = forgetful.run(args, kwargs)
     del outputs
+    # What a forward leaves out at random, it leaves out in both.
+    random.setstate(python_state)
+    torch.set_rng_state(torch_state)
     whole = _Remembering(root)
     with whole.watching(args, kwargs):
         outputs = whole.run(args, kwargs)
@@ -515,6 +521,7 @@ class _Remembering(_Watch):
         """The step is over."""
         profile = self.profile
         profile.peak = max(self._peak, self.bytes.peak)
+        profile.step_flops = self.bytes.flops
         for number in self._alive:
             if (value := self._latest.get(number)) is not None:
                 profile.values[value].until = len(profile.order)

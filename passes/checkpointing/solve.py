@@ -32,7 +32,13 @@ FLOPS_PER_BYTE = 10.0
 # A byte's price, in FLOPs: from that of the cheapest call to that of the dearest matmul.
 _PRICES = tuple(FLOPS_PER_BYTE * 2**power for power in range(-1, 14))
 _MOST_CUTS = 48
-_LONGEST = 24
+# Of a long row of equal blocks so many times as many.
+_MANY = 4
+# So many parts in a row are tried, at most: of all parts, and of those between the cuts that stand out.
+_LONGEST = 6
+_LONGEST_WHOLE = 48
+# So many prices are tried, at most, where a run is longer.
+_COARSE = 4
 _LABELS = 2000
 _TRIES = 8
 _CLOSE = 0.002
@@ -82,7 +88,16 @@ class Solver:
     @cached_property
     def cuts(self) -> list[int]:
         """Where the forward is cut: 0, places in between, and its end."""
+        return [cut for cut, _ in self._cuts]
+
+    @cached_property
+    def _cuts(self) -> list[tuple[int, bool]]:
         return cuts_of(self.profile, self.cutter.last_use)
+
+    @cached_property
+    def _major(self) -> list[int]:
+        """The numbers of the cuts that stand out."""
+        return [number for number, (_, stands_out) in enumerate(self._cuts) if stands_out]
 
     def cost(self, outcome: Outcome) -> float:
         """Of what is computed again."""
@@ -144,6 +159,11 @@ class Solver:
         ]
         return min(fitting)[-1] if fitting else None
 
+    def lowest_uniform(self) -> Choice:
+        """The uniform choice with the lowest peak."""
+        choices = [self.uniform(count) for count in range(1, len(self.cuts))]
+        return min(choices, key=lambda choice: self.simulation.run(choice).peak)
+
     def _thinned(self, choice: Choice, budget: int) -> Choice:
         """The choice without the calls that needn't be computed again, the dearest first."""
         best, outcome = choice, self.simulation.run(choice)
@@ -165,16 +185,20 @@ class Solver:
         labels = [_Labels(budget) for _ in self.cuts]
         labels[0].start()
         for end in range(1, len(self.cuts)):
-            for start in range(max(0, end - self._longest), end):
+            for start in self._starts(end):
                 if labels[start].count:
                     for option in self.options(start, end):
                         labels[end].offer(labels[start], start, option, budget - held[end])
             labels[end].settle()
         return self._assembled(labels) if labels[-1].count else None
 
-    @cached_property
-    def _longest(self) -> int:
-        return _LONGEST if len(self.cuts) > 2 * _LONGEST else len(self.cuts)
+    def _starts(self, end: int) -> Iterator[int]:
+        """The cuts that a run up to this one may begin at."""
+        near = max(0, end - _LONGEST)
+        if end in self._major:
+            far = [start for start in self._major if start < near]
+            yield from far[-_LONGEST_WHOLE:]
+        yield from range(near, end)
 
     def _held_behind(self) -> list[int]:
         """For each cut, what is made behind it and stays until the end of the step."""
@@ -211,20 +235,23 @@ class Solver:
         part = self.cutter.part(self.cuts[start], self.cuts[end])
         simulation = Simulation(part.profile)
         levels = self._levels_of(start, end)
-        inner_cuts = [cut - part.start for cut in self.cuts[start + 1 : end]]
-        boundaries = _boundaries(part, inner_cuts)
-        boundary = {call for crossing in boundaries for call, _ in crossing}
+        is_long = end - start > _LONGEST
+        inside = [number for number in self._major if start < number < end] if is_long else range(start + 1, end)
+        boundaries = _boundaries(part, [self.cuts[number] - part.start for number in inside])
         exits = {part.profile.values[value].call for value in part.crossing}
+        if is_long:
+            # Of a long run the choice is coarser.
+            levels = levels[::-1][:: -(-len(levels) // _COARSE)][::-1]
         found: dict[tuple[tuple[bool, ...], tuple[Region, ...]], Option] = {}
         for number, first in enumerate(levels):
             again = possible(part.profile, [want and call not in exits for call, want in enumerate(first)])
             # Where all that goes across a cut is kept, the parts on both sides may as well be runs of their own.
             if any(all(is_saved and not again[call] for call, is_saved in crossing) for crossing in boundaries):
                 continue
-            for second in levels[: number + 1]:
-                later = [
-                    a and b and call not in boundary for call, (a, b) in enumerate(zip(again, second, strict=True))
-                ]
+            for second, stride in [*((level, 1) for level in levels[: number + 1]), (first, 2), (first, 3), (first, 5)]:
+                # What goes across a cut is computed for good, or across each second one, and so on.
+                good = {call for crossing in boundaries[stride - 1 :: stride] for call, _ in crossing}
+                later = [a and b and call not in good for call, (a, b) in enumerate(zip(again, second, strict=True))]
                 choice = Choice(again, _regions(part.profile, again, later))
                 if (choice.recomputed, choice.regions) not in found:
                     found[choice.recomputed, choice.regions] = self._option(part, simulation, choice)
@@ -429,8 +456,8 @@ def _regions(profile: Profile, again: Sequence[bool], later: Sequence[bool]) -> 
     return tuple((group(index),) if later[index] else () for index in range(len(again)))
 
 
-def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[int]:
-    """Where a forward is cut: where fewer bytes go across than before and behind."""
+def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[tuple[int, bool]]:
+    """Where a forward is cut: where no more bytes go across than before and behind; each with whether it stands out."""
     count = len(profile.calls)
     across = np.zeros(count + 1)
     closed = np.zeros(count + 1, dtype=int)
@@ -442,17 +469,25 @@ def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[int]:
             closed[value.call + 1] += 1
             closed[min(last + 1, count)] -= 1
     across, closed = np.cumsum(across), np.cumsum(closed)
+    # Of places that the same goes across, the last one.
+    comes = {value.call for value, last in zip(profile.values, last_use, strict=True) if last > value.call}
+    goes = {last for value, last in zip(profile.values, last_use, strict=True) if last > value.call}
+    places = [0, *(cut for cut in range(1, count) if cut in comes or cut in goes), count]
     lows = [
         cut
-        for cut in range(1, count)
-        if not closed[cut] and across[cut] <= across[cut - 1] and across[cut] < across[cut + 1]
+        for before, cut, behind in zip(places, places[1:], places[2:], strict=False)
+        if not closed[cut] and across[before] >= across[cut] <= across[behind]
     ]
-    heights = _prominences(lows, across)
-    if len(lows) > _MOST_CUTS:
-        # All that are alike are taken, or none: blocks that are equal are cut alike.
-        least = sorted(heights)[-_MOST_CUTS]
-        lows = [cut for cut, height in zip(lows, heights, strict=True) if height >= least]
-    return [0, *lows, count]
+    # Of lows with no climb in between, the last one stands for all.
+    apart = [cut for cut, behind in pairwise([*lows, count]) if across[cut : behind + 1].max() > across[cut]]
+    heights = dict(zip(apart, _prominences(apart, across), strict=True))
+    # All that are alike are taken, or none: blocks that are equal are cut alike.
+    least = sorted(heights.values())[-_MOST_CUTS:][0] if apart else 0
+    found = [(cut, len(lows) <= _MOST_CUTS or heights.get(cut, -1) >= least) for cut in lows]
+    if len(lows) > _MANY * _MOST_CUTS:
+        found = [(cut, stands_out) for cut, stands_out in found if stands_out] or [(cut, True) for cut in lows]
+        found = found[:: -(-len(found) // (_MANY * _MOST_CUTS))]
+    return [(0, True), *found, (count, True)]
 
 
 def _prominences(lows: Sequence[int], across: np.ndarray) -> list[float]:

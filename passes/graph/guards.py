@@ -502,7 +502,7 @@ def _refuse_seals(value: Any, depth: int) -> None:
 
 
 class AroundForward(InstanceForward):
-    """Base of the forwards that only change how tensors lie in memory, around whatever else is the module's forward.
+    """Base of the forwards around whatever else is the module's forward, that change nothing of what is computed.
 
     Attributes:
         inner: what stood in the module's `__dict__`; None for the forward of its class.
@@ -685,7 +685,7 @@ def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
 
 
 def inner_forward(module: nn.Module) -> Any:
-    """What stands in the module's `__dict__` as its forward, under those that only format; None for nothing."""
+    """What stands in the module's `__dict__` as its forward, under those that change no numbers; None for nothing."""
     installed = module.__dict__.get("forward")
     while isinstance(installed, AroundForward):
         installed = installed.inner

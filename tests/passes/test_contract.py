@@ -13,7 +13,9 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 import passes
+from optimizer import optimize
 from passes.base import Pass
+from passes.errors import RequirementNotMet
 from passes.registry import pass_named, pass_names
 
 
@@ -58,7 +60,7 @@ def made(name: str) -> Pass:
 
 @pytest.mark.parametrize("name", pass_names())
 def test_keeps_the_contract(name: str) -> None:
-    done = check_pass(made(name), Mixed().eval(), (image(),))
+    done = check_pass(made(name), Mixed().eval(), (image(),), mode=pass_named(name).modes[0])
     assert done.changes, f"{name} finds nothing to do in a model that has something for every pass"
 
 
@@ -70,13 +72,18 @@ def test_changes_nothing_where_there_is_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", pass_names())
 def test_a_model_in_training_stays_so(name: str) -> None:
     model = Mixed()
-    check_pass(made(name), model, (image(),))
+    check_pass(made(name), model, (image(),), mode=pass_named(name).modes[0])
     assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("name", pass_names())
-def test_runs_without_example_inputs(name: str) -> None:
-    check_pass(made(name), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval())
+def test_runs_without_example_inputs_or_asks_for_them(name: str) -> None:
+    item, model = made(name), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    if not item.needs_run:
+        check_pass(item, model, mode=item.modes[0])
+        return
+    with pytest.raises(RequirementNotMet, match=f"The pass {name} .*: give example inputs."):
+        optimize(model, [item], mode=item.modes[0])
 
 
 @pytest.mark.parametrize("name", pass_names())

@@ -49,7 +49,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names() -> None:
-    assert pass_names()[:4] == ("fold-conv-bias", "fold-conv-bn", "channels-last", "torch-compile")
+    own = ("fold-conv-bias", "fold-conv-bn", "channels-last", "insert-checkpoints", "torch-compile")
+    assert pass_names()[:5] == own
     assert make_passes(None, "inference") == [FoldConvBias(), FoldConvBn(), ChannelsLast()]
     assert [item.name for item in make_passes(None, "training")] == ["fold-conv-bias"]
 

@@ -61,7 +61,8 @@ def captured(
     pipeline._calls = [call for call in calls if _runs(clone.root, call)]
     program = pipeline.capture()
     calls = tuple((call.args, call.kwargs) for call in pipeline._calls)
-    return program, Context(mode, device, calls, pipeline._orders, run_inside=pipeline._run_inside if calls else None)
+    run_inside, apart = (pipeline._run_inside, pipeline._apart) if calls else (None, None)
+    return program, Context(mode, device, calls, pipeline._orders, run_inside=run_inside, apart=apart)
 
 
 def _runs(root: nn.Module, call: Call) -> bool:

@@ -1,0 +1,61 @@
+"""A budget of memory, as a user gives it."""
+
+from __future__ import annotations
+
+import re
+
+# Powers of 1024 and of 1000.
+_UNITS = {
+    f"{letter}{rest}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for base, rest in ((1024, "IB"), (1000, "B"))
+}
+_UNITS["B"] = 1
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+
+MIN = "min"
+
+
+def bytes_of(budget: float | str, peak: int) -> int | None:
+    """The budget in bytes, where the eager peak is `peak`; None for as few as can be reached.
+
+    Args:
+        budget: a share of the peak, above 0 and up to 1; a whole number of bytes above 1; a size with its unit, such as
+            "12GiB" or "800 MB"; or "min".
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(budget, str):
+        return _of_text(budget, peak)
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ValueError(_wrong(budget))
+    if 0 < budget <= 1:
+        return int(budget * peak)
+    if budget > 1 and budget == int(budget):
+        return int(budget)
+    raise ValueError(_wrong(budget))
+
+
+def _of_text(text: str, peak: int) -> int | None:
+    text = text.strip()
+    if text.lower() == MIN:
+        return None
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or not float(found[1]):
+        raise ValueError(_wrong(text))
+    return int(float(found[1]) * unit)
+
+
+def _wrong(budget: object) -> str:
+    return f"memory_budget is a share of the eager peak such as 0.5, a size such as '12GiB', or 'min', not {budget!r}"
+
+
+def shown(size: float) -> str:
+    """Bytes for people, with a unit of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,66 @@
+"""What a choice computes again together, in the words of the module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from passes.checkpointing.budget import shown
+from passes.checkpointing.choice import Choice
+from passes.checkpointing.profile import Profile
+
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class RegionRecord:
+    """Calls that are computed again together.
+
+    Attributes:
+        path: of the module that holds them all.
+        calls: the names of their functions.
+        dropped: bytes that aren't kept for the backward pass.
+        flops: of computing them again.
+    """
+
+    path: str
+    calls: tuple[str, ...]
+    dropped: int
+    flops: int
+
+    @property
+    def text(self) -> str:
+        """In a few words."""
+        counts = Counter(self.calls).most_common()
+        names = [name if count == 1 else f"{count} {name}" for name, count in counts[:_MOST_NAMES]]
+        rest = len(self.calls) - sum(count for _, count in counts[:_MOST_NAMES])
+        names += [f"{rest} more"] if rest else []
+        return f"computes again {', '.join(names)}: {shown(self.dropped)} less to keep"
+
+
+def regions_of(profile: Profile, choice: Choice) -> list[RegionRecord]:
+    """The outermost regions of a choice, in the order of the forward; those that keep nothing less are left out."""
+    members: dict[int, list[int]] = {}
+    for index, (again, region) in enumerate(zip(choice.recomputed, choice.regions, strict=True)):
+        if again:
+            members.setdefault(region[0] if region else 0, []).append(index)
+    found = [_record(profile, calls) for _, calls in sorted(members.items())]
+    return [record for record in found if record.dropped]
+
+
+def _record(profile: Profile, members: Sequence[int]) -> RegionRecord:
+    calls = [profile.calls[index] for index in members]
+    values = [profile.values[number] for call in calls for number in call.makes]
+    dropped = sum(value.size for value in values if value.savers and value.numbers)
+    paths = [call.path.split(".") if call.path else [] for call in calls]
+    return RegionRecord(
+        ".".join(_common(paths)), tuple(call.name for call in calls), dropped, sum(call.flops for call in calls)
+    )
+
+
+def _common(paths: Sequence[list[str]]) -> list[str]:
+    first, last = min(paths), max(paths)
+    return [
+        a for number, (a, b) in enumerate(zip(first, last, strict=False)) if first[: number + 1] == last[: number + 1]
+    ]

@@ -1,0 +1,201 @@
+"""Training in a given amount of memory: what isn't kept for the backward pass is computed again there."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from passes.base import Context, Pass, PassResult
+from passes.checkpointing.budget import bytes_of, shown
+from passes.checkpointing.choice import Choice
+from passes.checkpointing.fake import faked
+from passes.checkpointing.forward import CheckpointedForward
+from passes.checkpointing.plan import Plan
+from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, profile
+from passes.checkpointing.regions import regions_of
+from passes.checkpointing.solve import Solver
+from passes.errors import RequirementNotMet
+from passes.graph.capture import training_flags
+from passes.graph.edits import AttributeEdit, in_place
+from passes.graph.program import Program
+from passes.graph.rewriter import Rewriter
+
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class InsertCheckpoints(Pass):
+    """Keep less for the backward pass, and compute it again there: training in a given amount of memory.
+
+    The peak is the most bytes alive in a step, forward and backward pass, without parameters, their gradients, buffers and
+    inputs, and without what kernels take for the time of a call. It is told from a run on fake tensors of the example
+    inputs' shapes, and the plan is made for these: the step that is planned for holds nothing but the loss when it turns
+    back, as `model(**batch).loss.backward()` does. The budget is kept, or the pass raises and names the lowest that it can
+    keep to. What is computed again is the same to the bit: losses, gradients, buffers and random numbers are those of a
+    step without the pass.
+
+    The module's own code runs, once for each step. Single calls of torch functions are computed again, alone or in
+    regions; those that draw random numbers draw the same ones, and a BatchNorm moves its statistics once.
+
+    Attributes:
+        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB", or "min" for as little as can be
+            reached.
+        strategy: "optimal": the least to compute again; "uniform": all of several runs of equal work, as many as cost least.
+        selective: whether results inside of a run may be kept; without it a run is computed again as a whole.
+
+    Does not handle: a forward that makes other calls at each run (layers dropped at random); compiled and exported code,
+    which keeps what it would without the pass.
+    """
+
+    name: ClassVar[str] = "insert-checkpoints"
+    modes: ClassVar[tuple[str, ...]] = ("training",)
+    needs_graph: ClassVar[bool] = False
+    needs_run: ClassVar[str] = "plans a step of the batch size that you train with"
+
+    memory_budget: float | str = 0.5
+    strategy: Literal["optimal", "uniform"] = "optimal"
+    selective: bool = True
+
+    def __post_init__(self) -> None:
+        bytes_of(self.memory_budget, 1)
+        if self.strategy not in ("optimal", "uniform"):
+            raise ValueError(f"strategy is 'optimal' or 'uniform', not {self.strategy!r}")
+
+    def run(self, program: Program, context: Context) -> PassResult:
+        """Plan a step of the root, and put the plan around its forward.
+
+        Raises:
+            RequirementNotMet: the budget is out of reach, or no step can be planned.
+        """
+        root, rewriter = program.root, Rewriter(program)
+        try:
+            with in_place(_without_plan(root)):
+                steps = _Steps(root, context)
+                found = self._planned(steps)
+        except NoProfile as error:
+            raise RequirementNotMet(
+                f"{self.name} can't plan a training step of {type(root).__name__}: {error}."
+            ) from None
+        before = root.__dict__.get("forward")
+        if isinstance(before, CheckpointedForward):
+            if before.plan == found.plan:
+                rewriter.skip_module("", "it trains under this plan already")
+                return PassResult((), tuple(rewriter.skips), rewriter)
+            before = before.inner
+        for region in regions_of(steps.profile, found.choice):
+            with rewriter.change(region.path, region.text):
+                pass
+        with rewriter.change("", found.text) as change:
+            rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
+        return PassResult(tuple(rewriter.changes), (), rewriter)
+
+    def _planned(self, steps: _Steps) -> _Planned:
+        solver = Solver(steps.profile, self.selective)
+        peak = steps.profile.peak
+        budget = bytes_of(self.memory_budget, peak)
+        target = budget
+        for _ in range(_TRIES):
+            choice = self._chosen(solver, target)
+            if choice is None:
+                break
+            found = _Planned(choice, choice.plan(steps.profile), steps, self.memory_budget)
+            if budget is None or found.measured.peak <= budget:
+                return found
+            assert target is not None
+            target -= found.measured.peak - budget
+        lowest = self._lowest(solver)
+        reached = _Planned(lowest, lowest.plan(steps.profile), steps, "min").measured.peak
+        raise RequirementNotMet(
+            f"{self.name} can't keep to memory_budget={self.memory_budget!r}, which is {shown(budget or 0)} of the"
+            f" {shown(peak)} that a step takes: the lowest is {shown(reached)}, memory_budget={_rounded_up(reached / peak)}"
+            ' or "min".'
+        )
+
+    def _chosen(self, solver: Solver, budget: int | None) -> Choice | None:
+        if budget is None:
+            return self._lowest(solver)
+        return solver.solve(budget) if self.strategy == "optimal" else solver.solve_uniform(budget)
+
+    def _lowest(self, solver: Solver) -> Choice:
+        return solver.lowest() if self.strategy == "optimal" else solver.lowest_uniform()
+
+
+def _without_plan(root: nn.Module) -> list[AttributeEdit]:
+    """What takes an earlier plan off the root."""
+    forward = root.__dict__.get("forward")
+    if not isinstance(forward, CheckpointedForward):
+        return []
+    inner = types.MethodType(type(root).forward, root) if forward.inner is None else forward.inner
+    return [AttributeEdit(root, "forward", inner)]
+
+
+def _rounded_up(share: float) -> float:
+    return min(1.0, int(share * 1000 + 1) / 1000)
+
+
+class _Steps:
+    """Training steps of a root on its example inputs, on fake tensors or, where these don't go through, on real ones."""
+
+    def __init__(self, root: nn.Module, context: Context) -> None:
+        self.root = root
+        self._context = context
+        self._is_fake = True
+        try:
+            self.profile = self._profile()
+        except NoProfile:
+            raise
+        except Exception:  # noqa: BLE001 - a forward that looks at numbers raises, in ways of its own, where there are none
+            self._is_fake = False
+            self.profile = self._profile()
+
+    def _profile(self) -> Profile:
+        with self._apart() as (args, kwargs):
+            return profile(self.root, args, kwargs)
+
+    def measure(self, plan: Plan) -> Measured:
+        """The step under a plan."""
+        with self._apart() as (args, kwargs):
+            return measure(self.root, args, kwargs, plan)
+
+    @contextmanager
+    def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        assert self._context.apart is not None
+        with ExitStack() as stack:
+            args, kwargs = stack.enter_context(self._context.apart())
+            if not self.root.training:
+                stack.enter_context(training_flags(self.root, True))
+            if self._is_fake:
+                args, kwargs = stack.enter_context(faked(self.root, args, kwargs))
+            else:
+                # As in a step that isn't the first: the gradients are there, and what is added to them goes.
+                for parameter in self.root.parameters():
+                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            yield args, kwargs
+
+
+class _Planned:
+    """A choice that was tried."""
+
+    def __init__(self, choice: Choice, plan: Plan, steps: _Steps, budget: float | str) -> None:
+        self.choice = choice
+        self.plan = plan
+        self.measured = steps.measure(plan)
+        self._profile = steps.profile
+        self._budget = budget
+
+    @property
+    def text(self) -> str:
+        """What was reached, in a few words."""
+        peak, eager = self.measured.peak, self._profile.peak
+        again = self.measured.flops - self._profile.step_flops
+        share = again / self._profile.flops if self._profile.flops else 0.0
+        return (
+            f"trains in {shown(peak)} of {shown(eager)} ({100 * peak / eager:.1f} %; memory_budget={self._budget}), and"
+            f" computes {100 * share:.1f} % of the forward's FLOPs again"
+        )

@@ -1,0 +1,405 @@
+"""A module that trains in the memory it was given, and computes what it did."""
+
+import copy
+import logging
+import pickle
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import optimize, report_of
+from passes import InsertCheckpoints
+from passes.checkpointing.forward import CheckpointedForward
+from passes.checkpointing.live_bytes import LiveBytes
+from passes.checkpointing.profile import loss_of, there_before
+from passes.errors import PassOptionError, RequirementNotMet
+from passes.registry import make_passes
+
+# ------------------------------------------------------------------------------------- models
+
+
+class Block(nn.Module):
+    """A residual block that writes in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+
+    def forward(self, x):
+        y = F.relu(self.norms[0](self.first(x)), inplace=True)
+        y = self.norms[1](self.second(F.dropout(y, 0.1, self.training)))
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Block(8) for _ in range(5)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x, *, mask=None):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        dropout = 0.1 if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1, self.training)
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Words(nn.Module):
+    """Computes its own loss, and gives it beside other things; its weights are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList([Layer(16) for _ in range(4)])
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens, mask=None):
+        x = self.table(tokens)
+        with torch.no_grad():
+            scale = 1 / x.norm(dim=-1, keepdim=True)
+        x = x * scale
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+
+
+class Looking(nn.Module):
+    """Looks at numbers, which fake tensors don't have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(16, 16), nn.GELU())))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return y * 2 if y.sum().item() < 1e9 else y
+
+
+MODELS = {
+    "images": (Images, lambda: (torch.randn(4, 3, 16, 16),), {}),
+    "words": (Words, lambda: (torch.randint(0, 40, (4, 24)),), {}),
+    "words with a mask": (Words, lambda: (torch.randint(0, 40, (4, 24)),), {"mask": torch.ones(24, 24).tril().bool()}),
+    "looking": (Looking, lambda: (torch.randn(128, 16),), {}),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    cls, inputs, kwargs = MODELS[name]
+    return enliven(cls()).train(), inputs(), kwargs
+
+
+def planned(name, model=None, **options):
+    own, inputs, kwargs = made(name)
+    item = InsertCheckpoints(**options)
+    return optimize(
+        own if model is None else model, [item], mode="training", example_inputs=inputs, example_kwargs=kwargs
+    )
+
+
+def steps(model, inputs, kwargs, count=3, autocast=False):
+    """Losses, gradients and buffers of several steps, with the random state behind them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    seen = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(*inputs, **kwargs))
+        loss.backward()
+        seen.append(loss.detach())
+        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        seen += [buffer.clone() for buffer in model.buffers()]
+        optimizer.step()
+    return [*seen, torch.get_rng_state()]
+
+
+def assert_equal(expected, got):
+    assert len(expected) == len(got)
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert (a is None) == (b is None), number
+        assert a is None or torch.equal(a, b), number
+
+
+def peak_of(model, inputs, kwargs):
+    """The most bytes alive in a real step."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes(without=there_before(model, inputs, kwargs)) as live:
+        loss_of(model(*inputs, **kwargs)).backward()
+    return live.peak
+
+
+def share_again(result):
+    """The share of the forward's FLOPs that is computed again, as the report says."""
+    return float(re.search(r"computes ([\d.]+) %", report_of(result).passes[-1].changes[-1].text)[1])
+
+
+# ------------------------------------------------------------------------------------- the promise
+
+
+@pytest.mark.parametrize("budget", [0.7, "min"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_gradients_and_buffers_are_the_same_to_the_bit(name, budget):
+    model, inputs, kwargs = made(name)
+    result = planned(name, memory_budget=budget)
+    assert report_of(result).passes[-1].status == "applied"
+    assert_equal(steps(copy.deepcopy(model), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
+
+
+@pytest.mark.parametrize(
+    ("budget", "strategy", "selective"), [(0.6, "optimal", True), (0.7, "optimal", False), (0.7, "uniform", True)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_real_step_keeps_to_the_budget(name, budget, selective, strategy):
+    model, inputs, kwargs = made(name)
+    result = planned(name, memory_budget=budget, selective=selective, strategy=strategy)
+    assert peak_of(result, inputs, kwargs) <= budget * peak_of(model, inputs, kwargs)
+
+
+def test_under_autocast():
+    model, inputs, kwargs = made("images")
+    result = planned("images", memory_budget=0.5)
+    expected = steps(copy.deepcopy(model), inputs, kwargs, autocast=True)
+    assert_equal(expected, steps(copy.deepcopy(result), inputs, kwargs, autocast=True))
+
+
+def test_less_memory_costs_more():
+    shares = [share_again(planned("words", memory_budget=budget)) for budget in (0.9, 0.6, 0.4)]
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
+
+
+def test_the_optimal_strategy_computes_less_again_than_the_uniform_one():
+    optimal, uniform = (share_again(planned("words", memory_budget=0.5, strategy=s)) for s in ("optimal", "uniform"))
+    assert optimal < 0.5 * uniform
+
+
+def test_bytes_are_a_budget_too():
+    model, inputs, kwargs = made("words")
+    peak = peak_of(model, inputs, kwargs)
+    result = planned("words", memory_budget=f"{0.6 * peak / 1024:.3f}KiB")
+    assert peak_of(result, inputs, kwargs) <= 0.6 * peak
+    result = planned("words", memory_budget=int(0.6 * peak))
+    assert peak_of(result, inputs, kwargs) <= 0.6 * peak
+
+
+def test_a_budget_that_the_step_keeps_to_by_itself_changes_nothing_but_is_seen_to():
+    result = planned("words", memory_budget=1.0)
+    record = report_of(result).passes[-1]
+    assert record.status == "applied"
+    assert "100.0 %" in record.changes[-1].text
+    assert share_again(result) == 0
+
+
+def test_a_budget_out_of_reach_raises_and_names_the_lowest_that_isnt():
+    with pytest.raises(RequirementNotMet, match=r"can't keep to memory_budget=0.01") as raised:
+        planned("words", memory_budget=0.01)
+    lowest = float(re.search(r"memory_budget=(0\.\d+) or", str(raised.value))[1])
+    model, inputs, kwargs = made("words")
+    result = planned("words", memory_budget=lowest)
+    assert peak_of(result, inputs, kwargs) <= lowest * peak_of(model, inputs, kwargs)
+    with pytest.raises(RequirementNotMet):
+        planned("words", memory_budget=0.9 * lowest)
+
+
+# ------------------------------------------------------------------------------------- the module
+
+
+def test_names_tree_and_state_are_the_originals():
+    model, *_ = made("images")
+    result = planned("images", model, memory_budget=0.6)
+    assert type(result) is Images
+    assert list(result.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in result.named_modules()] == [name for name, _ in model.named_modules()]
+    assert all(a is b for a, b in zip(result.parameters(), model.parameters(), strict=True))
+    assert "forward" not in model.__dict__
+    model.load_state_dict(result.state_dict())
+
+
+def test_eval_and_no_grad_keep_nothing_and_plan_nothing(monkeypatch):
+    model, inputs, _kwargs = made("images")
+    result = planned("images", memory_budget=0.6)
+    expected = copy.deepcopy(model).eval()(*inputs)
+    monkeypatch.setattr("passes.checkpointing.forward.Tape", None)
+    assert torch.equal(result.eval()(*inputs), expected)
+    with torch.no_grad():
+        result.train()(*inputs)
+
+
+def test_train_and_eval_may_be_switched_at_any_time():
+    model, inputs, kwargs = made("images")
+    model, result = copy.deepcopy(model), copy.deepcopy(planned("images", memory_budget=0.5))
+    for _ in range(2):
+        assert_equal(steps(model.train(), inputs, kwargs, 1), steps(result.train(), inputs, kwargs, 1))
+        assert_equal(steps(model.eval(), inputs, kwargs, 1), steps(result.eval(), inputs, kwargs, 1))
+
+
+@pytest.mark.parametrize("move", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+def test_copies_train_alike(move):
+    _, inputs, kwargs = made("words")
+    result = planned("words", memory_budget=0.6)
+    moved = move(result)
+    assert moved.__dict__["forward"].owner is moved
+    budget = 0.6 * peak_of(made("words")[0], inputs, kwargs)
+    assert peak_of(moved, inputs, kwargs) <= budget
+    assert_equal(steps(copy.deepcopy(result), inputs, kwargs), steps(moved, inputs, kwargs))
+
+
+def test_a_model_in_eval_is_planned_as_it_trains():
+    model, inputs, kwargs = made("images")
+    result = planned("images", copy.deepcopy(model).eval(), memory_budget=0.6)
+    assert not result.training
+    assert peak_of(result.train(), inputs, kwargs) <= 0.6 * peak_of(model, inputs, kwargs)
+
+
+def test_frozen_parameters_and_inputs_that_need_gradients():
+    model, inputs, kwargs = made("images")
+    model.stem.requires_grad_(False)
+    model.blocks[1].first.requires_grad_(False)
+    result = planned("images", copy.deepcopy(model), memory_budget=0.6)
+    assert_equal(steps(copy.deepcopy(model), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
+    gradients = []
+    for one in (model, result):
+        torch.manual_seed(0)
+        x = inputs[0].clone().requires_grad_()
+        gradients += torch.autograd.grad(loss_of(copy.deepcopy(one)(x)), x)
+    assert torch.equal(*gradients)
+
+
+def test_hooks_run_once_and_see_what_they_saw():
+    seen = {}
+
+    def hook(module, args, output):
+        seen.setdefault(module.__class__, []).append(output.detach().sum().item())
+
+    model, inputs, kwargs = made("images")
+    for block in model.blocks:
+        block.register_forward_hook(hook)
+    result = copy.deepcopy(planned("images", model, memory_budget=0.5))
+    seen.clear()
+    steps(result, inputs, kwargs, 1)
+    mine = list(seen[Block])
+    seen.clear()
+    steps(copy.deepcopy(model), inputs, kwargs, 1)
+    assert mine == seen[Block]
+    assert len(mine) == 5
+
+
+def test_with_a_fold_in_front():
+    model, inputs, kwargs = made("images")
+    for block in model.blocks:
+        block.first.bias = nn.Parameter(torch.randn(8))
+    passes = ["fold-conv-bias", InsertCheckpoints(0.6)]
+    result = optimize(model, passes, mode="training", example_inputs=inputs)
+    assert [record.status for record in report_of(result).passes] == ["applied", "applied"]
+    plain = optimize(model, passes[:1], mode="training", example_inputs=inputs)
+    assert_equal(steps(copy.deepcopy(plain), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
+    assert peak_of(result, inputs, kwargs) <= 0.6 * peak_of(plain, inputs, kwargs)
+
+
+def test_another_budget_on_a_result_replaces_the_plan():
+    model, inputs, kwargs = made("words")
+    loose = planned("words", memory_budget=0.8)
+    tight = planned("words", loose, memory_budget=0.5)
+    assert peak_of(tight, inputs, kwargs) <= 0.5 * peak_of(model, inputs, kwargs)
+    assert not isinstance(tight.__dict__["forward"].inner, CheckpointedForward)
+    assert peak_of(loose, inputs, kwargs) > 0.5 * peak_of(model, inputs, kwargs)
+
+
+def test_compiled_and_traced_code_computes_the_same():
+    _, inputs, _ = made("looking")
+    result = planned("looking", memory_budget=0.6)
+    expected = result(*inputs)
+    assert torch.equal(torch.compile(result, backend="eager")(*inputs), expected)
+    result = planned("images", memory_budget=0.6).eval()
+    _, inputs, _ = made("images")
+    torch.testing.assert_close(torch.export.export(result, inputs).module()(*inputs), result(*inputs))
+
+
+# ------------------------------------------------------------------------------------- what can't be planned
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not self.training or random.random() < 0.5:
+                x = F.gelu(layer(x))
+        return x
+
+
+def test_a_forward_that_takes_another_way_keeps_what_it_needs_and_says_so(caplog):
+    inputs = (torch.randn(16, 8),)
+    model = enliven(Dropping()).train()
+    random.seed(0)
+    result = optimize(model, [InsertCheckpoints(0.9)], mode="training", example_inputs=inputs)
+    with caplog.at_level(logging.WARNING):
+        for seed in range(4):
+            gradients = []
+            for one in (model, result):
+                random.seed(seed)
+                loss = one(*inputs).sum()
+                gradients.append(torch.autograd.grad(loss, list(one.parameters()), allow_unused=True))
+            assert_equal(*gradients)
+    assert "another way" in caplog.text
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    model = nn.Linear(3, 3).requires_grad_(False)
+    with pytest.raises(
+        RequirementNotMet, match="insert-checkpoints can't plan a training step of Linear: nothing that"
+    ):
+        optimize(model, [InsertCheckpoints()], mode="training", example_inputs=(torch.randn(2, 3),))
+
+
+def test_inference_and_no_example_inputs_are_refused():
+    model, inputs, _ = made("images")
+    with pytest.raises(RequirementNotMet, match="for training"):
+        optimize(model, [InsertCheckpoints()], example_inputs=inputs)
+    with pytest.raises(RequirementNotMet, match="give example inputs"):
+        optimize(model, [InsertCheckpoints()], mode="training")
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, None, "", "12", "12 parsecs", "0GiB", "half", float("nan")])
+def test_a_budget_that_is_none_is_refused(budget):
+    with pytest.raises(ValueError, match="memory_budget is a share of the eager peak"):
+        InsertCheckpoints(memory_budget=budget)
+
+
+def test_options_as_text():
+    (item,) = make_passes(["insert-checkpoints"], "training")
+    assert item == InsertCheckpoints(0.5)
+    assert InsertCheckpoints.from_options({"memory_budget": "0.4"}) == InsertCheckpoints(0.4)
+    assert InsertCheckpoints.from_options({"memory_budget": "12GiB", "strategy": "uniform"}) == InsertCheckpoints(
+        "12GiB", "uniform"
+    )
+    with pytest.raises(PassOptionError, match="memory_budget is a share"):
+        InsertCheckpoints.from_options({"memory_budget": "lots"})
+    with pytest.raises(ValueError, match="strategy is 'optimal' or 'uniform'"):
+        InsertCheckpoints(strategy="greedy")
