@@ -55,7 +55,8 @@ class LiveBytes(TorchDispatchMode):
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             self.flops += counted(*args, **kwargs, out_val=result)
-        if not func.is_view:
+        # A fake tensor is asked for its device by an operator.
+        if not func.is_view and func is not torch.ops.prim.device.default:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             self.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags

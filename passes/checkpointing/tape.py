@@ -43,7 +43,7 @@ transforms = torch._C._functorch.peek_interpreter_stack
 # Questions about a tensor, and hooks on it, are no calls that a plan counts: whoever watches a forward asks them too.
 UNCOUNTED = frozenset(
     {
-        "__get__", "__set__", "__delete__", "__len__", "__hash__", "__repr__", "__format__", "data_ptr", "dim", "dim_order",
+        "__get__", "__set__", "__delete__", "__len__", "__hash__", "__repr__", "__format__", "data_ptr", "device", "dim", "dim_order",
         "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_nonzero", "is_same_size",
         "is_set_to", "is_signed", "is_storage", "is_tensor", "nbytes", "ndimension", "nelement", "numel",
         "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage",
@@ -160,6 +160,9 @@ class Node:
         found = {number: reference() for number, reference in self.slots.items()}
         return {number: slot for number, slot in found.items() if slot is not None}
 
+    def lacking(self) -> dict[int, Slot]:
+        return {number: slot for number, slot in self.alive().items() if slot.value is None}
+
     def needs(self) -> list[_Later]:
         return [leaf for leaf in leaves((self.arguments, self.options)) if isinstance(leaf, _Later)]
 
@@ -231,6 +234,11 @@ class Tape(TorchFunctionMode):
         reference = weakref.ref(storage, lambda _: results.pop(key, None))
         results[key] = _Result(node, number, tensor._version, tensor.dtype, reference)
 
+    def forget(self, tensor: Tensor) -> None:
+        """A tensor was written to: what it held before is needed by nobody through it, nor what that was made from."""
+        if tensor.layout is torch.strided:
+            self._results.pop(tensor.untyped_storage()._cdata, None)
+
 
 class _Result(NamedTuple):
     node: Node
@@ -271,6 +279,8 @@ class _Call:
         finally:
             pop_hooks()
         written = [tensor for tensor, before in zip(self.inputs, versions, strict=True) if tensor._version != before]
+        for tensor in written:
+            self.tape.forget(tensor)
         if self.node is not None and self._is_repeatable(self.node, written, result):
             if self.step.recomputed:
                 self._register(self.node, result)
@@ -460,7 +470,7 @@ def _compute(wanted: Slot) -> None:
     order, uses = _needed(wanted)
     values = _Values(uses)
     for node in order:
-        slots = node.alive() if node.region == wanted.node.region[: len(node.region)] else {}
+        slots = node.lacking() if node.region == wanted.node.region[: len(node.region)] else {}
         for number, tensor in _run(node, set(slots), values).items():
             if (slot := slots.get(number)) is not None:
                 slot.value = tensor

@@ -92,6 +92,15 @@ def test_views_move_nothing():
         assert bytes_.moved == made + 8 * KIB
 
 
+def test_a_fake_tensor_that_is_asked_for_its_device_moves_nothing():
+    with FakeTensorMode(), LiveBytes() as bytes_:
+        layer = nn.Linear(4, 4)
+        x = torch.ones(2, 4)
+        made = bytes_.moved
+        assert layer(x).device == x.device
+    assert bytes_.moved == made + (2 * 4 + 4 * 4 + 4 + 2 * 4) * 4
+
+
 def net():
     torch.manual_seed(0)
     return nn.Sequential(

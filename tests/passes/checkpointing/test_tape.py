@@ -8,15 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tiny_models import enliven
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from training_models import MODELS, built, rows
 
 from passes.checkpointing.plan import Plan, Step
 from passes.checkpointing.tape import UNCOUNTED, Tape
@@ -112,190 +109,6 @@ def assert_equal(expected, got):
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert (a is None) == (b is None), number
         assert a is None or torch.equal(a, b), number
-
-
-# ------------------------------------------------------------------------------------- models
-
-
-class Residual(nn.Module):
-    """Writes in place to what a BatchNorm gives."""
-
-    def __init__(self, activation=None):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None)])
-        self.short = nn.Conv2d(3, 8, 1)
-        self.activation = activation or nn.ReLU(inplace=True)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x):
-        y = self.activation(self.norms[0](self.first(x)))
-        y = self.norms[1](self.second(y))
-        y += self.short(x)
-        y = F.max_pool2d(self.activation(y), 2)
-        return self.head(F.dropout(y, 0.3, self.training).mean((2, 3)))
-
-
-class Attention(nn.Module):
-    def __init__(self, tied=False):
-        super().__init__()
-        self.table = nn.Embedding(20, 16)
-        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.head = nn.Linear(16, 20, bias=False)
-        if tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        with torch.no_grad():
-            scale = 1 / x.norm(dim=-1, keepdim=True)
-        q, k, v = (t.view(*t.shape[:2], 4, 4).transpose(1, 2) for t in self.project(self.norm(x * scale)).split(16, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
-        y = F.gelu(self.out(y.transpose(1, 2).reshape(x.shape))) + x
-        return F.cross_entropy(self.head(y).flatten(0, 1), tokens.flatten()), y
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        y = x * factor
-        ctx.save_for_backward(x, y)
-        return y.exp()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, y = ctx.saved_tensors
-        return gradient * y.exp() * 2.0 + 0 * x, None
-
-
-class Mixed(nn.Module):
-    """Views, concatenations, lists of tensors, a checkpoint of its own, a function of its own, a frozen layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.layers[1].requires_grad_(False)
-        self.norm = nn.BatchNorm1d(8)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x, mask=None):
-        self.calls += 1
-        a = torch.tanh(self.layers[0](x))
-        b = self.layers[1](a).sigmoid()
-        c = checkpoint(lambda t: self.norm(self.layers[2](t)).relu(), b, use_reentrant=False)
-        parts = torch.cat([a, c[:, :4], Scaled.apply(b, 0.3)], dim=1).chunk(2, dim=1)
-        y = torch.stack([parts[0].T.contiguous().T, parts[1] * 2]).sum(0)
-        z = y.clone()
-        z[:, ::2] = 0.5 * z[:, 1::2]
-        z = z.masked_fill(z > 1, 0.0) if mask is None else z.where(mask, z.exp())
-        return self.layers[3](z[:, :8]), z
-
-
-class Doubled(torch.Tensor):
-    """A tensor of a class of its own, whose products are doubled."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        return result + result if func.__name__ == "mul" else result
-
-
-class Chosen(nn.Module):
-    """Says itself which kernel, which generator and which class of tensors it wants."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        q = self.layer(x).view(1, 1, -1, 8)
-        with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(q, q, q).tanh()
-        y = self.layer(y).exp()
-        noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
-        noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
-        z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
-        return z.sigmoid() * y
-
-
-class Mapped(nn.Module):
-    """Maps a function over its rows, whose tensors are none outside of it, and takes a gradient there."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        def row(r):
-            return (self.layer(r).tanh() * r.exp()).sigmoid().sum()
-
-        y = torch.func.vmap(row)(x)
-        slope = torch.func.vmap(torch.func.grad(row))(x)
-        return y[:, None] * slope.sin().cos()
-
-
-class Sliced(nn.Module):
-    """Cuts at a place that it computes, and takes a tuple of results apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.layer(x)
-        best = y.max(dim=1)
-        count = best.indices.sum().clamp(2, 5)
-        chosen = y[:count, torch.tensor([1, 0, 2])]
-        return (best.values[:count] * chosen.exp().sum(1)).sigmoid()
-
-
-def built(make, *inputs):
-    torch.manual_seed(0)
-    return enliven(make()).train(), inputs
-
-
-def image():
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
-
-
-def rows():
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
-
-
-def tokens():
-    return torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(3))
-
-
-MODELS = {
-    "in place": lambda: built(Residual, image()),
-    "out of place": lambda: built(lambda: Residual(nn.SiLU()), image()),
-    "attention": lambda: built(Attention, tokens()),
-    "tied": lambda: built(lambda: Attention(tied=True), tokens()),
-    "mixed": lambda: built(Mixed, rows()),
-    "mask": lambda: built(Mixed, rows(), torch.rand(6, 10, generator=torch.Generator().manual_seed(4)) > 0.5),
-    "recurrent": lambda: built(lambda: First(nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()),
-    "maps": lambda: built(Mapped, rows()),
-    "chooses": lambda: built(Chosen, rows()),
-    "slices": lambda: built(Sliced, rows()),
-    "norms": lambda: built(
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.GroupNorm(2, 8),
-            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
-            nn.PReLU(),
-        ),
-        image(),
-    ),
-}
-
-
-class First(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x[:, None])[0]
 
 
 # ------------------------------------------------------------------------------------- equality
@@ -433,6 +246,22 @@ def test_what_is_computed_again_isnt_kept():
     assert [made[number].expired() for number in range(4)] == [False, True, True, False]
     result.sum().backward()
     assert all(made[number].expired() for number in range(3))
+
+
+def test_what_is_written_over_lets_go_of_what_it_was_computed_from():
+    class Writing(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            made = StorageWeakRef(y.untyped_storage())
+            z = (y * 2).relu_()
+            del y
+            # Nobody asks for the product as it was, so nobody computes it again.
+            assert made.expired()
+            return z.sum()
+
+    with Tape(Plan(("add", "mul", "relu_", "sum"), (None, Step(recomputed=True), Step(), None))):
+        result = Writing()(rows())
+    result.backward()
 
 
 def test_statistics_move_once_a_step():

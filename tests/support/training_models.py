@@ -1,0 +1,320 @@
+"""Small models that do in their forward what a training step has to get by with: each as (model, inputs)."""
+
+import random
+
+import torch
+import torch.nn.functional as F
+import transformers
+from tiny_models import enliven
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+
+class Residual(nn.Module):
+    """Writes in place to what a BatchNorm gives."""
+
+    def __init__(self, activation=None, momentum=None):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=momentum)])
+        self.short = nn.Conv2d(3, 8, 1)
+        self.activation = activation or nn.ReLU(inplace=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = self.activation(self.norms[0](self.first(x)))
+        y = self.norms[1](self.second(y))
+        y += self.short(x)
+        y = F.max_pool2d(self.activation(y), 2)
+        return self.head(F.dropout(y, 0.3, self.training).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        with torch.no_grad():
+            scale = 1 / x.norm(dim=-1, keepdim=True)
+        q, k, v = (t.view(*t.shape[:2], 4, 4).transpose(1, 2) for t in self.project(self.norm(x * scale)).split(16, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
+        y = F.gelu(self.out(y.transpose(1, 2).reshape(x.shape))) + x
+        return F.cross_entropy(self.head(y).flatten(0, 1), tokens.flatten()), y
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        y = x * factor
+        ctx.save_for_backward(x, y)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y.exp() * 2.0 + 0 * x, None
+
+
+class Mixed(nn.Module):
+    """Views, concatenations, lists of tensors, a checkpoint of its own, a function of its own, a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[1].requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, mask=None):
+        self.calls += 1
+        a = torch.tanh(self.layers[0](x))
+        b = self.layers[1](a).sigmoid()
+        c = checkpoint(lambda t: self.norm(self.layers[2](t)).relu(), b, use_reentrant=False)
+        parts = torch.cat([a, c[:, :4], Scaled.apply(b, 0.3)], dim=1).chunk(2, dim=1)
+        y = torch.stack([parts[0].T.contiguous().T, parts[1] * 2]).sum(0)
+        z = y.clone()
+        z[:, ::2] = 0.5 * z[:, 1::2]
+        z = z.masked_fill(z > 1, 0.0) if mask is None else z.where(mask, z.exp())
+        return self.layers[3](z[:, :8]), z
+
+
+class Doubled(torch.Tensor):
+    """A tensor of a class of its own, whose products are doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result + result if func.__name__ == "mul" else result
+
+
+class Chosen(nn.Module):
+    """Says itself which kernel, which generator and which class of tensors it wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.layer(x).view(1, 1, -1, 8)
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(q, q, q).tanh()
+        y = self.layer(y).exp()
+        noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
+        noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
+        z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
+        return z.sigmoid() * y
+
+
+class Mapped(nn.Module):
+    """Maps a function over its rows, whose tensors are none outside of it, and takes a gradient there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        def row(r):
+            return (self.layer(r).tanh() * r.exp()).sigmoid().sum()
+
+        y = torch.func.vmap(row)(x)
+        slope = torch.func.vmap(torch.func.grad(row))(x)
+        return y[:, None] * slope.sin().cos()
+
+
+class Sliced(nn.Module):
+    """Cuts at a place that it computes, and takes a tuple of results apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        best = y.max(dim=1)
+        count = best.indices.sum().clamp(2, 5)
+        chosen = y[:count, torch.tensor([1, 0, 2])]
+        return (best.values[:count] * chosen.exp().sum(1)).sigmoid()
+
+
+class First(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x[:, None])[0]
+
+
+class Named(nn.Module):
+    """Takes its arguments by name, gives a dict, and trains only a part of itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 8, 3), nn.GELU())
+        self.body[:2].requires_grad_(False)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image, *, labels=None, scale=1.0):
+        features = self.body(image * scale)
+        with torch.no_grad():
+            weight = features.abs().mean((2, 3), keepdim=True)
+        logits = self.head((features * weight).mean((2, 3)))
+        given = {"logits": logits, "features": features}
+        return given if labels is None else given | {"loss": F.cross_entropy(logits, labels)}
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self):
+        layers = nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        super().__init__(*layers, nn.Flatten(), nn.Linear(32, 5), nn.Softmax(1))
+
+
+class Cast(nn.Module):
+    """Runs a part of itself under autocast."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(*args)
+
+
+def built(make, *inputs):
+    torch.manual_seed(0)
+    return enliven(make()).train(), inputs
+
+
+def image(requires_grad=True):
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3), requires_grad=requires_grad)
+
+
+def rows():
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+
+def tokens():
+    return torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(3))
+
+
+MODELS = {
+    "in place": lambda: built(Residual, image()),
+    "out of place": lambda: built(lambda: Residual(nn.SiLU()), image()),
+    "attention": lambda: built(Attention, tokens()),
+    "tied": lambda: built(lambda: Attention(tied=True), tokens()),
+    "mixed": lambda: built(Mixed, rows()),
+    "mask": lambda: built(Mixed, rows(), torch.rand(6, 10, generator=torch.Generator().manual_seed(4)) > 0.5),
+    "recurrent": lambda: built(lambda: First(nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()),
+    "maps": lambda: built(Mapped, rows()),
+    "chooses": lambda: built(Chosen, rows()),
+    "slices": lambda: built(Sliced, rows()),
+    "norms": lambda: built(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.GroupNorm(2, 8),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+            nn.PReLU(),
+        ),
+        image(),
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------- training steps
+
+
+def labels():
+    return torch.arange(4)
+
+
+# Those that run on fake tensors as well: each as (model, args, kwargs).
+STEPS = {
+    **{name: lambda make=MODELS[name]: (*make(), {}) for name in ("attention", "tied", "mixed", "mask", "norms")},
+    "in place": lambda: (*built(lambda: Residual(momentum=0.1), image()), {}),
+    "out of place": lambda: (*built(lambda: Residual(nn.SiLU(), momentum=0.1), image()), {}),
+    "loss outside": lambda: (*built(Named, image(requires_grad=False)), {"scale": 0.5}),
+    "loss inside": lambda: (*built(Named), {"image": image(), "labels": labels()}),
+    "frozen input": lambda: (*built(lambda: Residual(momentum=0.1), image(requires_grad=False)), {}),
+    "casts": lambda: (*built(lambda: Cast(Convolutions()), image()), {}),
+    "casts attention": lambda: (*built(lambda: Cast(Attention()), tokens()), {}),
+}
+
+
+def with_gradients(model, args, kwargs):
+    """The same, with gradients in place as a second step finds them."""
+    for tensor in (*model.parameters(), *args, *kwargs.values()):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.grad = torch.zeros_like(tensor)
+    return model, args, kwargs
+
+
+def random_choice_of(profile, seed):
+    """Some calls of a profile, with regions that may lie in one another: (wanted, regions)."""
+    rng = random.Random(seed)
+    share, length, inner = rng.choice((0.2, 0.5, 0.8, 1.0)), rng.choice((1, 3, 10, 100)), rng.choice((1, 2, 4))
+    count = len(profile.calls)
+    wanted = [rng.random() < share for _ in range(count)]
+    regions = tuple(
+        (index // length,) if rng.random() < 0.6 else (index // length, index // inner) for index in range(count)
+    )
+    return wanted, regions
+
+
+def _resnet():
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic")
+    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+def _vit():
+    config = transformers.ViTConfig(**_SIZES, image_size=16, patch_size=4)
+    return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def _bert():
+    config = transformers.BertConfig(**_SIZES, vocab_size=50, max_position_embeddings=24)
+    mask = torch.ones(2, 20).tril(12)
+    return transformers.BertForSequenceClassification(config), {"input_ids": _words(), "attention_mask": mask}
+
+
+def _gpt2():
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=24)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": _words(), "labels": _words(), "use_cache": False}
+
+
+def _llama():
+    config = transformers.LlamaConfig(**_SIZES, vocab_size=50, max_position_embeddings=24)
+    return transformers.LlamaForCausalLM(config), {"input_ids": _words(), "labels": _words(), "use_cache": False}
+
+
+def _t5():
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=50, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": _words(), "labels": _words()}
+
+
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def _words():
+    return torch.arange(40).view(2, 20)
+
+
+TRANSFORMERS = {"resnet": _resnet, "vit": _vit, "bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5}
+
+
+def of_transformers(name):
+    """A model of two layers, in training: (model, args, kwargs)."""
+    torch.manual_seed(0)
+    model, kwargs = TRANSFORMERS[name]()
+    if "labels" not in kwargs:
+        kwargs["labels"] = torch.arange(2)
+    return enliven(model).train(), (), kwargs
