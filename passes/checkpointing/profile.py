@@ -71,11 +71,14 @@ class Call:
         flops: of its matmuls, convolutions and attention.
         moved: bytes that its operators read and write.
         inner: the bytes that it takes while it runs, on top of what was alive before.
+        alone: the same where nothing that it saves of its own is kept.
+        early: the same up to where it has saved the last of its own: there it stops where no result of it is asked for.
         args: the values that it takes.
         makes: the values that it makes and that outlive it.
         repeatable: computed again from the same arguments, it gives the same, and no other call would notice.
         random: it draws random numbers.
         writes: it writes to its first argument, and gives that back.
+        spare: bytes of the tensors that it gets in place of running statistics when it is computed again.
     """
 
     name: str
@@ -83,11 +86,14 @@ class Call:
     flops: int = 0
     moved: int = 0
     inner: int = 0
+    alone: int = 0
+    early: int = 0
     args: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
     repeatable: bool = True
     random: bool = False
     writes: bool = False
+    spare: int = 0
 
 
 @dataclass(slots=True)
@@ -143,7 +149,10 @@ def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     with forgetful.watching(args, kwargs):
         outputs = forgetful.run(args, kwargs)
-    del outputs
+        loss = loss_of(outputs)
+        del outputs
+        forgetful.is_over = True
+        del loss
     # What a forward leaves out at random, it leaves out in both.
     random.setstate(python_state)
     torch.set_rng_state(torch_state)
@@ -159,6 +168,8 @@ def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
         del loss
         whole.finish()
     whole.add_deaths(forgetful.deaths)
+    for call, taken in zip(whole.profile.calls, forgetful.taken, strict=True):
+        call.alone = taken
     return whole.profile
 
 
@@ -241,7 +252,12 @@ class _Watch(TorchFunctionMode):
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack_outside, self.unpack))
             self._outer = top_hooks(False)
             stack.enter_context(self)
-            return self.root(*args, **kwargs)
+            try:
+                return self.root(*args, **kwargs)
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                raise NoProfile("it takes gradients by torch.func, which lets nobody see what is saved") from error
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -273,25 +289,26 @@ class _Watch(TorchFunctionMode):
 
 
 class _Forgetting(_Watch):
-    """Saves nothing for the backward pass: what still lives is held by somebody else."""
+    """Saves nothing of the forward for the backward pass: what still lives is held by somebody else."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
-        # For each memory that dies while the forward runs: the last call that was made then.
+        # For each memory that dies before the backward pass: the last call that was made then.
         self.deaths: dict[int, int] = {}
-        self._is_over = False
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = super().run(args, kwargs)
-        self._is_over = True
-        return outputs
+        # For each call the bytes that it takes while it runs.
+        self.taken: list[int] = []
+        self.is_over = False
 
     def gone(self, number: int) -> None:
-        if not self._is_over:
+        if not self.is_over:
             self.deaths[number] = len(self.names) - 1
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        self.bytes.restart()
+        before = self.bytes.live
+        result = func(*args, **kwargs)
+        self.taken.append(self.bytes.peak - before)
+        return result
 
     def pack_outside(self, tensor: Tensor) -> Any:
         return None
@@ -307,6 +324,8 @@ class _Held:
     tensor: Tensor
     call: int
     number: int | None
+    # The most bytes that the call had taken by then.
+    inner: int = 0
     value: int | None = None
 
 
@@ -319,6 +338,7 @@ class _Remembering(_Watch):
         self._alive: set[int] = set()
         self._new: list[int] = []
         self._peak = 0
+        self._before = 0
         # Values by the number of their memory and the version of the tensor; the last one of each memory.
         self._by_version: dict[tuple[int, int], int] = {}
         self._latest: dict[int, int] = {}
@@ -336,10 +356,10 @@ class _Remembering(_Watch):
         name = self.names[-1]
         index = len(self.profile.calls)
         self._see_made_between(index - 1)
-        call = Call(name, self._paths[-1])
-        self.profile.calls.append(call)
         given = tensors_in((args, kwargs))
         moved = moved_statistics(func, args, kwargs)
+        call = Call(name, self._paths[-1], spare=sum(tensor.nbytes for tensor in moved))
+        self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
         call.repeatable = (
             follows_from_its_arguments(name, args, kwargs) and top_hooks(False) == self._outer and transforms() is None
@@ -359,7 +379,7 @@ class _Remembering(_Watch):
         live, self._saves = self.bytes, []
         self._peak = max(self._peak, live.peak)
         live.restart()
-        before, flops, bytes_moved = live.live, live.flops, live.moved
+        self._before, flops, bytes_moved = live.live, live.flops, live.moved
         live.is_random = live.is_foreign = False
         mine = top_hooks(False) == self._outer and transforms() is None
         if mine:
@@ -369,7 +389,7 @@ class _Remembering(_Watch):
         finally:
             if mine:
                 pop_hooks()
-        call.inner = live.peak - before
+        call.inner = live.peak - self._before
         call.flops, call.moved = live.flops - flops, live.moved - bytes_moved
         call.random = live.is_random
         call.repeatable &= not live.is_foreign
@@ -418,12 +438,16 @@ class _Remembering(_Watch):
                 version[number] = tensor._version
                 whole |= {number} if is_plain(tensor) and fills_its_memory(tensor) else set()
         packs: dict[int, list[int]] = {}
+        taken: dict[int, int] = {}
         for place, held in enumerate(self._saves):
             if held.number is not None:
                 packs.setdefault(held.number, []).append(-1 - place)
+                taken[held.number] = held.inner
         for number in self._take_new():
             numbers = names.get(number) or packs.get(number, [])
             self._add(call, index, number, version.get(number, 0), tuple(numbers))
+            if number not in names:
+                call.early = max(call.early, taken.get(number, 0))
             # A result that is but a part of its memory isn't found again in it.
             call.repeatable &= number in whole or number not in names
         for held in self._saves:
@@ -458,7 +482,8 @@ class _Remembering(_Watch):
         call.makes += (value,)
 
     def _pack_inside(self, tensor: Tensor) -> _Held:
-        held = _Held(tensor.detach(), len(self.profile.calls) - 1, self.bytes.number_of(tensor))
+        index, taken = len(self.profile.calls) - 1, self.bytes.peak - self._before
+        held = _Held(tensor.detach(), index, self.bytes.number_of(tensor), taken)
         self._saves.append(held)
         return held
 
@@ -468,7 +493,9 @@ class _Remembering(_Watch):
             # It is kept as it is, whatever a plan says.
             self._fixed.add(value)
             self._save(value, index)
-        return _Held(tensor.detach(), index, number)
+        # This isn't one of the forward's own calls.
+        with torch._C.DisableTorchFunction():
+            return _Held(tensor.detach(), index, number)
 
     def made(self, number: int) -> None:
         self._alive.add(number)

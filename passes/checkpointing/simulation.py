@@ -36,15 +36,18 @@ class Simulation:
         self.args = [call.args for call in calls]
         self.makes = [call.makes for call in calls]
         self.inner = [call.inner for call in calls]
-        # A call that writes in place is computed again in memory of its own.
+        # A call that writes in place is computed again in memory of its own. What it takes then is told by what is asked for:
+        # results alone, what it saves of its own alone, both.
+        more = [call.spare + (sum(values[made].size for made in call.makes) if call.writes else 0) for call in calls]
         self.again = [
-            call.inner + (sum(values[made].size for made in call.makes) if call.writes else 0) for call in calls
+            (0, call.alone + own, call.early + own, call.inner + own) for call, own in zip(calls, more, strict=True)
         ]
         self.size = [value.size for value in values]
         self.maker = [value.call for value in values]
         self.until = [value.until for value in values]
         self.python = [value.python for value in values]
         self.is_named = [bool(value.numbers) for value in values]
+        self.kind = [1 if any(number >= 0 for number in value.numbers) else 2 for value in values]
         self.is_saved = [bool(value.savers) for value in values]
         # What stays whatever is computed again, and what can stay.
         self.is_held = [value.held for value in values]
@@ -72,6 +75,8 @@ class Course:
             choice.recomputed[maker] and named
             for maker, named in zip(simulation.maker, simulation.is_named, strict=True)
         ]
+        # What goes with the last thing that is computed from it, whatever its own turn is.
+        self.is_taken = [False] * len(self.dropped)
         self.until, self.python = self._ends()
         # Whether each value is held beyond the forward, as it is.
         self.is_held = [
@@ -84,7 +89,8 @@ class Course:
         self.lacks = list(self.dropped)
         self.flops = self.moved = self.runs = 0
         self.live = 0
-        self.ends: list[dict[int, bool]] = [{} for _ in range(len(self.order) + 1)]
+        self.ends: list[dict[int, int]] = [{} for _ in range(len(self.order) + 1)]
+        self.late = [0] * (len(self.order) + 1)
         self.forward: list[int] = []
         self.backward: list[int] = []
         self.outcome = self._followed()
@@ -106,6 +112,7 @@ class Course:
                     maker = makers[value]
                     lasts[maker], ends[maker] = max(lasts[maker], last), max(ends[maker], end)
                 else:
+                    self.is_taken[value] |= end >= until[value]
                     python[value], until[value] = max(python[value], last), max(until[value], end)
         return until, python
 
@@ -143,17 +150,21 @@ class Course:
             peak = max(peak, self.live + item.extras[0])
             ending = ends[position]
             for number, extra in zip(item.releases, item.extras[1:], strict=True):
-                if ending.pop(number, None):
-                    self.live -= size[number]
+                self.live -= size[number] * ending.pop(number, 0)
                 peak = max(peak, self.live + extra)
-            for number in ending:
-                self.live -= size[number]
+            for number, copies in ending.items():
+                self.live -= size[number] * copies
+            self.live -= self.late[position]
             self.backward.append(peak)
 
     def _end(self, number: int) -> None:
         """See to it that a value that is there goes when it isn't needed any more."""
         end = self.simulation.until[number] if self.dropped[number] else self.until[number]
-        self.ends[end][number] = True
+        if self.is_taken[number]:
+            self.late[end] += self.simulation.size[number]
+            return
+        # What an output holds is computed again beside it.
+        self.ends[end][number] = self.ends[end].get(number, 0) + 1
 
     def _compute(self, wanted: int, position: int) -> int:
         """Fill a value, and with it those of its region and around it; the most bytes alive meanwhile."""
@@ -168,7 +179,7 @@ class Course:
             self.runs += 1
             self.flops += call.flops
             self.moved += call.moved
-            peak = max(peak, live + simulation.again[index])
+            before, asked = live, 0
             own = regions[index]
             stays = region[: len(own)] == own
             for number in call.makes:
@@ -179,7 +190,10 @@ class Course:
                 elif uses.get(number):
                     held.add(number)
                     live += size[number]
-            peak = max(peak, live)
+                else:
+                    continue
+                asked |= simulation.kind[number]
+            peak = max(peak, live, before + simulation.again[index][asked])
             for number in call.args:
                 left = uses.get(number)
                 if left:

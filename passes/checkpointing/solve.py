@@ -338,7 +338,7 @@ class Solver:
                 for value in (profile.values[made] for made in call.makes)
             )  # fmt: skip
             return (
-                call.flops, call.moved, call.inner, called(call.args), makes, call.repeatable, call.random, call.writes,
+                call.flops, call.moved, call.inner, call.alone, call.early, called(call.args), makes, call.repeatable, call.random, call.writes, call.spare,
             )  # fmt: skip
 
         turn = tuple(

@@ -1,0 +1,452 @@
+"""What a profile says of a step is what the step does, on real tensors and on fake ones."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from training_models import MODELS, STEPS, built, rows, with_gradients
+
+from passes.checkpointing.choice import Choice
+from passes.checkpointing.fake import faked, homes_of
+from passes.checkpointing.live_bytes import LiveBytes
+from passes.checkpointing.profile import NoProfile, loss_of, measure, profile, there_before
+from passes.checkpointing.tape import UNCOUNTED
+
+
+class Forward(nn.Module):
+    """A function as a module, with what it trains."""
+
+    def __init__(self, function, *parameters):
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList(parameters)
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def profile_of(function, *args):
+    return profile(Forward(function), args, {})
+
+
+def made(found, name, place=0):
+    """The values that the call of that name makes."""
+    call = [call for call in found.calls if call.name == name][place]
+    return [found.values[value] for value in call.makes]
+
+
+def call_of(found, name):
+    return next(call for call in found.calls if call.name == name)
+
+
+def turns(found):
+    return [found.calls[item.call].name if item.call < len(found.calls) else "loss" for item in found.order]
+
+
+# ------------------------------------------------------------------------------------- real and fake
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_real_and_fake_tensors_give_the_same_profile(name):
+    model, args, kwargs = with_gradients(*STEPS[name]())
+    with faked(model, args, kwargs) as (fake_args, fake_kwargs):
+        fake = profile(model, fake_args, fake_kwargs)
+    real = profile(model, args, kwargs)
+    assert fake.calls == real.calls
+    assert fake == real
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_without_gradients_in_place_the_profile_on_fake_tensors_is_the_same(name):
+    model, args, kwargs = STEPS[name]()
+    found = []
+    for model, args, kwargs in (STEPS[name](), with_gradients(*STEPS[name]())):
+        with faked(model, args, kwargs) as (fake_args, fake_kwargs):
+            found.append(profile(model, fake_args, fake_kwargs))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_peak_is_that_of_a_plain_step(name):
+    model, args, kwargs = with_gradients(*STEPS[name]())
+    found = profile(model, args, kwargs)
+    with LiveBytes(without=there_before(model, args, kwargs)) as live:
+        outputs = model(*args, **kwargs)
+        assert live.flops == found.flops
+        loss = loss_of(outputs)
+        del outputs
+        loss.backward()
+        del loss
+    assert live.live == 0
+    assert found.peak == live.peak
+    assert measure(model, args, kwargs, Choice.nothing(found).plan(found)).peak == live.peak
+
+
+class Names(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ not in UNCOUNTED:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_calls_are_those_of_the_plain_forward(name):
+    model, args, kwargs = with_gradients(*STEPS[name]())
+    found = profile(model, args, kwargs)
+    with Names() as seen:
+        model(*args, **kwargs)
+    assert [call.name for call in found.calls] == seen.names
+
+
+def test_each_call_knows_the_module_that_makes_it():
+    model, args, kwargs = with_gradients(*STEPS["in place"]())
+    found = profile(model, args, kwargs)
+    paths = [(call.name, call.path) for call in found.calls]
+    assert paths[0] == ("conv2d", "first")
+    assert ("batch_norm", "norms.1") in paths
+    assert [path for name, path in paths if name == "add_"] == ["norms.0", "norms.1", ""]
+
+
+# ------------------------------------------------------------------------------------- what stands in the place of what
+
+
+class Odd(nn.Module):
+    """Holds tensors wherever a module may."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.twin = self.layer
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("other", self.scale, persistent=False)
+        self.plain = torch.full((8,), 2.0)
+
+    def forward(self, x):
+        assert isinstance(self.layer.weight, FakeTensor)
+        assert isinstance(self.plain, FakeTensor)
+        assert self.scale is self.other
+        self.scale.add_(1)
+        return self.layer(x * self.plain) * self.scale
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_module_is_as_it_was_after_it_was_faked(raises):
+    model, (x,) = built(Odd, rows())
+    model.layer.weight.grad = torch.ones(8, 8)
+    before = [
+        (home, name, value) for module in model.modules() for home in homes_of(module) for name, value in home.items()
+    ]
+    values = copy.deepcopy(model.state_dict())
+    order = [list(home) for module in model.modules() for home in homes_of(module)]
+
+    def run():
+        with faked(model, (x,), {}) as (args, kwargs):
+            assert isinstance(args[0], FakeTensor)
+            assert args[0].requires_grad
+            assert kwargs == {}
+            model(*args).sum().backward()
+            if raises:
+                raise KeyError("in the body")
+
+    if raises:
+        with pytest.raises(KeyError, match="in the body"):
+            run()
+    else:
+        run()
+    after = [
+        (home, name, value) for module in model.modules() for home in homes_of(module) for name, value in home.items()
+    ]
+    assert len(before) == len(after)
+    assert all(
+        old[0] is new[0] and old[1] == new[1] and old[2] is new[2] for old, new in zip(before, after, strict=True)
+    )
+    assert order == [list(home) for module in model.modules() for home in homes_of(module)]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in values.items())
+    assert torch.equal(model.layer.weight.grad, torch.ones(8, 8))
+    assert model.layer.bias.grad is None
+    assert x.grad is None
+
+
+def test_one_tensor_in_two_places_has_one_twin():
+    model, args, kwargs = STEPS["tied"]()
+    with faked(model, args, kwargs):
+        assert model.head.weight is model.table.weight
+        assert model.head.weight.grad is not None
+        assert model.head.weight.grad.shape == model.head.weight.shape
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+def leaf(*shape):
+    return torch.rand(*shape, requires_grad=True)
+
+
+def test_a_value_says_what_it_takes_and_who_saves_it():
+    x = leaf(4, 8)
+    found = profile_of(lambda x: x.exp().sin().tanh(), x)
+    (exp,), (sin,), (tanh,) = made(found, "exp"), made(found, "sin"), made(found, "tanh")
+    assert [value.size for value in (exp, sin, tanh)] == [4 * 8 * 4] * 3
+    # exp and tanh save what they give, sin what it takes.
+    assert [value.savers for value in (exp, sin, tanh)] == [(0, 1), (), (2,)]
+    assert [value.numbers for value in (exp, sin, tanh)] == [(0,)] * 3
+    assert turns(found) == ["loss", "tanh", "sin", "exp"]
+    # exp is let go of when exp's turn is over; what sin gives isn't held at all.
+    assert [value.until for value in (exp, sin, tanh)] == [3, -1, 1]
+    # As a local it lives no longer than the call that takes it.
+    assert [value.python for value in (exp, sin)] == [1, 2]
+    assert not exp.held
+    assert not sin.held
+    # The loss is computed from the output.
+    assert tanh.held
+    assert [found.order[2].needs, found.order[3].needs] == [[0], [0]]
+    assert found.order[3].releases == [0]
+
+
+def test_an_output_that_the_loss_isnt_computed_from_isnt_held():
+    found = profile_of(lambda x: (x.exp().sum(), x.sin()), leaf(4))
+    (sin,) = made(found, "sin")
+    assert not sin.held
+    assert sin.until == -1
+
+
+def test_who_holds_a_value_in_the_module_holds_it():
+    kept = []
+
+    def forward(x):
+        kept[:] = [x.exp()]
+        return kept[0].sin().sum()
+
+    found = profile_of(forward, leaf(4))
+    (exp,), (sin,) = made(found, "exp"), made(found, "sin")
+    assert exp.held
+    assert exp.until == len(found.order)
+    assert not sin.held
+
+
+def test_a_local_lives_as_long_as_its_function():
+    def forward(x):
+        a = x.exp()
+        b = a.sin()
+        b = b.tanh()
+        return (b * a).sum()
+
+    found = profile_of(forward, leaf(4))
+    (exp,), (sin,) = made(found, "exp"), made(found, "sin")
+    assert exp.python == len(found.calls) - 1
+    assert sin.python == 2
+
+
+def test_a_view_is_no_value_of_its_own():
+    found = profile_of(lambda x: x.exp().view(2, 2).t().tanh(), leaf(4))
+    assert made(found, "view") == made(found, "t") == []
+    assert call_of(found, "tanh").args == call_of(found, "exp").makes
+
+
+def test_what_is_written_over_cant_be_kept():
+    found = profile_of(lambda x: x.sin().relu_().tanh(), leaf(4))
+    (sin,), (relu,) = made(found, "sin"), made(found, "relu_")
+    assert not sin.keepable
+    assert relu.keepable
+    assert call_of(found, "relu_").writes
+    assert call_of(found, "relu_").repeatable
+    assert relu.numbers == (0,)
+    # It is another value of the same memory, which takes nothing more.
+    assert call_of(found, "relu_").inner == 0
+    assert sin.python < 1
+    assert call_of(found, "tanh").args == call_of(found, "relu_").makes
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("add_", lambda x: (x.exp() + x.new_ones(4).add_(1).detach().add_(x.numel())).sum()),
+        ("__setitem__", lambda x: _set(x.sin())),
+        ("relu_", lambda x: _returns_another(x.sin())),
+    ],
+)
+def test_a_write_that_gives_something_else_back_isnt_repeated(name, function):
+    found = profile_of(function, leaf(4))
+    assert call_of(found, name).writes == (name == "add_" or name == "relu_")
+    assert call_of(found, name).repeatable == call_of(found, name).writes
+
+
+def _set(y):
+    y[0] = 0.0
+    return y.tanh()
+
+
+def _returns_another(y):
+    y.relu_()
+    return y.tanh()
+
+
+def test_a_write_to_what_isnt_counted_isnt_repeated():
+    count = torch.zeros(4)
+    found = profile_of(lambda x: (x.sin() * count.add_(1)).sum(), leaf(4))
+    assert not call_of(found, "add_").repeatable
+    # What is computed from it would come out otherwise after the next write; there is none here.
+    assert call_of(found, "mul").repeatable
+
+
+def test_what_is_computed_from_a_buffer_before_it_is_written_to_isnt_repeated():
+    count = torch.zeros(4)
+
+    def forward(x):
+        y = x.sin() * count
+        count.add_(1)
+        return y.tanh().sum()
+
+    found = profile_of(forward, leaf(4))
+    assert not call_of(found, "mul").repeatable
+    assert call_of(found, "tanh").repeatable
+
+
+def test_what_a_call_makes_and_saves_for_itself_has_numbers_below_zero():
+    found = profile_of(lambda x: F.max_pool2d(x.sin(), 2).tanh(), leaf(2, 3, 4, 4))
+    pooled, indices = sorted(made(found, "max_pool2d"), key=lambda value: value.numbers[0], reverse=True)
+    assert pooled.numbers == (0,)
+    assert pooled.size == 2 * 3 * 2 * 2 * 4
+    # The second that it saves; the first is its argument.
+    assert indices.numbers == (-2,)
+    assert indices.size == 2 * 3 * 2 * 2 * 8
+    assert indices.savers == (1,)
+
+
+def test_randomness_is_known():
+    found = profile_of(lambda x: F.dropout(x.sin(), 0.5).tanh(), leaf(8))
+    assert [call.name for call in found.calls if call.random] == ["dropout"]
+    assert call_of(found, "dropout").repeatable
+
+
+def test_a_call_with_a_generator_of_the_users_isnt_repeated():
+    generator = torch.Generator()
+    found = profile_of(lambda x: x * torch.rand(8, generator=generator), leaf(8))
+    assert not call_of(found, "rand").repeatable
+    assert call_of(found, "mul").repeatable
+
+
+def test_what_goes_through_a_users_checkpoint_isnt_repeated():
+    def forward(x):
+        return checkpoint(lambda t: t.sin().tanh(), x.exp(), use_reentrant=False).cos()
+
+    found = profile_of(forward, leaf(8))
+    # exp is what it computes again from.
+    assert [call.name for call in found.calls if not call.repeatable] == ["exp", "sin", "tanh"]
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient * ctx.saved_tensors[0] ** 2
+
+
+def test_what_a_users_function_saves_stays_as_it_is():
+    found = profile_of(lambda x: Cubed.apply(x.exp().sin()).tanh(), leaf(8))
+    (sin,) = made(found, "sin")
+    assert sin.savers
+    assert not call_of(found, "sin").repeatable
+    assert call_of(found, "exp").repeatable
+
+
+def test_nothing_is_saved_without_gradients():
+    def forward(x):
+        with torch.no_grad():
+            scale = x.exp().sin()
+        return (x * scale).tanh()
+
+    found = profile_of(forward, leaf(8))
+    (exp,), (sin,) = made(found, "exp"), made(found, "sin")
+    assert (exp.savers, exp.until) == ((), -1)
+    assert sin.savers == (2,)
+
+
+def test_a_call_says_what_it_takes_while_it_runs():
+    x = leaf(1, 2, 16, 4)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        found = profile_of(lambda x: F.scaled_dot_product_attention(x, x, x), x)
+    call = call_of(found, "scaled_dot_product_attention")
+    scores, whole = 2 * 16 * 16 * 4, 2 * 16 * 4 * 4
+    sizes = sorted(value.size for value in made(found, call.name))
+    # Query and key are scaled, the scores are saved after the softmax.
+    assert sizes == [whole, whole, whole, scores]
+    # At the most the scores before and after the softmax, with what was scaled: both where that is kept, else one.
+    assert call.inner == 2 * whole + 2 * scores
+    assert call.alone == whole + 2 * scores
+    assert call.early == 2 * whole + 2 * scores
+    assert call.flops == 2 * 2 * 2 * 16 * 16 * 4
+
+
+def test_a_norm_is_computed_again_with_statistics_to_spare():
+    found = profile(nn.BatchNorm2d(6), (torch.rand(2, 6, 3, 3, requires_grad=True),), {})
+    assert call_of(found, "batch_norm").spare == 2 * 6 * 4
+    assert call_of(found, "add_").spare == 0
+
+
+# ------------------------------------------------------------------------------------- losses and refusals
+
+
+def test_the_loss_is_what_the_model_computes():
+    loss, logits = torch.tensor(3.0, requires_grad=True), torch.ones(4, requires_grad=True)
+    assert loss_of({"loss": loss, "logits": logits}) == 3.0
+    assert loss_of((loss, loss * 2)) == 9.0
+
+
+def test_without_a_loss_it_is_half_the_mean_square():
+    a, b = torch.full((4,), 2.0, requires_grad=True), torch.full((2, 3), 3.0, requires_grad=True)
+    assert loss_of([a, {"b": b}, torch.ones(3), "text"]) == 2.0 + 4.5
+
+
+def test_a_step_without_gradients_has_no_profile():
+    with pytest.raises(NoProfile, match="nothing that it returns needs a gradient"):
+        profile(nn.Linear(2, 2).requires_grad_(False), (torch.ones(1, 2),), {})
+
+
+def test_a_forward_that_makes_other_calls_each_time_has_no_profile():
+    count = [0]
+
+    def forward(x):
+        count[0] += 1
+        return x.sin() if count[0] % 2 else x.cos()
+
+    with pytest.raises(NoProfile, match="doesn't make the same calls each time that it runs"):
+        profile_of(forward, leaf(4))
+
+
+def test_a_forward_that_takes_gradients_by_torch_func_has_no_profile():
+    model, args = MODELS["maps"]()
+    with pytest.raises(NoProfile, match=r"gradients by torch.func"):
+        profile(model, args, {})
+
+
+def test_a_forwards_own_error_is_raised():
+    def forward(x):
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        profile_of(forward, leaf(4))
+
+
+def test_a_forward_that_leaves_its_plan_isnt_measured():
+    found = profile_of(lambda x: x.sin().cos(), leaf(4))
+    with pytest.raises(NoProfile, match="doesn't make the same calls each time"):
+        measure(Forward(lambda x: x.sin()), (leaf(4),), {}, Choice.nothing(found).plan(found))
+
+
+def test_profiling_twice_gives_the_same():
+    model, args, kwargs = with_gradients(*STEPS["mixed"]())
+    assert profile(model, args, kwargs) == profile(model, args, kwargs)
