@@ -76,6 +76,7 @@ class Pass(ABC):
         modes: the modes that it is made for.
         needs_graph: whether it works on graphs, and so can't stand behind a barrier.
         is_barrier: whether what it returns has no graph and can't be exported.
+        plans_calls: whether what it makes is for the calls that the forward makes then, which no later pass may change.
         needs_run: what it needs a run of the root for, in a few words; "" where it can do without example inputs.
     """
 
@@ -83,6 +84,7 @@ class Pass(ABC):
     modes: ClassVar[tuple[str, ...]] = ("inference", "training")
     needs_graph: ClassVar[bool] = True
     is_barrier: ClassVar[bool] = False
+    plans_calls: ClassVar[bool] = False
     needs_run: ClassVar[str] = ""
 
     @abstractmethod

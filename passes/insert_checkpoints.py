@@ -56,6 +56,7 @@ class InsertCheckpoints(Pass):
     name: ClassVar[str] = "insert-checkpoints"
     modes: ClassVar[tuple[str, ...]] = ("training",)
     needs_graph: ClassVar[bool] = False
+    plans_calls: ClassVar[bool] = True
     needs_run: ClassVar[str] = "plans a step of the batch size that you train with"
 
     memory_budget: float | str = 0.5

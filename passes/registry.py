@@ -184,13 +184,20 @@ def _made(item: object) -> Pass:
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """See that nothing stands behind a pass that leaves no graph but what needs none.
+    """See that nothing stands behind a pass that leaves no graph but what needs none, and that no calls change behind a pass
+    that plans them.
 
     Raises:
         PassOrderError: something does.
     """
     barrier: Pass | None = None
+    planner: Pass | None = None
     for item in passes:
+        if planner is not None and (item.needs_graph or item.is_barrier or item.plans_calls):
+            raise PassOrderError(
+                f"{item.name} can't come after {planner.name}, whose plan is for the calls as they stand then:"
+                f" put {planner.name} last{' and leave the other out' if item.is_barrier or item.plans_calls else ''}."
+            )
         if barrier is not None and item.is_barrier:
             raise PassOrderError(f"{item.name} can't come after {barrier.name}: only one of them can be the last.")
         if barrier is not None and item.needs_graph:
@@ -199,6 +206,7 @@ def check_order(passes: Sequence[Pass]) -> None:
                 f" put {barrier.name} last."
             )
         barrier = item if item.is_barrier else barrier
+        planner = item if item.plans_calls else planner
 
 
 def describe_passes() -> tuple[PassDescription, ...]:

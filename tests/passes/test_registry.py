@@ -6,7 +6,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from passes import ChannelsLast, FoldConvBias, FoldConvBn, GraphPass, Pass, Rewriter, TorchCompile, registry
+from passes import (
+    ChannelsLast,
+    FoldConvBias,
+    FoldConvBn,
+    GraphPass,
+    InsertCheckpoints,
+    Pass,
+    Rewriter,
+    TorchCompile,
+    registry,
+)
 from passes.errors import DuplicatePass, PassesError, PassOptionError, PassOrderError, UnknownPass
 from passes.registry import check_order, describe_passes, make_passes, parse_passes, pass_names, register
 
@@ -105,8 +115,22 @@ def test_an_impossible_order(passes: list[Pass], message: str) -> None:
         check_order(passes)
 
 
+@pytest.mark.parametrize(
+    ("behind", "message"),
+    [
+        (FoldConvBias(), r"fold-conv-bias can't come after insert-checkpoints, .*: put insert-checkpoints last\."),
+        (TorchCompile(), "torch-compile can't come after insert-checkpoints, .* last and leave the other out"),
+        (InsertCheckpoints(0.3), "insert-checkpoints can't come after insert-checkpoints, .* leave the other out"),
+    ],
+)
+def test_no_calls_change_behind_a_plan(behind: Pass, message: str) -> None:
+    with pytest.raises(PassOrderError, match=message):
+        check_order([InsertCheckpoints(), behind])
+
+
 def test_a_possible_order() -> None:
     check_order([FoldConvBn(), FoldConvBn(), TorchCompile(), Late()])
+    check_order([FoldConvBias(), InsertCheckpoints(), Late()])
 
 
 @pytest.mark.usefixtures("entries")
