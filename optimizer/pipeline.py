@@ -395,6 +395,7 @@ class Pipeline:
             changes=tuple(PlaceRecord(change.where, change.what) for change in result.changes),
             skips=tuple(PlaceRecord(skip.where, skip.reason) for skip in result.skips),
             remarks=tuple(PlaceRecord(remark.where, remark.text) for remark in result.remarks),
+            detail=result.detail,
             seconds=_since(started),
         )
         return record, result
@@ -468,7 +469,7 @@ class Pipeline:
 
     def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
         result.rewriter.roll_back()
-        record.status, record.reason, record.remarks = "rolled-back", reason, ()
+        record.status, record.reason, record.remarks, record.detail = "rolled-back", reason, (), None
         if self.strict:
             raise OptimizeFailed(f"{record.name} was rolled back: {reason}")
 

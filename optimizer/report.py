@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from optimizer.parity import ParityReport
+from passes.base import Detail
 
 Status = Literal["applied", "unchanged", "rolled-back", "failed"]
 # The costliest come first; the JSON has them all.
@@ -64,6 +65,7 @@ class PassRecord:
             gives the figures; "failed": it raised, `reason` is the error.
         changes, skips: the places; those of a pass that was rolled back are what it had done.
         remarks: places that cost something and that the user may mend; none of a pass that was rolled back.
+        detail: what else the pass has to show, as plain data in JSON and as text for people; None for nothing.
         parity: the largest error of its changes, each at its own outputs, in units of the noise there; None where
             nothing was checked.
         seconds: the pass itself, without its checks.
@@ -76,6 +78,7 @@ class PassRecord:
     changes: tuple[PlaceRecord, ...] = ()
     skips: tuple[PlaceRecord, ...] = ()
     remarks: tuple[PlaceRecord, ...] = ()
+    detail: Detail | None = None
     parity: float | None = None
     seconds: float = 0.0
 
@@ -89,6 +92,7 @@ class PassRecord:
             "changes": [place.to_json() for place in self.changes],
             "skips": [place.to_json() for place in self.skips],
             "remarks": [place.to_json() for place in self.remarks],
+            "detail": None if self.detail is None else self.detail.to_json(),
             "parity": self.parity,
             "seconds": round(self.seconds, 4),
         }
@@ -200,6 +204,7 @@ class Report:
         width = max((len(record.name) for record in self.passes), default=0)
         lines += [_pass_line(record, width) for record in self.passes]
         lines += [line for record in self.passes for line in remark_lines(record.to_json())]
+        lines += [f"{record.name}:\n{record.detail}" for record in self.passes if record.detail is not None]
         lines.append(
             f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters,"
             f" {self.before.operations:,} -> {self.after.operations:,} operations"

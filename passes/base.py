@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,13 @@ class Context:
     apart: Apart | None = None
 
 
+class Detail(Protocol):
+    """What one pass has to show of its own; as text it is shown to people."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+
+
 @dataclass(frozen=True)
 class PassResult:
     """What one pass did.
@@ -59,12 +66,14 @@ class PassResult:
         skips: the places it left alone.
         rewriter: what the changes were made with; it can take them back.
         remarks: places that cost something and that the user may mend.
+        detail: what else there is to show of it; None for nothing.
     """
 
     changes: tuple[Change, ...]
     skips: tuple[Skip, ...]
     rewriter: Rewriter
     remarks: tuple[Remark, ...] = ()
+    detail: Detail | None = None
 
 
 @dataclass(frozen=True)

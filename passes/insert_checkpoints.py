@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, profile
 from passes.checkpointing.regions import regions_of
+from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
 from passes.errors import RequirementNotMet
 from passes.graph.capture import training_flags
@@ -27,6 +29,8 @@ from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
 _TRIES = 4
+# The budgets of the curve that the plan is shown on.
+_SHARES = (0.85, 0.7, 0.55, 0.45, 0.35, 0.25)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class InsertCheckpoints(Pass):
         try:
             with in_place(_without_plan(root)):
                 steps = _Steps(root, context)
-                found = self._planned(steps)
+                solver = Solver(steps.profile, self.selective)
+                found = self._planned(steps, solver)
         except NoProfile as error:
             raise RequirementNotMet(
                 f"{self.name} can't plan a training step of {type(root).__name__}: {error}."
@@ -89,15 +94,15 @@ class InsertCheckpoints(Pass):
                 rewriter.skip_module("", "it trains under this plan already")
                 return PassResult((), tuple(rewriter.skips), rewriter)
             before = before.inner
-        for region in regions_of(steps.profile, found.choice):
+        report = found.report(solver)
+        for region in report.regions:
             with rewriter.change(region.path, region.text):
                 pass
         with rewriter.change("", found.text) as change:
             rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
-        return PassResult(tuple(rewriter.changes), (), rewriter)
+        return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
 
-    def _planned(self, steps: _Steps) -> _Planned:
-        solver = Solver(steps.profile, self.selective)
+    def _planned(self, steps: _Steps, solver: Solver) -> _Planned:
         peak = steps.profile.peak
         budget = bytes_of(self.memory_budget, peak)
         target = budget
@@ -194,9 +199,27 @@ class _Planned:
     def text(self) -> str:
         """What was reached, in a few words."""
         peak, eager = self.measured.peak, self._profile.peak
-        again = self.measured.flops - self._profile.step_flops
-        share = again / self._profile.flops if self._profile.flops else 0.0
+        share = self._again / self._profile.flops if self._profile.flops else 0.0
         return (
             f"trains in {shown(peak)} of {shown(eager)} ({100 * peak / eager:.1f} %; memory_budget={self._budget}), and"
             f" computes {100 * share:.1f} % of the forward's FLOPs again"
+        )
+
+    @property
+    def _again(self) -> int:
+        return self.measured.flops - self._profile.step_flops
+
+    def report(self, solver: Solver) -> CheckpointReport:
+        """The plan beside others."""
+        profile = self._profile
+        found = [solver.solve(int(share * profile.peak)) for share in _SHARES]
+        curve = [solver.simulation.run(choice) for choice in found if choice is not None]
+        uniform = solver.simulation.run(solver.uniform(max(1, round(math.sqrt(len(solver.cuts) - 1)))))
+        return CheckpointReport(
+            Point("this plan", self.measured.peak, self._again),
+            Point("eager", profile.peak, 0),
+            Point("uniform, √n runs", uniform.peak, uniform.flops),
+            tuple(Point("", outcome.peak, outcome.flops) for outcome in curve),
+            profile.flops,
+            tuple(regions_of(profile, self.choice)),
         )

@@ -30,13 +30,17 @@ class RegionRecord:
     flops: int
 
     @property
-    def text(self) -> str:
-        """In a few words."""
+    def names(self) -> str:
+        """The calls in a few words."""
         counts = Counter(self.calls).most_common()
         names = [name if count == 1 else f"{count} {name}" for name, count in counts[:_MOST_NAMES]]
         rest = len(self.calls) - sum(count for _, count in counts[:_MOST_NAMES])
-        names += [f"{rest} more"] if rest else []
-        return f"computes again {', '.join(names)}: {shown(self.dropped)} less to keep"
+        return ", ".join([*names, f"{rest} more"] if rest else names)
+
+    @property
+    def text(self) -> str:
+        """What is done, in a few words."""
+        return f"computes again {self.names}: {shown(self.dropped)} less to keep"
 
 
 def regions_of(profile: Profile, choice: Choice) -> list[RegionRecord]:

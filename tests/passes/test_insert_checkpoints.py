@@ -1,6 +1,7 @@
 """A module that trains in the memory it was given, and computes what it did."""
 
 import copy
+import json
 import logging
 import pickle
 import random
@@ -184,6 +185,20 @@ def test_under_autocast():
     result = planned("images", memory_budget=0.5)
     expected = steps(copy.deepcopy(model), inputs, kwargs, autocast=True)
     assert_equal(expected, steps(copy.deepcopy(result), inputs, kwargs, autocast=True))
+
+
+def test_the_report_shows_the_plan_beside_others():
+    model, inputs, kwargs = made("words")
+    result = planned("words", memory_budget=0.6)
+    report = report_of(result)
+    detail = report.passes[-1].detail
+    assert detail.eager.peak == peak_of(model, inputs, kwargs)
+    assert detail.chosen.peak == peak_of(result, inputs, kwargs)
+    assert sum(region.dropped for region in detail.regions) > 0.4 * detail.eager.peak
+    # Less memory, more to compute again.
+    assert sorted(detail.curve, key=lambda point: point.peak) == sorted(detail.curve, key=lambda point: -point.flops)
+    assert "uniform, √n runs" in str(report)
+    assert json.loads(json.dumps(report.to_json()))["passes"][-1]["detail"]["peak_bytes"] == detail.chosen.peak
 
 
 def test_less_memory_costs_more():

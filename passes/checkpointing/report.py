@@ -1,0 +1,127 @@
+"""What a plan reached, beside what others would."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotext
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from passes.checkpointing.budget import shown
+from passes.checkpointing.regions import RegionRecord
+
+_WIDTH, _HEIGHT = 72, 18
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to run the step.
+
+    Attributes:
+        name: what it is called.
+        peak: the most bytes alive.
+        flops: of what is computed again.
+    """
+
+    name: str
+    peak: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """A plan, its regions, and where it lies between less memory and less to compute again.
+
+    Attributes:
+        chosen: the plan, measured on fake tensors (on real ones where these don't go through).
+        eager: the step without one.
+        uniform: √n runs of equal work computed again as a whole, of n parts.
+        curve: the cheapest plans found within several budgets, from the loosest to the tightest.
+        forward: FLOPs of the forward.
+        regions: what is computed again together.
+    """
+
+    chosen: Point
+    eager: Point
+    uniform: Point
+    curve: tuple[Point, ...]
+    forward: int
+    regions: tuple[RegionRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "eager_peak_bytes": self.eager.peak,
+            "peak_bytes": self.chosen.peak,
+            "forward_flops": self.forward,
+            "recomputed_flops": self.chosen.flops,
+            "uniform": self._plain(self.uniform),
+            "curve": [self._plain(point) for point in self.curve],
+            "regions": [
+                {
+                    "where": region.path,
+                    "calls": list(region.calls),
+                    "dropped_bytes": region.dropped,
+                    "flops": region.flops,
+                }
+                for region in self.regions
+            ],
+        }
+
+    def _plain(self, point: Point) -> dict[str, int]:
+        return {"peak_bytes": point.peak, "recomputed_flops": point.flops}
+
+    def __str__(self) -> str:
+        return f"{self.ways()}\n{self.table()}\n{self.picture()}"
+
+    def share(self, point: Point) -> float:
+        """What is computed again, in percent of the forward's FLOPs."""
+        return 100 * point.flops / self.forward if self.forward else 0.0
+
+    def ways(self) -> str:
+        """The ways to run the step, a row each."""
+        table = Table("", "peak", "of eager", "computed again", box=box.SIMPLE)
+        for point in (self.eager, self.chosen, self.uniform):
+            part = f"{100 * point.peak / self.eager.peak:.1f} %"
+            table.add_row(point.name, shown(point.peak), part, f"{self.share(point):.1f} % of the forward")
+        return _text(table)
+
+    def table(self) -> str:
+        """The regions, a row each."""
+        table = Table("region", "calls", "not kept", "FLOPs", box=box.SIMPLE)
+        for region in self.regions:
+            part = f"{100 * region.flops / self.forward if self.forward else 0:.1f} %"
+            table.add_row(region.path or "the root", region.names, shown(region.dropped), part)
+        return _text(table)
+
+    def picture(self) -> str:
+        """Peak against what is computed again, both in percent."""
+        plotext.clear_figure()
+        plotext.theme("clear")
+        plotext.plot_size(_WIDTH, _HEIGHT)
+        plotext.title("the cheapest plans by their peak")
+        plotext.xlabel("peak, % of eager")
+        plotext.ylabel("computed again, % of the forward's FLOPs")
+        curve = sorted((self.eager, *self.curve, self.chosen), key=lambda point: point.peak)
+        # The names of the points stand in the corner at the top.
+        plotext.ylim(0, 1.4 * max(self.share(point) for point in (*curve, self.uniform)) or 1)
+        plotext.plot(*self._axes(curve), marker=".")
+        for marker, point in (("E", self.eager), ("U", self.uniform), ("X", self.chosen)):
+            plotext.scatter(*self._axes([point]), marker=marker, label=point.name)
+        lines = plotext.uncolorize(plotext.build()).splitlines()
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _axes(self, points: Sequence[Point]) -> tuple[list[float], list[float]]:
+        return [100 * point.peak / self.eager.peak for point in points], [self.share(point) for point in points]
+
+
+def _text(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
