@@ -57,7 +57,15 @@ class Cutter:
         if value.until == len(self.profile.order):
             until = len(places)
         savers = tuple(call - start for call in value.savers if call < end)
-        return replace(value, call=value.call - start, python=value.python - start, until=until, savers=savers)
+        return replace(
+            value,
+            call=value.call - start,
+            python=value.python - start,
+            until=until,
+            # What goes before the first turn of the part is held by nobody in it.
+            held=value.held and until >= 0,
+            savers=savers,
+        )
 
 
 def last_uses(profile: Profile) -> list[int]:

@@ -26,6 +26,7 @@ from passes.checkpointing.parts import Cutter, Part
 from passes.checkpointing.profile import Call, Profile
 from passes.checkpointing.rerun import cheapest
 from passes.checkpointing.simulation import Course, Outcome, Simulation
+from passes.checkpointing.small import FEW, Search
 
 # What a byte costs that is read or written, in FLOPs: about what CPUs and GPUs do meanwhile in float32.
 FLOPS_PER_BYTE = 10.0
@@ -108,6 +109,11 @@ class Solver:
         nothing = Choice.nothing(self.profile)
         if self.simulation.run(nothing).peak <= budget:
             return nothing
+        found = self._joined(budget)
+        return self.search.cheapest(budget, found) if self._is_small else found
+
+    def _joined(self, budget: int) -> Choice | None:
+        """A choice that is put together from options for parts."""
         target = float(budget)
         for _ in range(_TRIES):
             found = self._shortest(target)
@@ -119,6 +125,14 @@ class Solver:
             # The whole may take a little more than its parts do.
             target -= max(peak - budget, 0.002 * budget)
         return None
+
+    @cached_property
+    def search(self) -> Search:
+        return Search(self.simulation, self.cost)
+
+    @property
+    def _is_small(self) -> bool:
+        return self.selective and len(self.search.places) <= FEW
 
     def lowest(self) -> Choice:
         """The choice with the lowest peak that is found."""

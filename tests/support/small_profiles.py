@@ -1,0 +1,96 @@
+"""Profiles of small steps made by hand, and the cheapest choices for them by trying all."""
+
+import random
+from itertools import product
+
+from passes.checkpointing.choice import Choice, possible
+from passes.checkpointing.profile import Call, Position, Profile, Value
+from passes.checkpointing.simulation import Simulation
+
+
+def made(sources, sizes, flops, saves_result, saves_arguments, name="call"):
+    """A step of one value a call: `sources[i]` are the calls that call i takes from.
+
+    In the backward pass each call asks for what it saves, makes the gradients of what it takes, and lets go of its own.
+    """
+    count = len(sources)
+    takers = [[i for i in range(count) if j in sources[i]] for j in range(count)]
+    values, savers = [], [[] for _ in range(count)]
+    for i in range(count):
+        if saves_result[i]:
+            savers[i].append(i)
+        for j in sources[i] if saves_arguments[i] else ():
+            savers[j].append(i)
+    places = {count - 1 - place: place + 1 for place in range(count)}
+    for i in range(count):
+        last = max(takers[i], default=count - 1)
+        until = max((places[saver] for saver in savers[i]), default=-1)
+        values.append(Value(sizes[i], i, (0,), last, until, False, tuple(sorted(savers[i]))))
+    calls = [Call(f"{name}{i}", "", flops[i], 0, sizes[i], sizes[i], 0, tuple(sources[i]), (i,)) for i in range(count)]
+    # Gradients that wait: of each value from the turn of its last taker to its own.
+    order = [Position(count, extras=[sizes[-1]])]
+    for turn in reversed(range(count)):
+        waiting = [j for j in range(turn + 1) if j == count - 1 or any(taker > turn for taker in takers[j])]
+        incoming = sum(sizes[j] for j in waiting)
+        new = sum(sizes[j] for j in sources[turn] if j not in waiting)
+        needs = [i for i in range(count) if turn in values[i].savers]
+        releases = [i for i in needs if values[i].until == places[turn]]
+        order.append(
+            Position(turn, incoming, needs, releases, [incoming + new] + [incoming + new - sizes[turn]] * len(releases))
+        )
+    found = Profile(calls, values, order)
+    found.peak = Simulation(found).run(Choice.nothing(found)).peak
+    found.flops = sum(flops)
+    return found
+
+
+def random_profile(seed, count, residual):
+    """A chain, or one with calls that take from further back as well; cheap calls and dear ones."""
+    rng = random.Random(seed)
+    sources = [[] if i == 0 else [i - 1] for i in range(count)]
+    if residual:
+        for i in range(2, count):
+            if rng.random() < 0.4:
+                sources[i].insert(0, rng.randrange(i - 1))
+    sizes = [rng.choice((1, 2, 4, 4, 8)) * 64 for _ in range(count)]
+    flops = [rng.choice((100, 1_000, 10_000, 40_000)) for _ in range(count)]
+    saves_result = [rng.random() < 0.6 for _ in range(count)]
+    saves_arguments = [rng.random() < 0.6 for _ in range(count)]
+    return made(sources, sizes, flops, saves_result, saves_arguments)
+
+
+def every_choice(found):
+    """All choices with regions of one and two levels that are runs of the calls that are computed again."""
+    seen = set()
+    for wanted in product((False, True), repeat=len(found.calls)):
+        again = possible(found, wanted)
+        if again in seen or again != tuple(wanted):
+            continue
+        seen.add(again)
+        places = [index for index, is_again in enumerate(again) if is_again]
+        for gaps in product((0, 1, 2), repeat=max(len(places) - 1, 0)):
+            for inside in product((False, True), repeat=len(places) if 1 in gaps else 0):
+                regions = [()] * len(again)
+                outer = inner = 0
+                for number, place in enumerate(places):
+                    if number:
+                        outer += gaps[number - 1] == 2
+                        inner += gaps[number - 1] > 0
+                    regions[place] = (outer, inner) if inside and inside[number] else (outer,)
+                yield Choice(again, tuple(regions))
+
+
+def cheapest_of_all(found, cost):
+    """For each peak that can be reached, the least cost of a choice that keeps within it: [(peak, cost)], falling."""
+    simulation = Simulation(found)
+    best = {}
+    for choice in every_choice(found):
+        outcome = simulation.run(choice)
+        price = cost(outcome)
+        if price < best.get(outcome.peak, (float("inf"),))[0]:
+            best[outcome.peak] = price, choice
+    front = []
+    for peak in sorted(best):
+        if not front or best[peak][0] < front[-1][1]:
+            front.append((peak, *best[peak]))
+    return front
