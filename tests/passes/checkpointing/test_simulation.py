@@ -136,6 +136,19 @@ def test_what_an_output_holds_is_computed_again_beside_it():
     assert plain == 24
     assert Course(Simulation(held), choice).backward[-1] == Course(Simulation(found), choice).backward[-1] + 8
     assert twice == 32
+    # In the end both are gone.
+    assert Course(Simulation(held), choice).live == 0
+
+
+def test_statistics_to_spare_are_there_while_a_call_is_computed_again():
+    found = chain([8, 64, 8])
+    choice = Choice((False, True, False), ((), (0,), ()))
+    before = Course(Simulation(found), choice)
+    found.calls[1].spare = 1000
+    after = Course(Simulation(found), choice)
+    assert after.forward == before.forward
+    # Beside what is kept, the gradient that comes in, and its result.
+    assert after.backward[2] == 8 + 64 + 64 + 1000
 
 
 def test_what_is_written_over_is_computed_again_with_who_takes_it():
