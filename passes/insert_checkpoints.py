@@ -110,13 +110,12 @@ class InsertCheckpoints(Pass):
             choice = self._chosen(solver, target)
             if choice is None:
                 break
-            found = _Planned(choice, choice.plan(steps.profile), steps, self.memory_budget)
+            found = _Planned(choice, steps, self.memory_budget)
             if budget is None or found.measured.peak <= budget:
                 return found
             assert target is not None
             target -= found.measured.peak - budget
-        lowest = self._lowest(solver)
-        reached = _Planned(lowest, lowest.plan(steps.profile), steps, "min").measured.peak
+        reached = steps.measure(self._lowest(solver).plan(steps.profile)).peak
         raise RequirementNotMet(
             f"{self.name} can't keep to memory_budget={self.memory_budget!r}, which is {shown(budget or 0)} of the"
             f" {shown(peak)} that a step takes: the lowest is {shown(reached)}, memory_budget={_rounded_up(reached / peak)}"
@@ -188,10 +187,10 @@ class _Steps:
 class _Planned:
     """A choice that was tried."""
 
-    def __init__(self, choice: Choice, plan: Plan, steps: _Steps, budget: float | str) -> None:
+    def __init__(self, choice: Choice, steps: _Steps, budget: float | str) -> None:
         self.choice = choice
-        self.plan = plan
-        self.measured = steps.measure(plan)
+        self.plan = choice.plan(steps.profile)
+        self.measured = steps.measure(self.plan)
         self._profile = steps.profile
         self._budget = budget
 

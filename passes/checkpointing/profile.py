@@ -342,7 +342,6 @@ class _Remembering(_Watch):
         # Values by the number of their memory and the version of the tensor; the last one of each memory.
         self._by_version: dict[tuple[int, int], int] = {}
         self._latest: dict[int, int] = {}
-        self._memory: list[int] = []
         self._saves: list[_Held] = []
         self._fixed: set[int] = set()
         # What calls took that isn't counted, at the version that it had.
@@ -361,27 +360,28 @@ class _Remembering(_Watch):
         call = Call(name, self._paths[-1], spare=sum(tensor.nbytes for tensor in moved))
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
-        call.repeatable = (
-            follows_from_its_arguments(name, args, kwargs) and top_hooks(False) == self._outer and transforms() is None
-        )
+        # Inside of hooks that the model itself set what is saved is theirs; the transforms of torch.func allow no hooks.
+        mine = top_hooks(False) == self._outer and transforms() is None
+        call.repeatable = mine and follows_from_its_arguments(name, args, kwargs)
         call.args = tuple(
             dict.fromkeys(value for tensor in inputs if (value := self._value(index, tensor)) is not None)
         )
         versions = [tensor._version for tensor in given]
-        result = self._watched(call, func, args, kwargs)
+        result = self._watched(call, func, args, kwargs, mine=mine)
         written = [tensor for tensor, before in zip(given, versions, strict=True) if tensor._version != before]
         self._see_written(call, index, args, written, result)
         self._see_made(call, index, result)
         return result
 
-    def _watched(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call, and see what it costs and saves."""
+    def _watched(
+        self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mine: bool
+    ) -> Any:
+        """Make the call, and see what it costs and, where that is `mine` to see, what it saves."""
         live, self._saves = self.bytes, []
         self._peak = max(self._peak, live.peak)
         live.restart()
         self._before, flops, bytes_moved = live.live, live.flops, live.moved
         live.is_random = live.is_foreign = False
-        mine = top_hooks(False) == self._outer and transforms() is None
         if mine:
             push_hooks(self._pack_inside, self.unpack)
         try:
@@ -476,7 +476,6 @@ class _Remembering(_Watch):
     def _add(self, call: Call, index: int, number: int, version: int, numbers: tuple[int, ...]) -> None:
         value = len(self.profile.values)
         self.profile.values.append(Value(self.bytes.sizes[number], index, numbers))
-        self._memory.append(number)
         self._by_version[number, version] = value
         self._latest[number] = value
         call.makes += (value,)

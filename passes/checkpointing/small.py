@@ -94,7 +94,7 @@ class Search:
 
     def _judged(self, choice: Choice) -> tuple[int, float]:
         outcome = self._simulation.run(choice)
-        return outcome.peak, self._cost(outcome) if outcome.runs else 0.0
+        return outcome.peak, self._cost(outcome)
 
     def _choice(self, rows: Rows) -> Choice:
         count, total = len(self.places), len(self._simulation.profile.calls)

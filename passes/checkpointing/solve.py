@@ -54,6 +54,10 @@ def cost_of(flops: float, moved: float) -> float:
     return flops + FLOPS_PER_BYTE * moved + 1
 
 
+def _costs_of(profile: Profile) -> list[float]:
+    return [cost_of(call.flops, call.moved) for call in profile.calls]
+
+
 class Option(NamedTuple):
     """What may be done with a run of parts.
 
@@ -102,13 +106,21 @@ class Solver:
 
     def cost(self, outcome: Outcome) -> float:
         """Of what is computed again."""
-        return cost_of(outcome.flops, outcome.moved) + outcome.runs
+        return cost_of(outcome.flops, outcome.moved) + outcome.runs if outcome.runs else 0.0
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        """Of each call."""
+        return _costs_of(self.profile)
+
+    @cached_property
+    def _eager_peak(self) -> int:
+        return self.simulation.run(Choice.nothing(self.profile)).peak
 
     def solve(self, budget: int) -> Choice | None:
         """The cheapest choice found whose peak is within the budget, in bytes; None where none is found."""
-        nothing = Choice.nothing(self.profile)
-        if self.simulation.run(nothing).peak <= budget:
-            return nothing
+        if self._eager_peak <= budget:
+            return Choice.nothing(self.profile)
         found = self._joined(budget)
         return self.search.cheapest(budget, found) if self._is_small else found
 
@@ -137,7 +149,7 @@ class Solver:
     def lowest(self) -> Choice:
         """The choice with the lowest peak that is found."""
         best = Choice.nothing(self.profile)
-        low, high = 0, self.simulation.run(best).peak
+        low, high = 0, self._eager_peak
         while high - low > high * _CLOSE:
             middle = (low + high) // 2
             found = self.solve(middle)
@@ -149,7 +161,7 @@ class Solver:
 
     def uniform(self, count: int) -> Choice:
         """All of so many runs of about as many FLOPs each computed again from what goes into them."""
-        costs = np.cumsum([cost_of(call.flops, call.moved) for call in self.profile.calls])
+        costs = np.cumsum(self._costs)
         ends = [self.cuts[0]]
         for number in range(1, count):
             wanted = costs[-1] * number / count
@@ -181,9 +193,8 @@ class Solver:
     def _thinned(self, choice: Choice, budget: int) -> Choice:
         """The choice without the calls that needn't be computed again, the dearest first."""
         best, outcome = choice, self.simulation.run(choice)
-        costs = [cost_of(call.flops, call.moved) for call in self.profile.calls]
         again = [index for index, is_again in enumerate(choice.recomputed) if is_again]
-        for index in sorted(again, key=costs.__getitem__, reverse=True)[: _MOVES // len(costs)]:
+        for index in sorted(again, key=self._costs.__getitem__, reverse=True)[: _MOVES // len(self._costs)]:
             wanted = list(best.recomputed)
             wanted[index] = False
             tried = Choice(possible(self.profile, wanted), best.regions)
@@ -277,8 +288,7 @@ class Solver:
         # What goes across the end is kept for what is behind it.
         staying = {number for number in part.crossing | part.lasting if _is_kept(part.profile, choice, number)}
         kept = sum(values[number].size for number, held in enumerate(course.is_held) if held or number in staying)
-        cost = self.cost(outcome) if outcome.runs else 0.0
-        return Option(kept, outcome.peak, cost, choice)
+        return Option(kept, outcome.peak, self.cost(outcome), choice)
 
     def _levels_of(self, start: int, end: int) -> list[tuple[bool, ...]]:
         """What is computed again at each price, from nothing to all that can be."""
@@ -298,7 +308,7 @@ class Solver:
         return self._levels[key]
 
     def _priced(self, part: Part) -> Iterator[tuple[bool, ...]]:
-        costs = [cost_of(call.flops, call.moved) for call in part.profile.calls]
+        costs = _costs_of(part.profile)
         for price in _PRICES:
             yield cheapest(part.profile, costs, price, part.crossing)
 

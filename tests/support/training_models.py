@@ -8,7 +8,23 @@ import transformers
 from tiny_models import enliven
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+from passes.checkpointing.tape import UNCOUNTED
+
+
+class Names(TorchFunctionMode):
+    """The names of the torch functions that are called, as a plan counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ not in UNCOUNTED:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Residual(nn.Module):

@@ -7,15 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from training_models import MODELS, STEPS, built, rows, with_gradients
+from training_models import MODELS, STEPS, Names, built, rows, with_gradients
 
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.fake import faked, homes_of
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.profile import NoProfile, loss_of, measure, profile, there_before
-from passes.checkpointing.tape import UNCOUNTED
 
 
 class Forward(nn.Module):
@@ -85,17 +83,6 @@ def test_the_peak_is_that_of_a_plain_step(name):
     assert live.live == 0
     assert found.peak == live.peak
     assert measure(model, args, kwargs, Choice.nothing(found).plan(found)).peak == live.peak
-
-
-class Names(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func.__name__ not in UNCOUNTED:
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from training_models import MODELS, built, rows
+from training_models import MODELS, Names, built, rows
 
 from passes.checkpointing.plan import Plan, Step
-from passes.checkpointing.tape import UNCOUNTED, Tape
+from passes.checkpointing.tape import Tape
 
 
 class Counts(TorchDispatchMode):
@@ -31,19 +30,6 @@ class Counts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._counts[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Names(TorchFunctionMode):
-    """The names of the torch functions that are called, as a plan counts them."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func.__name__ not in UNCOUNTED:
-            self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
