@@ -22,6 +22,7 @@ from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, 
 from passes.checkpointing.regions import regions_of
 from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
+from passes.checkpointing.units import keep_between, units_among
 from passes.errors import RequirementNotMet
 from passes.graph.capture import training_flags
 from passes.graph.edits import AttributeEdit, in_place
@@ -52,6 +53,9 @@ class InsertCheckpoints(Pass):
             reached.
         strategy: "optimal": the least to compute again; "uniform": all of several runs of equal work, as many as cost least.
         selective: whether results inside of a run may be kept; without it a run is computed again as a whole.
+        units: the modules that `fully_shard` (FSDP2) will be called on, beside the root, as a pattern of their paths such as
+            "layers.*" or "stem|stages.*.*": what goes from one to another is kept. Without it, a unit gathers its
+            parameters once more where another one's backward pass needs what it computed.
 
     Does not handle: a forward that makes other calls at each run (layers dropped at random); compiled and exported code,
     which keeps what it would without the pass.
@@ -66,6 +70,7 @@ class InsertCheckpoints(Pass):
     memory_budget: float | str = 0.5
     strategy: Literal["optimal", "uniform"] = "optimal"
     selective: bool = True
+    units: str = ""
 
     def __post_init__(self) -> None:
         bytes_of(self.memory_budget, 1)
@@ -82,6 +87,8 @@ class InsertCheckpoints(Pass):
         try:
             with in_place(_without_plan(root)):
                 steps = _Steps(root, context)
+                if self.units:
+                    keep_between(steps.profile, self._units_of(root))
                 solver = Solver(steps.profile, self.selective)
                 found = self._planned(steps, solver)
         except NoProfile as error:
@@ -101,6 +108,14 @@ class InsertCheckpoints(Pass):
         with rewriter.change("", found.text) as change:
             rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
+
+    def _units_of(self, root: nn.Module) -> set[str]:
+        if found := units_among((path for path, _ in root.named_modules() if path), self.units):
+            return found
+        raise RequirementNotMet(
+            f"{self.name} has units={self.units!r}, which is the path of no module of {type(root).__name__}: give the paths"
+            ' of those that fully_shard will be called on, such as "layers.*".'
+        )
 
     def _planned(self, steps: _Steps, solver: Solver) -> _Planned:
         peak = steps.profile.peak

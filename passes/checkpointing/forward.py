@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from passes.checkpointing.plan import Plan
+from passes.checkpointing.sharding import Units
 from passes.checkpointing.tape import Tape
 from passes.graph.guards import AroundForward
 
@@ -25,11 +26,16 @@ class CheckpointedForward(AroundForward):
         self.owner = owner
         self.plan = plan
         self.inner = inner
+        self._agreed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.compile and the exporters make programs of their own, which take no function mode.
         is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
         if is_traced or not torch.is_grad_enabled() or not self.owner.training:
             return self._inner_forward(*args, **kwargs)
-        with Tape(self.plan):
+        units = Units(self.owner)
+        if units and not self._agreed:
+            units.agree(self.plan)
+            self._agreed = True
+        with Tape(self.plan, units):
             return self._inner_forward(*args, **kwargs)

@@ -19,7 +19,6 @@ A forward that takes another way than its plan keeps everything from there on, a
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,10 +26,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from passes.checkpointing.beside import BESIDE
 from passes.checkpointing.plan import Plan, Step
+from passes.checkpointing.sharding import Gathered, Units
 from passes.checkpointing.tensors import View, fills_its_memory, is_plain, leaves, mapped, tensors_in
 from passes.graph.calls import moved_statistics, name_of
 
@@ -90,6 +91,8 @@ class _Kept:
     tensor: Tensor
     version: int
     requires_grad: bool
+    # Who gathers it, if it is a parameter that is sharded between forward and backward pass.
+    unit: nn.Module | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +173,9 @@ class Node:
 class Tape(TorchFunctionMode):
     """The mode that one forward runs in, under a plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, units: Units | None = None) -> None:
         super().__init__()
+        self.units = units
         self._plan = plan
         self._next = 0
         self._results: dict[int, _Result] = {}
@@ -197,7 +201,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        step = None if name in UNCOUNTED or _AGAIN.on else self._step(name)
+        step = None if name in UNCOUNTED or BESIDE.on else self._step(name)
         # Inside of hooks that the model itself set (its own checkpoints) what is saved is theirs; the transforms of
         # torch.func allow no hooks.
         if step is None or top_hooks(False) != self._outer or transforms() is not None:
@@ -320,7 +324,9 @@ class _Call:
                 return _Unused(tuple(value.shape), value.dtype, value.device)
             if (found := self.tape.result(value)) is not None:
                 return _Later(found.node, found.number, View.of(value), value.requires_grad)
-            return _Kept(_held(value), value._version, value.requires_grad)
+            units = self.tape.units
+            unit = units.home(value) if units is not None else None
+            return _Kept(_held(value), value._version, value.requires_grad, unit)
         return mapped(value, self._captured)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -422,23 +428,6 @@ def _set_random_states(states: tuple[tuple[torch.device, Tensor], ...]) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-class _Again(threading.local):
-    """Whether this thread computes again just now: a gradient may be asked for in a forward, inside of its tape."""
-
-    on = False
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        before, self.on = self.on, True
-        try:
-            yield
-        finally:
-            self.on = before
-
-
-_AGAIN = _Again()
-
-
 class _Enough(Exception):
     """All that was asked of a call has been saved: its kernel needn't run."""
 
@@ -455,7 +444,7 @@ def _unpack(held: Any) -> Tensor:
             )
         return held.tensor
     slot: Slot = held.slot
-    with _AGAIN.entered():
+    with BESIDE.entered():
         if slot.value is None:
             _compute(slot)
         assert slot.value is not None
@@ -469,13 +458,18 @@ def _compute(wanted: Slot) -> None:
     """
     order, uses = _needed(wanted)
     values = _Values(uses)
-    for node in order:
-        slots = node.lacking() if node.region == wanted.node.region[: len(node.region)] else {}
-        for number, tensor in _run(node, set(slots), values).items():
-            if (slot := slots.get(number)) is not None:
-                slot.value = tensor
-            else:
-                values.keep(node, number, tensor)
+    try:
+        for node in order:
+            slots = node.lacking() if node.region == wanted.node.region[: len(node.region)] else {}
+            found = _run(node, set(slots), values)
+            values.gathered.called()
+            for number, tensor in found.items():
+                if (slot := slots.get(number)) is not None:
+                    slot.value = tensor
+                else:
+                    values.keep(node, number, tensor)
+    finally:
+        values.gathered.over()
 
 
 def _needed(wanted: Slot) -> tuple[list[Node], dict[tuple[int, int], int]]:
@@ -503,6 +497,7 @@ class _Values:
     def __init__(self, uses: dict[tuple[int, int], int]) -> None:
         self._uses = uses
         self._tensors: dict[tuple[int, int], Tensor] = {}
+        self.gathered = Gathered()
 
     def needs(self, node: Node, number: int) -> bool:
         return self._uses.get((id(node), number), 0) > 0
@@ -531,6 +526,7 @@ class _Arguments:
         if isinstance(item, _Later):
             return _alike(item.view.on(self._values.take(item)), item.requires_grad)
         if isinstance(item, _Kept):
+            self._values.gathered.gather(item.tensor, item.unit)
             if item.tensor._version != item.version:
                 raise RuntimeError(
                     f"a tensor of shape {list(item.tensor.shape)} that {self._node.name} is computed again from in the "

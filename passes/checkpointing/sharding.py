@@ -1,0 +1,132 @@
+"""Models that FSDP2 shards: `torch.distributed.fsdp.fully_shard` on a module that trains under a plan.
+
+A unit has its parameters whole from in front of its forward to behind it, and again from in front of its backward pass to
+behind that; between, their memory is given back. A call that is computed again for another unit's backward pass comes
+between: then the unit gathers its parameters for that, and gives them back. All ranks have the same plan, and so gather the
+same in the same order. A plan that is told of the units keeps what goes from one to another, and none gathers for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from passes.checkpointing.beside import BESIDE
+from passes.checkpointing.plan import Plan
+from passes.errors import UnseenCall
+
+
+class Units:
+    """The units of a root in one forward."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._homes: dict[int, nn.Module] = {}
+        self._all = _units_in(root)
+        for unit in self._all:
+            for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+                _take(hooks, unit, self._homes)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def agree(self, plan: Plan) -> None:
+        """See that all ranks have one plan: where they gather other units, each waits for the others without end.
+
+        Raises:
+            UnseenCall: they don't.
+        """
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor
+
+        digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+        meshes = {parameter.device_mesh for parameter in self._root.parameters() if isinstance(parameter, DTensor)}
+        with BESIDE.entered():
+            for group in (group for mesh in meshes for group in mesh.get_all_groups()):
+                digests: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(digests, digest, group)
+                if len(set(digests)) > 1:
+                    raise UnseenCall(
+                        "the ranks train under different checkpoints: call optimize() with the same passes and with example"
+                        " inputs of the same shapes on each rank."
+                    )
+
+    def home(self, tensor: Tensor) -> nn.Module | None:
+        """The unit that gathers a tensor, which is a whole parameter of it; None for any other tensor."""
+        return self._homes.get(id(tensor))
+
+
+class Gathered:
+    """The units that gathered their parameters for what is computed again: few at a time, in the order of the forward."""
+
+    def __init__(self) -> None:
+        self._units: list[Any] = []
+        self._used: list[Any] = []
+
+    def gather(self, tensor: Tensor, unit: nn.Module | None) -> None:
+        """Give a parameter its memory for the next call, where its unit has taken that away."""
+        if unit is None:
+            return
+        self._used.append(unit)
+        if tensor.numel() and not tensor.untyped_storage().size():
+            self._units.append(unit)
+            with BESIDE.entered():
+                unit.unshard()  # type: ignore[operator]
+
+    def called(self) -> None:
+        """The call was made: units that it had no parameters of take the memory of theirs away again."""
+        if self._used:
+            self._give_back([unit for unit in self._units if unit not in self._used])
+            self._used.clear()
+
+    def over(self) -> None:
+        """All calls were made."""
+        self._give_back(list(self._units))
+
+    def _give_back(self, units: list[Any]) -> None:
+        for unit in units:
+            self._units.remove(unit)
+            with BESIDE.entered():
+                unit.reshard()
+
+
+def _units_in(root: nn.Module) -> list[nn.Module]:
+    # Who shards nothing hasn't loaded what does it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in root.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def _take(hooks: dict[int, Any], unit: nn.Module, homes: dict[int, nn.Module]) -> None:
+    """Let the hooks by which torch gathers and shards a unit say that they run, and which parameters they gathered."""
+    for key, hook in hooks.items():
+        if isinstance(hook, _Hook):
+            hook.homes = homes
+        elif getattr(hook, "__module__", "").startswith("torch.distributed."):
+            hooks[key] = _Hook(hook, unit, homes)
+
+
+class _Hook:
+    """A hook of torch's on a unit."""
+
+    def __init__(self, hook: Callable[..., Any], unit: nn.Module, homes: dict[int, nn.Module]) -> None:
+        self.hook = hook
+        self.unit = unit
+        self.homes = homes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with BESIDE.entered():
+            result = self.hook(*args, **kwargs)
+        self.homes.update((id(parameter), self.unit) for parameter in _own_parameters(self.unit))
+        return result
+
+
+def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a unit but for those of the units in it."""
+    inner = {id(module) for other in _units_in(unit) if other is not unit for module in other.modules()}
+    for module in unit.modules():
+        if id(module) not in inner:
+            yield from module.parameters(recurse=False)
