@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, 
 from passes.checkpointing.regions import regions_of
 from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
+from passes.checkpointing.tape import Tape
 from passes.checkpointing.units import keep_between, units_among
 from passes.errors import RequirementNotMet
 from passes.graph.capture import training_flags
@@ -56,6 +58,8 @@ class InsertCheckpoints(Pass):
         units: the modules that `fully_shard` (FSDP2) will be called on, beside the root, as a pattern of their paths such as
             "layers.*" or "stem|stages.*.*": what goes from one to another is kept. Without it, a unit gathers its
             parameters once more where another one's backward pass needs what it computed.
+        batch_size: the rows that you train with, where the example inputs have fewer: those are run by optimize(), with all
+            that a step without the pass keeps.
 
     Does not handle: a forward that makes other calls at each run (layers dropped at random); compiled and exported code,
     which keeps what it would without the pass.
@@ -71,11 +75,14 @@ class InsertCheckpoints(Pass):
     strategy: Literal["optimal", "uniform"] = "optimal"
     selective: bool = True
     units: str = ""
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         bytes_of(self.memory_budget, 1)
         if self.strategy not in ("optimal", "uniform"):
             raise ValueError(f"strategy is 'optimal' or 'uniform', not {self.strategy!r}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size is a number of rows, not {self.batch_size}")
 
     def run(self, program: Program, context: Context) -> PassResult:
         """Plan a step of the root, and put the plan around its forward.
@@ -86,11 +93,11 @@ class InsertCheckpoints(Pass):
         root, rewriter = program.root, Rewriter(program)
         try:
             with in_place(_without_plan(root)):
-                steps = _Steps(root, context)
-                if self.units:
-                    keep_between(steps.profile, self._units_of(root))
-                solver = Solver(steps.profile, self.selective)
-                found = self._planned(steps, solver)
+                steps = _Steps(root, context, self.batch_size)
+                solver, found = self._solved(root, steps)
+                if not steps.follow(found.plan):
+                    steps.use_numbers()
+                    solver, found = self._solved(root, steps)
         except NoProfile as error:
             raise RequirementNotMet(
                 f"{self.name} can't plan a training step of {type(root).__name__}: {error}."
@@ -108,6 +115,12 @@ class InsertCheckpoints(Pass):
         with rewriter.change("", found.text) as change:
             rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
+
+    def _solved(self, root: nn.Module, steps: _Steps) -> tuple[Solver, _Planned]:
+        if self.units:
+            keep_between(steps.profile, self._units_of(root))
+        solver = Solver(steps.profile, self.selective)
+        return solver, self._planned(steps, solver)
 
     def _units_of(self, root: nn.Module) -> set[str]:
         if found := units_among((path for path, _ in root.named_modules() if path), self.units):
@@ -162,17 +175,42 @@ def _rounded_up(share: float) -> float:
 class _Steps:
     """Training steps of a root on its example inputs, on fake tensors or, where these don't go through, on real ones."""
 
-    def __init__(self, root: nn.Module, context: Context) -> None:
+    def __init__(self, root: nn.Module, context: Context, batch_size: int | None) -> None:
         self.root = root
         self._context = context
+        self._batch_size = batch_size
         self._is_fake = True
+        # What a forward leaves out at random, it leaves out in each step.
+        self._random = random.getstate()
         try:
             self.profile = self._profile()
         except NoProfile:
             raise
         except Exception:  # noqa: BLE001 - a forward that looks at numbers raises, in ways of its own, where there are none
-            self._is_fake = False
-            self.profile = self._profile()
+            self.use_numbers()
+
+    def use_numbers(self) -> None:
+        """Run steps on real tensors from now on.
+
+        Raises:
+            NoProfile: no step can be profiled, or another batch size was asked for.
+        """
+        if self._batch_size is not None:
+            raise NoProfile(
+                f"batch_size={self._batch_size} is planned for on tensors without numbers, and its forward looks at numbers:"
+                " leave batch_size out, and give example inputs of as many rows as you train with"
+            )
+        self._is_fake = False
+        self.profile = self._profile()
+
+    def follow(self, plan: Plan) -> bool:
+        """Whether a forward on real tensors makes the calls that the plan is for: one may branch on what fake ones hide."""
+        if not self._is_fake:
+            return True
+        random.setstate(self._random)
+        with self._apart(real=True) as (args, kwargs), Tape(plan) as tape:
+            self.root(*args, **kwargs)
+            return tape.missed is None
 
     def _profile(self) -> Profile:
         with self._apart() as (args, kwargs):
@@ -184,14 +222,14 @@ class _Steps:
             return measure(self.root, args, kwargs, plan)
 
     @contextmanager
-    def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _apart(self, *, real: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         assert self._context.apart is not None
         with ExitStack() as stack:
             args, kwargs = stack.enter_context(self._context.apart())
             if not self.root.training:
                 stack.enter_context(training_flags(self.root, True))
-            if self._is_fake:
-                args, kwargs = stack.enter_context(faked(self.root, args, kwargs))
+            if self._is_fake and not real:
+                args, kwargs = stack.enter_context(faked(self.root, args, kwargs, self._batch_size))
             else:
                 # As in a step that isn't the first: the gradients are there, and what is added to them goes.
                 for parameter in self.root.parameters():

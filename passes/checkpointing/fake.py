@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @contextmanager
-def faked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def faked(
+    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Put fake tensors into the place of all that the modules of `root` hold, with gradients for those that need one.
+
+    Args:
+        batch_size: the rows of the arguments, if other than they have: of each tensor that has as many as the first one.
 
     Yields:
         The arguments as fake tensors.
@@ -46,10 +51,28 @@ def faked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
             home[name] = twin(value)
         fakes = tree_map(twin, (args, kwargs))
         with mode:
-            yield fakes
+            yield fakes if batch_size is None else _resized(fakes, batch_size)
     finally:
         for home, name, value in replaced:
             home[name] = value
+
+
+def _resized(given: Any, batch_size: int) -> Any:
+    """Fake arguments of other rows."""
+    observed = next((leaf.shape[0] for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != observed:
+            return value
+        is_last = (
+            value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
+        )
+        rows = value.new_empty((batch_size, *value.shape[1:]))
+        return rows.to(memory_format=torch.channels_last if is_last else torch.preserve_format).requires_grad_(
+            value.requires_grad
+        )
+
+    return tree_map(resized, given)
 
 
 def homes_of(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from passes.checkpointing.plan import Plan
 from passes.checkpointing.sharding import Units
 from passes.checkpointing.tape import Tape
 from passes.graph.guards import AroundForward
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointedForward(AroundForward):
@@ -37,5 +40,11 @@ class CheckpointedForward(AroundForward):
         if units and not self._agreed:
             units.agree(self.plan)
             self._agreed = True
-        with Tape(self.plan, units):
-            return self._inner_forward(*args, **kwargs)
+        with Tape(self.plan, units) as tape:
+            outputs = self._inner_forward(*args, **kwargs)
+        if tape.missed is not None:
+            logger.warning(
+                "the forward took another way than the one that its checkpoints were planned for: the call of %s didn't "
+                "come, and what is behind it was kept for the backward pass", tape.missed,
+            )  # fmt: skip
+        return outputs

@@ -13,12 +13,11 @@ those that it needs. So
 - a BatchNorm that is computed again is given no running statistics: they move once;
 - any set of calls may be chosen. A matmul whose result is kept isn't run again for its argument that isn't.
 
-A forward that takes another way than its plan keeps everything from there on, as it would without one, and that is logged.
+A forward that takes another way than its plan keeps everything from there on, as it would without one: `Tape.missed` tells.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,8 +33,6 @@ from passes.checkpointing.plan import Plan, Step
 from passes.checkpointing.sharding import Gathered, Units
 from passes.checkpointing.tensors import View, fills_its_memory, is_plain, leaves, mapped, tensors_in
 from passes.graph.calls import moved_statistics, name_of
-
-logger = logging.getLogger(__name__)
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -190,11 +187,6 @@ class Tape(TorchFunctionMode):
         super().__exit__(*exception)
         # What is still needed is held by what autograd saved.
         self._results.clear()
-        if self.missed is not None and exception[:1] == (None,):
-            logger.warning(
-                "the forward took another way than the one that its checkpoints were planned for: the call of %s didn't "
-                "come, and what is behind it was kept for the backward pass", self.missed,
-            )  # fmt: skip
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -385,6 +385,63 @@ def test_a_forward_that_takes_another_way_keeps_what_it_needs_and_says_so(caplog
     assert "another way" in caplog.text
 
 
+class Bold(nn.Module):
+    """Takes another way where its tensors are fake: as one that asks what kind of tensor it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x)) if type(x) is torch.Tensor else layer(x).sin().cos()
+        return x.square().mean()
+
+
+def test_a_plan_whose_calls_dont_come_is_made_again_on_real_numbers(caplog):
+    model, inputs = enliven(Bold()).train(), (torch.randn(16, 8),)
+    with caplog.at_level(logging.WARNING):
+        result = optimize(model, [InsertCheckpoints(0.5)], mode="training", example_inputs=inputs)
+        result(*inputs).backward()
+    assert not caplog.text
+    assert result.__dict__["forward"].plan.names.count("gelu") == 8
+    peak = report_of(result).passes[-1].detail.eager.peak
+    assert peak_of(result, inputs, {}) <= peak / 2
+
+
+def test_a_plan_may_be_for_more_rows_than_the_example_inputs_have():
+    model, inputs, _ = made("images")
+    few, many = inputs[0][:2], torch.randn(24, *inputs[0].shape[1:])
+    result = optimize(model, [InsertCheckpoints(0.5, batch_size=24)], mode="training", example_inputs=(few,))
+    detail = report_of(result).passes[-1].detail
+    assert peak_of(model, (many,), {}) == detail.eager.peak
+    assert peak_of(result, (many,), {}) == detail.chosen.peak <= detail.eager.peak / 2
+
+
+def test_other_rows_cant_be_planned_for_where_the_forward_looks_at_numbers():
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x).exp() if x.sum() > 0 else self.layer(x)
+
+    with pytest.raises(RequirementNotMet, match="batch_size=64 is planned for on tensors without numbers"):
+        optimize(
+            enliven(Looking()),
+            [InsertCheckpoints(batch_size=64)],
+            mode="training",
+            example_inputs=(torch.randn(4, 8),),
+        )
+
+
+@pytest.mark.parametrize("rows", [0, -3])
+def test_a_batch_of_no_rows_is_refused(rows):
+    with pytest.raises(ValueError, match=f"batch_size is a number of rows, not {rows}"):
+        InsertCheckpoints(batch_size=rows)
+
+
 def test_a_model_without_anything_to_train_is_refused():
     model = nn.Linear(3, 3).requires_grad_(False)
     with pytest.raises(
