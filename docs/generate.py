@@ -61,8 +61,8 @@ def _options(each: PassDescription) -> list[str]:
     cls = pass_named(each.name)
     if not dataclasses.fields(cls):
         return []
-    described = re.findall(r"^ {4}(\w+): (.+)$", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
-    texts = dict(described)
+    described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)$", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in described}
     rows = ["| option | default | |", "|---|---|---|"]
     rows += [f"| `{name}` | `{default}` | {texts.get(name, '')} |" for name, default in each.options.items()]
     return [*rows, ""]
