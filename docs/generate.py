@@ -64,7 +64,9 @@ def _options(each: PassDescription) -> list[str]:
     described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)$", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in described}
     rows = ["| option | default | |", "|---|---|---|"]
-    rows += [f"| `{name}` | `{default}` | {texts.get(name, '')} |" for name, default in each.options.items()]
+    for name, default in each.options.items():
+        text = texts.get(name, "").replace("|", "\\|")
+        rows.append(f"| `{name}` | `{default if default != '' else repr(default)}` | {text} |")
     return [*rows, ""]
 
 
