@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -311,11 +312,27 @@ def _check_model(model: object, *, runs: bool) -> None:
             "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
             " pass."
         )
+    _refuse_distributed(model)
     if runs:
         refuse_unrunnable(model)
     else:
         refuse_unmade_module(model)
         refuse_lazy_modules(model)
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    """A step of these waits for other processes, which may not run one, and what shards can't be copied."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "The model is wrapped in DistributedDataParallel: give its .module, and wrap the result of optimize()."
+        )
+    # Who shards nothing hasn't loaded what does it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for path, module in model.named_modules():
+        if isinstance(module, kinds):
+            where = f"{path} of the model" if path else "The model"
+            raise UsageError(f"{where} is sharded by FSDP: call optimize() first, and shard its result.")
 
 
 def _check_numbers(seed: object, batch_sizes: Any) -> None:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from optimizer import optimize, report_of
+from optimizer.errors import UsageError
 from passes import InsertCheckpoints
 from passes.checkpointing.units import units_among
 from passes.errors import RequirementNotMet
@@ -135,3 +140,24 @@ def test_a_pattern_means_whole_paths():
     assert units_among(paths, "stem | *.layers.*") == {"stem", "decoder.layers.0"}
     assert units_among(paths, "layers") == {"layers"}
     assert units_among(paths, "layer") == set()
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_what_is_wrapped_or_sharded_already_is_refused_with_the_way_out(alone):
+    partly = Blocks()
+    fully_shard(partly.blocks[2], mesh=alone)
+    wrapped = {
+        "give its .module": DistributedDataParallel(Blocks()),
+        "The model is sharded by FSDP: call optimize": fully_shard(Blocks(), mesh=alone),
+        r"blocks\.2 of the model is sharded by FSDP": partly,
+    }
+    for sentence, model in wrapped.items():
+        with pytest.raises(UsageError, match=sentence):
+            optimize(model, mode="training", example_inputs=(torch.randn(4, 8),))
