@@ -312,12 +312,12 @@ def _check_model(model: object, *, runs: bool) -> None:
             "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
             " pass."
         )
-    _refuse_distributed(model)
     if runs:
         refuse_unrunnable(model)
     else:
         refuse_unmade_module(model)
         refuse_lazy_modules(model)
+    _refuse_distributed(model)
 
 
 def _refuse_distributed(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from torch import nn
 from passes.base import Context, Pass, PassResult
 from passes.checkpointing.budget import bytes_of, shown
 from passes.checkpointing.choice import Choice
+from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
 from passes.checkpointing.fake import faked
 from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.plan import Plan
@@ -61,8 +62,10 @@ class InsertCheckpoints(Pass):
         batch_size: the rows that you train with, where the example inputs have fewer: those are run by optimize(), with all
             that a step without the pass keeps.
 
-    Does not handle: a forward that makes other calls at each run (layers dropped at random); compiled and exported code,
-    which keeps what it would without the pass.
+    Where `torch.compile` compiles the result, checkpoints of whole modules stand in for the plan, and a BatchNorm moves its
+    statistics once there too; what the compiler keeps beside is its own, and the peak isn't promised.
+
+    Does not handle: a forward that makes other calls at each run (layers dropped at random).
     """
 
     name: ClassVar[str] = "insert-checkpoints"
@@ -112,6 +115,7 @@ class InsertCheckpoints(Pass):
         for region in report.regions:
             with rewriter.change(region.path, region.text):
                 pass
+        _set_compiled(rewriter, root, modules_for(steps.profile, solver.simulation, solver.cost, found.measured.peak))
         with rewriter.change("", found.text) as change:
             rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
@@ -162,10 +166,29 @@ class InsertCheckpoints(Pass):
 def _without_plan(root: nn.Module) -> list[AttributeEdit]:
     """What takes an earlier plan off the root."""
     forward = root.__dict__.get("forward")
-    if not isinstance(forward, CheckpointedForward):
-        return []
-    inner = types.MethodType(type(root).forward, root) if forward.inner is None else forward.inner
-    return [AttributeEdit(root, "forward", inner)]
+    return [AttributeEdit(root, "forward", _inside(root))] if isinstance(forward, CheckpointedForward) else []
+
+
+def _inside(module: nn.Module) -> Any:
+    """What stands in the forward that this pass put around a module's."""
+    inner = module.__dict__["forward"].inner
+    return types.MethodType(type(module).forward, module) if inner is None else inner
+
+
+def _set_compiled(rewriter: Rewriter, root: nn.Module, paths: Sequence[str]) -> None:
+    """Make checkpoints, where they are compiled, of these modules and of no other."""
+    had = {
+        path for path, module in root.named_modules() if isinstance(module.__dict__.get("forward"), CompiledCheckpoint)
+    }
+    wanted = set(paths)
+    if had == wanted:
+        return
+    names = f"{paths[0]}{f' and {len(paths) - 1} like it' if paths[1:] else ''}" if paths else "no module"
+    with rewriter.change("", f"where torch.compile compiles it, {names} is a checkpoint") as change:
+        for path in sorted(had ^ wanted):
+            module = root.get_submodule(path)
+            forward = _inside(module) if path in had else CompiledCheckpoint(module, module.__dict__.get("forward"))
+            rewriter.set_attribute(change, module, "forward", forward)
 
 
 def _rounded_up(share: float) -> float:

@@ -1,0 +1,106 @@
+"""Checkpoints of whole modules, for programs that `torch.compile` makes of a module with a plan.
+
+A compiled program is no sequence of calls that a tape could follow: it takes `torch.utils.checkpoint`, whose regions are
+functions of the forward. So children of the root are chosen, by the same simulation, whose forwards stand in such regions
+when they are compiled. What a compiler keeps of the rest is its own: the peak isn't promised there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from passes.checkpointing.choice import Choice, possible
+from passes.checkpointing.profile import Profile
+from passes.checkpointing.simulation import Outcome, Simulation
+from passes.graph.guards import AroundForward
+
+
+def _plainly(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+@cache
+def _as_checkpoint_in_graphs() -> None:
+    """Let the compiler take a checkpoint for `_plainly`.
+
+    It finds out only while it compiles whether a region fits into one graph. Where it doesn't, the call is made in eager,
+    and a checkpoint there would move the statistics of a BatchNorm twice: there it has to be the plain one.
+    """
+
+    @torch.compiler.substitute_in_graph(_plainly)
+    def checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+class CompiledCheckpoint(AroundForward):
+    """The forward of a module that is a checkpoint where it is compiled, and as without this everywhere else."""
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+        _as_checkpoint_in_graphs()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _as_checkpoint_in_graphs()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and self.owner.training:
+            return _plainly(self._inner_forward, args, kwargs)
+        return self._inner_forward(*args, **kwargs)
+
+
+def modules_for(
+    profile: Profile, simulation: Simulation, cost: Callable[[Outcome], float], budget: int
+) -> tuple[str, ...]:
+    """The modules whose results inside aren't kept: the cheapest found that keep to the budget, in bytes, else those with
+    the lowest peak.
+
+    They are the first ones at one depth of the tree: what comes first is held longest.
+    """
+    found: list[tuple[bool, float, tuple[str, ...]]] = []
+    for siblings in _by_depth(profile):
+        low, high = 1, len(siblings)
+        while low < high:
+            middle = (low + high) // 2
+            if simulation.run(_again(profile, siblings[:middle])).peak <= budget:
+                high = middle
+            else:
+                low = middle + 1
+        outcome = simulation.run(_again(profile, siblings[:low]))
+        over = outcome.peak > budget
+        found.append((over, outcome.peak if over else cost(outcome), tuple(siblings[:low])))
+    return min(found)[-1] if found else ()
+
+
+def _by_depth(profile: Profile) -> list[list[str]]:
+    """For each depth of the tree, the paths of the modules that make calls in one go, in the order of the forward."""
+    places: dict[str, list[int]] = {}
+    for index, call in enumerate(profile.calls):
+        names = call.path.split(".") if call.path else []
+        for depth in range(1, len(names) + 1):
+            places.setdefault(".".join(names[:depth]), []).append(index)
+    in_one_go = [path for path, calls in places.items() if 1 < len(calls) == calls[-1] - calls[0] + 1]
+    depths = sorted({path.count(".") for path in in_one_go})
+    return [[path for path in in_one_go if path.count(".") == depth] for depth in depths]
+
+
+def _again(profile: Profile, paths: list[str]) -> Choice:
+    """All that the modules of the paths make inside computed again; what leaves them is kept."""
+    owner: list[int | None] = [None] * len(profile.calls)
+    for number, path in enumerate(paths):
+        for index, call in enumerate(profile.calls):
+            if call.path == path or call.path.startswith(f"{path}."):
+                owner[index] = number
+    wanted = [home is not None for home in owner]
+    for index, call in enumerate(profile.calls):
+        for value in call.args:
+            maker = profile.values[value].call
+            wanted[maker] &= owner[maker] == owner[index]
+    return Choice(possible(profile, wanted), tuple((home or 0,) for home in owner))
