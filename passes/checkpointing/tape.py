@@ -164,7 +164,8 @@ class Node:
         return {number: slot for number, slot in self.alive().items() if slot.value is None}
 
     def needs(self) -> list[_Later]:
-        return [leaf for leaf in leaves((self.arguments, self.options)) if isinstance(leaf, _Later)]
+        found = {id(leaf): leaf for leaf in leaves((self.arguments, self.options)) if isinstance(leaf, _Later)}
+        return list(found.values())
 
 
 class Tape(TorchFunctionMode):
@@ -257,6 +258,8 @@ class _Call:
         self.kwargs = kwargs
         self.inputs = tensors_in((args, kwargs))
         self.moved = moved_statistics(func, args, kwargs)
+        # A tensor that is given twice is one argument: attention looks whether its query is its key.
+        self.captured: dict[int, _Later | _Kept | _Unused] = {}
         self.node: Node | None = None
         if (step.recomputed or step.internals) and follows_from_its_arguments(name, args, kwargs):
             state = _State(self.inputs, random=step.random)
@@ -286,6 +289,7 @@ class _Call:
             waiting.settle(self)
         # Autograd keeps the hooks, and with them this call, for as long as what was saved under them.
         self.args, self.kwargs, self.inputs, self.moved, self.waiting, self.node = (), {}, [], [], [], None
+        self.captured = {}
         return result
 
     def _is_repeatable(self, node: Node, written: Sequence[Tensor], result: Any) -> bool:
@@ -310,16 +314,21 @@ class _Call:
         return is_plain(tensor) and tensor.untyped_storage()._cdata not in given
 
     def _captured(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            # A norm that moves its running statistics computes from those of its batch alone. No version tells of the move.
-            if any(value is moved for moved in self.moved):
-                return _Unused(tuple(value.shape), value.dtype, value.device)
-            if (found := self.tape.result(value)) is not None:
-                return _Later(found.node, found.number, View.of(value), value.requires_grad)
-            units = self.tape.units
-            unit = units.home(value) if units is not None else None
-            return _Kept(_held(value), value._version, value.requires_grad, unit)
-        return mapped(value, self._captured)
+        if not isinstance(value, Tensor):
+            return mapped(value, self._captured)
+        if id(value) not in self.captured:
+            self.captured[id(value)] = self._captured_tensor(value)
+        return self.captured[id(value)]
+
+    def _captured_tensor(self, value: Tensor) -> _Later | _Kept | _Unused:
+        # A norm that moves its running statistics computes from those of its batch alone. No version tells of the move.
+        if any(value is moved for moved in self.moved):
+            return _Unused(tuple(value.shape), value.dtype, value.device)
+        if (found := self.tape.result(value)) is not None:
+            return _Later(found.node, found.number, View.of(value), value.requires_grad)
+        units = self.tape.units
+        unit = units.home(value) if units is not None else None
+        return _Kept(_held(value), value._version, value.requires_grad, unit)
 
     def _pack(self, tensor: Tensor) -> Any:
         number = self.saved
@@ -513,8 +522,16 @@ class _Arguments:
     def __init__(self, node: Node, values: _Values) -> None:
         self._node = node
         self._values = values
+        self._tensors: dict[int, Tensor] = {}
 
     def given(self, item: Any) -> Any:
+        if not isinstance(item, _Later | _Kept | _Unused):
+            return mapped(item, self.given)
+        if id(item) not in self._tensors:
+            self._tensors[id(item)] = self._tensor(item)
+        return self._tensors[id(item)]
+
+    def _tensor(self, item: _Later | _Kept | _Unused) -> Tensor:
         if isinstance(item, _Later):
             return _alike(item.view.on(self._values.take(item)), item.requires_grad)
         if isinstance(item, _Kept):
@@ -525,9 +542,7 @@ class _Arguments:
                     "backward pass has been modified by an inplace operation since the forward"
                 )
             return _alike(item.tensor, item.requires_grad)
-        if isinstance(item, _Unused):
-            return torch.zeros(item.shape, dtype=item.dtype, device=item.device)
-        return mapped(item, self.given)
+        return torch.zeros(item.shape, dtype=item.dtype, device=item.device)
 
 
 def _run(node: Node, numbers: set[int], values: _Values) -> dict[int, Tensor]:
