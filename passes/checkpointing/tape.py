@@ -50,13 +50,35 @@ UNCOUNTED = frozenset(
 )  # fmt: skip
 # What doesn't follow from the values of its arguments.
 _OF_THE_GRAPH = frozenset({"grad", "backward", "jacobian", "hessian"})
+# What writes, beside its result, to what no version tells of: to running statistics, or to a tensor that was saved empty.
+_WRITES_BESIDE = frozenset(
+    {
+        "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
+        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "rrelu", "rrelu_", "rrelu_with_noise",
+        "rrelu_with_noise_",
+    }
+)  # fmt: skip
+# What draws random numbers or not, as its arguments say: it may have drawn none in the step that was planned for. Besides
+# these, all kinds of dropout.
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_DRAWS_WHERE_ASKED = _RECURRENT | {"multi_head_attention_forward", "scaled_dot_product_attention"}
+
+
+def may_draw(name: str) -> bool:
+    """Whether a call of a torch function of that name draws random numbers for some arguments and not for others."""
+    return name in _DRAWS_WHERE_ASKED or "dropout" in name
 
 
 def follows_from_its_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of a torch function of that name gives the same for the same arguments, and states that are kept."""
-    # A generator of the user's own has a state that isn't.
-    has_generator = any(isinstance(item, torch.Generator) for item in (*args, *kwargs.values()))
-    return name not in _OF_THE_GRAPH and not has_generator
+    if name in _OF_THE_GRAPH or name in _WRITES_BESIDE:
+        return False
+    given = (*args, *kwargs.values())
+    if name in _RECURRENT and any(isinstance(item, float) and item > 0 for item in given):
+        # On a GPU their dropout has a state of its own.
+        return not any(tensor.is_cuda for tensor in tensors_in(given))
+    # A generator of the user's own has a state that isn't kept.
+    return not any(isinstance(item, torch.Generator) for item in given)
 
 
 class Slot:
@@ -262,7 +284,7 @@ class _Call:
         self.captured: dict[int, _Later | _Kept | _Unused] = {}
         self.node: Node | None = None
         if (step.recomputed or step.internals) and follows_from_its_arguments(name, args, kwargs):
-            state = _State(self.inputs, random=step.random)
+            state = _State(self.inputs, random=step.random or may_draw(name))
             self.node = Node(tape._next - 1, name, func, step.region, state)
         self.waiting: list[_Waiting] = []
         self.saved = 0

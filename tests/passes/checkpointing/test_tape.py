@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,6 +111,44 @@ def test_all_may_be_computed_again(name):
 def test_any_part_may_be_computed_again(name, seed):
     model, inputs = MODELS[name]()
     assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, random_choice(seed))))
+
+
+@pytest.mark.parametrize("name", ["in place", "attention", "twice", "recurrent"])
+def test_what_drew_no_random_numbers_when_it_was_planned_may_draw_some(name):
+    """As a dropout of zero does that is raised later on."""
+    model, inputs = MODELS[name]()
+    plan = planned(model, inputs, lambda index, name: Step(recomputed=True))
+    assert_equal(steps(model, inputs, None), steps(model, inputs, plan))
+
+
+def test_what_fills_a_tensor_that_it_has_saved_is_kept():
+    class Leaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return 2 * F.rrelu(self.layer(x).exp() - 1, training=True)
+
+    model, inputs = built(Leaking, rows())
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
+
+
+def test_statistics_that_a_function_without_a_name_for_them_moves_move_once():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x):
+            norm = self.norm
+            y = torch.native_batch_norm(
+                x.exp(), norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5
+            )
+            return y[0].sin()
+
+    model, inputs = built(Normed, rows())
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
 
 
 @pytest.mark.parametrize("seed", range(4))
