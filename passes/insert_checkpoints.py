@@ -65,7 +65,8 @@ class InsertCheckpoints(Pass):
     Where `torch.compile` compiles the result, checkpoints of whole modules stand in for the plan, and a BatchNorm moves its
     statistics once there too; what the compiler keeps beside is its own, and the peak isn't promised.
 
-    Does not handle: a forward that makes other calls at each run (layers dropped at random).
+    Does not handle: a forward that makes other calls at each run (layers dropped at random); a forward inside of the user's own
+    hooks on saved tensors (`save_on_cpu`) or function modes, and exported code, which keep what they would without the pass.
     """
 
     name: ClassVar[str] = "insert-checkpoints"

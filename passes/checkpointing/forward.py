@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.sharding import Units
-from passes.checkpointing.tape import Tape
+from passes.checkpointing.tape import Tape, top_hooks
 from passes.graph.guards import AroundForward
 
 logger = logging.getLogger(__name__)
@@ -19,7 +22,8 @@ logger = logging.getLogger(__name__)
 class CheckpointedForward(AroundForward):
     """The forward of a root, whose backward pass computes again what its plan doesn't keep.
 
-    It is as without a plan where no gradient is asked for, in eval, and where the forward is traced into another program.
+    It is as without a plan where no gradient is asked for, in eval, where the forward is traced into another program, and
+    where what is around it has a say in what is saved or computed, which isn't around the backward pass: that is logged.
 
     Attributes:
         plan: what is kept in training, and what is computed again.
@@ -30,11 +34,23 @@ class CheckpointedForward(AroundForward):
         self.plan = plan
         self.inner = inner
         self._agreed = False
+        self._told: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.compile and the exporters make programs of their own, which take no function mode.
         is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
         if is_traced or not torch.is_grad_enabled() or not self.owner.training:
+            return self._inner_forward(*args, **kwargs)
+        modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+        if any(isinstance(mode, Tape) for mode in modes):
+            # It is part of a step that is planned as a whole.
+            return self._inner_forward(*args, **kwargs)
+        if modes:
+            # Around the backward pass, where calls are made again, they may not be. Who compares models uses such modes.
+            self._tell(logging.INFO, f"the function mode {type(modes[0]).__name__} is around the forward")
+            return self._inner_forward(*args, **kwargs)
+        if reason := _why_not():
+            self._tell(logging.WARNING, reason)
             return self._inner_forward(*args, **kwargs)
         units = Units(self.owner)
         if units and not self._agreed:
@@ -48,3 +64,17 @@ class CheckpointedForward(AroundForward):
                 "come, and what is behind it was kept for the backward pass", tape.missed,
             )  # fmt: skip
         return outputs
+
+    def _tell(self, level: int, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.log(level, "everything is kept for the backward pass, in spite of the plan: %s", reason)
+
+
+def _why_not() -> str | None:
+    """Why what is kept or computed again isn't the plan's to say."""
+    if top_hooks(False) is not None:
+        return "hooks on saved tensors are set around the forward"
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return "hooks on saved tensors are disabled around the forward"
+    return "gradients are asked for in forward mode" if forward_ad._current_level >= 0 else None

@@ -344,6 +344,18 @@ def test_another_budget_on_a_result_replaces_the_plan():
     assert peak_of(loose, inputs, kwargs) > 0.5 * peak_of(model, inputs, kwargs)
 
 
+def test_a_part_with_a_plan_of_its_own_is_planned_anew_with_the_whole(caplog):
+    part, inputs, kwargs = made("looking")
+    whole = nn.Sequential(planned("looking", part, memory_budget="min"), nn.Tanh())
+    plain = nn.Sequential(part, nn.Tanh())
+    result = planned("looking", whole, memory_budget=0.7)
+    peak = peak_of(copy.deepcopy(plain), inputs, kwargs)
+    assert report_of(result).passes[-1].detail.eager.peak == peak
+    assert peak_of(copy.deepcopy(result), inputs, kwargs) <= 0.7 * peak
+    assert_equal(steps(copy.deepcopy(plain), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
+    assert not caplog.text
+
+
 def test_compiled_and_exported_code_computes_the_same():
     model, inputs, kwargs = made("words")
     result = planned("words", memory_budget=0.6)

@@ -1,0 +1,101 @@
+"""A planned forward keeps everything where what is around it has a say, and tells why."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from training_models import built, rows
+
+from passes.checkpointing.forward import CheckpointedForward
+from passes.checkpointing.plan import Plan, Step
+from passes.checkpointing.tape import Tape
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles what a function gives."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is F.gelu else result
+
+
+def planned():
+    model, inputs = built(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()), rows())
+    names = ("linear", "gelu", "linear", "tanh")
+    plan = Plan(names, tuple(Step(recomputed=True) for _ in names))
+    result = nn.Sequential(*model)
+    result.__dict__["forward"] = CheckpointedForward(result, plan, None)
+    return model, result, inputs
+
+
+def gradients(model, inputs, around):
+    with around():
+        loss = model(*inputs).square().sum()
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def half():
+    return saved_tensors_hooks(lambda tensor: tensor.half(), lambda tensor: tensor.float())
+
+
+AROUND = {
+    "hooks on saved tensors are set": half,
+    "hooks on saved tensors are set ": save_on_cpu,
+    "hooks on saved tensors are disabled": lambda: disable_saved_tensors_hooks("not here"),
+    "the function mode Doubling is": Doubling,
+}
+
+
+@pytest.mark.parametrize("reason", AROUND)
+def test_what_is_around_the_forward_alone_is_left_alone(reason, caplog):
+    model, result, inputs = planned()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            expected, got = (gradients(one, inputs, AROUND[reason]) for one in (model, result))
+            assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
+    # Once, and not at each step.
+    assert caplog.text.count(f"in spite of the plan: {reason.strip()} around the forward") == 1
+
+
+# torch's own formulas for it are scripted.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_in_forward_mode_everything_is_kept(caplog):
+    def tangents(model, x):
+        with forward_ad.dual_level():
+            loss = model(forward_ad.make_dual(x, torch.ones_like(x))).square().sum()
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            return [forward_ad.unpack_dual(gradient).tangent for gradient in found]
+
+    model, result, (x,) = planned()
+    expected, got = tangents(model, x), tangents(result, x)
+    assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
+    assert "gradients are asked for in forward mode" in caplog.text
+
+
+def test_a_device_of_all_tensors_is_no_reason(caplog):
+    _, result, inputs = planned()
+    with torch.device("cpu"), half():
+        result(*inputs)
+    assert "function mode" not in caplog.text
+    assert "hooks on saved tensors are set" in caplog.text
+
+
+def test_a_plan_within_another_one_counts_for_nothing(caplog, monkeypatch):
+    entered = []
+
+    class Seen(Tape):
+        def __enter__(self):
+            entered.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr("passes.checkpointing.forward.Tape", Seen)
+    _, result, inputs = planned()
+    with Seen(Plan((), ())) as outer:
+        result(*inputs)
+    assert entered == [outer]
+    assert not caplog.text
