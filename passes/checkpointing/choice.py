@@ -34,7 +34,7 @@ class Choice:
             numbers = [number for value in call.makes for number in profile.values[value].numbers]
             internals = frozenset(-1 - number for number in numbers if number < 0)
             # A call that is kept is in the plan too: what it saves of its arguments isn't.
-            steps.append(Step(region, True, internals, call.random) if recomputed else Step())
+            steps.append(Step(region, True, internals, call.random) if recomputed else Step(random=call.random))
         return steps
 
 

@@ -19,13 +19,14 @@ from passes.checkpointing.plan import Plan
 from passes.checkpointing.tape import (
     UNCOUNTED,
     Tape,
+    counts_no_versions,
     follows_from_its_arguments,
     pop_hooks,
     push_hooks,
     top_hooks,
     transforms,
 )
-from passes.checkpointing.tensors import fills_its_memory, is_plain, tensors_in
+from passes.checkpointing.tensors import fills_its_memory, is_plain, tensors_in, version_of
 from passes.graph.calls import moved_statistics, name_of
 from passes.graph.interception import intercepted_calls
 
@@ -361,14 +362,14 @@ class _Remembering(_Watch):
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
         # Inside of hooks that the model itself set what is saved is theirs; the transforms of torch.func allow no hooks.
-        mine = top_hooks(False) == self._outer and transforms() is None
+        mine = top_hooks(False) == self._outer and transforms() is None and not counts_no_versions(args, kwargs)
         call.repeatable = mine and follows_from_its_arguments(name, args, kwargs)
         call.args = tuple(
             dict.fromkeys(value for tensor in inputs if (value := self._value(index, tensor)) is not None)
         )
-        versions = [tensor._version for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         result = self._watched(call, func, args, kwargs, mine=mine)
-        written = [tensor for tensor, before in zip(given, versions, strict=True) if tensor._version != before]
+        written = [tensor for tensor, before in zip(given, versions, strict=True) if version_of(tensor) != before]
         self._see_written(call, index, args, written, result)
         self._see_made(call, index, result)
         return result
@@ -399,9 +400,9 @@ class _Remembering(_Watch):
         """The value that a tensor is before this call; None for what isn't counted."""
         number = self.bytes.number_of(tensor)
         if number is None:
-            self._others.append((index, tensor, tensor._version))
+            self._others.append((index, tensor, version_of(tensor)))
             return None
-        value = self._by_version.get((number, tensor._version)) if is_plain(tensor) else None
+        value = self._by_version.get((number, version_of(tensor))) if is_plain(tensor) else None
         if value is None:
             # Known by nobody under this version: it is kept as it is.
             value = self._latest.get(number)
@@ -424,7 +425,7 @@ class _Remembering(_Watch):
             if (before := self._latest.get(number)) is not None:
                 self.profile.values[before].keepable = False
                 self.profile.values[before].python = index - 1
-            self._add(call, index, number, tensor._version, (0,) if call.writes else ())
+            self._add(call, index, number, version_of(tensor), (0,) if call.writes else ())
 
     def _see_made(self, call: Call, index: int, result: Any) -> None:
         results = tensors_in(result)
@@ -435,7 +436,7 @@ class _Remembering(_Watch):
             number = self.bytes.number_of(tensor)
             if number is not None:
                 names.setdefault(number, []).append(place)
-                version[number] = tensor._version
+                version[number] = version_of(tensor)
                 whole |= {number} if is_plain(tensor) and fills_its_memory(tensor) else set()
         packs: dict[int, list[int]] = {}
         taken: dict[int, int] = {}
@@ -524,7 +525,7 @@ class _Remembering(_Watch):
         extra = live.live - self._forward_bytes
         self.profile.order.append(Position(len(self.profile.calls), extra, extras=[extra]))
         for index, tensor, version in self._others:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 # What it was computed from is no more.
                 self.profile.calls[index].repeatable = False
         self._others.clear()

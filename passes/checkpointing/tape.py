@@ -18,15 +18,17 @@ A forward that takes another way than its plan keeps everything from there on, a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from passes.checkpointing.beside import BESIDE
 from passes.checkpointing.plan import Plan, Step
@@ -79,6 +81,11 @@ def follows_from_its_arguments(name: str, args: tuple[Any, ...], kwargs: dict[st
         return not any(tensor.is_cuda for tensor in tensors_in(given))
     # A generator of the user's own has a state that isn't kept.
     return not any(isinstance(item, torch.Generator) for item in given)
+
+
+def counts_no_versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes or makes tensors of inference mode: nobody can tell whether these are written to."""
+    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors_in((args, kwargs)))
 
 
 class Slot:
@@ -154,14 +161,13 @@ class Node:
         "writes",
     )
 
-    def __init__(
-        self, index: int, name: str, function: Callable[..., Any], region: tuple[int, ...], state: _State
-    ) -> None:
+    state: _State
+
+    def __init__(self, index: int, name: str, function: Callable[..., Any], region: tuple[int, ...]) -> None:
         self.index = index
         self.name = name
         self.function = function
         self.region = region
-        self.state = state
         self.arguments: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         # Whether the call writes to its first argument and returns it.
@@ -219,7 +225,12 @@ class Tape(TorchFunctionMode):
         step = None if name in UNCOUNTED or BESIDE.on else self._step(name)
         # Inside of hooks that the model itself set (its own checkpoints) what is saved is theirs; the transforms of
         # torch.func allow no hooks.
-        if step is None or top_hooks(False) != self._outer or transforms() is not None:
+        if (
+            step is None
+            or top_hooks(False) != self._outer
+            or transforms() is not None
+            or counts_no_versions(args, kwargs)
+        ):
             return func(*args, **kwargs)
         return _Call(self, step, name, func, args, kwargs).run()
 
@@ -282,18 +293,23 @@ class _Call:
         self.moved = moved_statistics(func, args, kwargs)
         # A tensor that is given twice is one argument: attention looks whether its query is its key.
         self.captured: dict[int, _Later | _Kept | _Unused] = {}
+        self.is_random = step.random or may_draw(name)
         self.node: Node | None = None
         if (step.recomputed or step.internals) and follows_from_its_arguments(name, args, kwargs):
-            state = _State(self.inputs, random=step.random or may_draw(name))
-            self.node = Node(tape._next - 1, name, func, step.region, state)
+            self.node = Node(tape._next - 1, name, func, step.region)
         self.waiting: list[_Waiting] = []
         self.saved = 0
 
     def run(self) -> Any:
+        with _DRAWING if self.is_random else nullcontext():
+            return self._run()
+
+    def _run(self) -> Any:
         versions = [tensor._version for tensor in self.inputs]
         if self.node is not None:
             # Before the call, which may write to an argument.
             self.node.arguments, self.node.options = self._captured(self.args), self._captured(self.kwargs)
+            self.node.state = _State(self.func, self.inputs, self.kwargs, random=self.is_random)
         push_hooks(self._pack, _unpack)
         try:
             result = self.func(*self.args, **self.kwargs)
@@ -385,13 +401,24 @@ class _Waiting:
             self.held = _Saved(node.slot(number), View.of(tensor))
 
 
+# One thread at a time: the generators belong to all. What was drawn has to be what comes after the state that was kept.
+_DRAWING = threading.RLock()
+
+
 class _State:
     """What a call that is made just now depends on beside its arguments."""
 
-    __slots__ = ("autocast", "gradients", "kernels", "random")
+    __slots__ = ("autocast", "device", "dtype", "gradients", "kernels", "random")
 
-    def __init__(self, tensors: Sequence[Tensor], *, random: bool) -> None:
+    def __init__(
+        self, func: Callable[..., Any], tensors: Sequence[Tensor], options: dict[str, Any], *, random: bool
+    ) -> None:
+        self.dtype = torch.get_default_dtype()
+        # Where a function that makes a tensor makes it, unless it is told.
+        self.device = torch.get_default_device() if func in _device_constructors() else None
         devices = {tensor.device for tensor in tensors}
+        if random and self.device is not None:
+            devices.add(_with_index(torch.device(options.get("device") or self.device)))
         kinds = sorted({"cpu", *(device.type for device in devices if torch.amp.is_autocast_available(device.type))})
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self.gradients = torch.is_grad_enabled()
@@ -401,18 +428,23 @@ class _State:
     @contextmanager
     def again(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(_DRAWING if self.random else nullcontext())
             stack.enter_context(torch.set_grad_enabled(self.gradients))
+            if self.device is not None and self.device != torch.get_default_device():
+                stack.enter_context(self.device)
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             now = _random_states({device for device, _ in self.random}) if self.random else ()
-            kernels = _chosen_kernels()
+            kernels, dtype = _chosen_kernels(), torch.get_default_dtype()
             try:
                 _choose_kernels(self.kernels)
+                _choose_dtype(self.dtype)
                 _set_random_states(self.random)
                 yield
             finally:
                 _set_random_states(now)
+                _choose_dtype(dtype)
                 _choose_kernels(kernels)
 
 
@@ -437,9 +469,23 @@ def _choose_kernels(chosen: tuple[bool, ...]) -> None:
             choose(value)
 
 
+def _choose_dtype(dtype: torch.dtype) -> None:
+    if torch.get_default_dtype() is not dtype:
+        torch.set_default_dtype(dtype)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type in _WITHOUT_GENERATOR or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+_WITHOUT_GENERATOR = ("cpu", "meta")
+
+
 def _random_states(devices: set[torch.device]) -> tuple[tuple[torch.device, Tensor], ...]:
     cpu = (torch.device("cpu"), torch.get_rng_state())
-    others = sorted((device for device in devices if device.type != "cpu"), key=str)
+    others = sorted((device for device in devices if device.type not in _WITHOUT_GENERATOR), key=str)
     return (cpu, *((device, torch.get_device_module(device).get_rng_state(device)) for device in others))
 
 

@@ -43,6 +43,11 @@ def fills_its_memory(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; one of inference mode doesn't count, and is as if it never were."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """What the containers of a call hold."""
     if isinstance(value, tuple | list):
@@ -62,11 +67,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The containers of a call anew, with what they hold changed."""
-    if type(value) is tuple:
-        return tuple(change(item) for item in value)
-    if type(value) is list:
+    if isinstance(value, tuple):
+        # A tuple with names takes its items one by one, and one of torch's own (`torch.return_types`) in a row.
+        items = [change(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
         return [change(item) for item in value]
-    if type(value) is dict:
+    if isinstance(value, dict):
         return {key: change(item) for key, item in value.items()}
     if isinstance(value, slice):
         return slice(change(value.start), change(value.stop), change(value.step))

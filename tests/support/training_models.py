@@ -171,6 +171,37 @@ class Twice(nn.Module):
         return self.norm(x + self.attention(y, y, y)[0][:, 0]).tanh()
 
 
+class Precise(nn.Module):
+    """Computes a part of itself in another default dtype, and makes random tensors there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            y = self.layer(x) * (torch.arange(8) / 3 + torch.rand(8)).sin()
+        finally:
+            torch.set_default_dtype(before)
+        return y.exp()
+
+
+class Inferring(nn.Module):
+    """Computes a part of itself in inference mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        y = self.layers[0](x).exp()
+        with torch.inference_mode():
+            scale = y.abs().amax(1, keepdim=True).clamp_(min=1)
+        return self.layers[1](y + scale).sin()
+
+
 class First(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -242,6 +273,8 @@ MODELS = {
     "mask": lambda: built(Mixed, rows(), torch.rand(6, 10, generator=torch.Generator().manual_seed(4)) > 0.5),
     "recurrent": lambda: built(lambda: First(nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()),
     "twice": lambda: built(Twice, rows()),
+    "precise": lambda: built(Precise, rows()),
+    "infers": lambda: built(Inferring, rows()),
     "maps": lambda: built(Mapped, rows()),
     "chooses": lambda: built(Chosen, rows()),
     "slices": lambda: built(Sliced, rows()),

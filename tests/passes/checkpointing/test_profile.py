@@ -46,6 +46,11 @@ def turns(found):
     return [found.calls[item.call].name if item.call < len(found.calls) else "loss" for item in found.order]
 
 
+def test_a_plan_knows_what_draws_random_numbers_whether_it_is_kept_or_not():
+    found = profile_of(lambda x: F.dropout(x.exp(), 0.5).sin().sum(), rows())
+    assert [step.random for step in Choice.nothing(found).plan(found).steps] == [False, True, False, False]
+
+
 # ------------------------------------------------------------------------------------- real and fake
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import random
-from collections import Counter
+import sys
+import threading
+from collections import Counter, namedtuple
 from contextlib import nullcontext
 
 import pytest
@@ -119,6 +121,93 @@ def test_what_drew_no_random_numbers_when_it_was_planned_may_draw_some(name):
     model, inputs = MODELS[name]()
     plan = planned(model, inputs, lambda index, name: Step(recomputed=True))
     assert_equal(steps(model, inputs, None), steps(model, inputs, plan))
+
+
+@pytest.fixture
+def switching():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_threads_draw_one_at_a_time(kept, switching):
+    """What is drawn again in one thread isn't what another one drew meanwhile."""
+
+    class Dropping(nn.Module):
+        def forward(self, x):
+            y = F.dropout(x, 0.5)
+            return F.dropout(y.exp() - 1, 0.5).exp() - 1
+
+    def choose(index, name):
+        return Step(random=True) if kept and not index else everything(index, name)
+
+    plan = planned(Dropping(), (torch.ones(2048),), choose)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            x = torch.ones(2048, requires_grad=True)
+            with Tape(plan):
+                last = Dropping()(x)
+            last.sum().backward()
+            # A gradient goes where something came through, and nowhere else.
+            wrong.append(((x.grad != 0) != (last.detach() != 0)).sum().item())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0] * 200
+
+
+def test_tensors_are_made_anew_where_they_were_made():
+    class Making(nn.Module):
+        def forward(self, x):
+            return x * torch.ones(8) * torch.rand(8).exp()
+
+    x = torch.ones(8, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        plan = Plan(names_of(Making(), (x,)), (Step(recomputed=True, random=True),) * 5)
+        with Tape(plan):
+            y = Making()(x)
+    y.sum().backward()
+    assert x.grad.device.type == "meta"
+
+
+def test_what_is_given_in_inference_mode_is_kept():
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            return (x + self.bias).exp().sin()
+
+    with torch.inference_mode():
+        x = torch.randn(6, 8)
+    model = Added()
+    with Tape(Plan(("add", "exp", "sin"), (Step(recomputed=True),) * 3)):
+        result = model(x)
+    (gradient,) = torch.autograd.grad(result.sum(), model.bias)
+    assert torch.equal(gradient, torch.autograd.grad(model(x).sum(), model.bias)[0])
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_tuples_of_any_class_are_taken_apart():
+    class Stacked(nn.Module):
+        def forward(self, x):
+            pair = Pair(x + 1, x - 1)
+            y = torch.cat(pair)
+            pair.second.add_(1)
+            return torch.stack(torch.aminmax(y.sin(), dim=1)).exp() + pair.second.cos().sum()
+
+    model, inputs = built(Stacked, rows())
+    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
 
 
 def test_what_fills_a_tensor_that_it_has_saved_is_kept():
