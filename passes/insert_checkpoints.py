@@ -196,6 +196,26 @@ def _rounded_up(share: float) -> float:
     return min(1.0, int(share * 1000 + 1) / 1000)
 
 
+@contextmanager
+def _memory_needed(before: str = "") -> Iterator[None]:
+    """Say so where the memory isn't enough."""
+    try:
+        yield
+    except Exception as error:
+        # torch has no class of its own for it on the CPU.
+        texts = ("can't allocate memory", "not enough memory")
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts):
+            lack = "on real tensors the memory isn't enough for a step: give example inputs of fewer rows"
+            raise NoProfile(before + lack) from error
+        raise
+
+
+def _quoted(error: Exception) -> str:
+    """The class and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
 class _Steps:
     """Training steps of a root on its example inputs, on fake tensors or, where these don't go through, on real ones."""
 
@@ -210,11 +230,14 @@ class _Steps:
             self.profile = self._profile()
         except NoProfile:
             raise
-        except Exception:  # noqa: BLE001 - a forward that looks at numbers raises, in ways of its own, where there are none
-            self.use_numbers()
+        except Exception as error:  # noqa: BLE001 - what looks at numbers raises, in ways of its own, where there are none
+            self.use_numbers(error)
 
-    def use_numbers(self) -> None:
+    def use_numbers(self, why: Exception | None = None) -> None:
         """Run steps on real tensors from now on.
+
+        Args:
+            why: what the forward raises on fake ones.
 
         Raises:
             NoProfile: no step can be profiled, or another batch size was asked for.
@@ -225,14 +248,21 @@ class _Steps:
                 " leave batch_size out, and give example inputs of as many rows as you train with"
             )
         self._is_fake = False
-        self.profile = self._profile()
+        before = "" if why is None else f"without numbers its forward raises {_quoted(why)}, and "
+        try:
+            with _memory_needed(before):
+                self.profile = self._profile()
+        except NoProfile:
+            raise
+        except Exception as error:
+            raise NoProfile(f"{before}on real tensors it raises {_quoted(error)}") from error
 
     def follow(self, plan: Plan) -> bool:
         """Whether a forward on real tensors makes the calls that the plan is for: one may branch on what fake ones hide."""
         if not self._is_fake:
             return True
         random.setstate(self._random)
-        with self._apart(real=True) as (args, kwargs), Tape(plan) as tape:
+        with _memory_needed(), self._apart(real=True) as (args, kwargs), Tape(plan) as tape:
             self.root(*args, **kwargs)
             return tape.missed is None
 
@@ -242,7 +272,7 @@ class _Steps:
 
     def measure(self, plan: Plan) -> Measured:
         """The step under a plan."""
-        with self._apart() as (args, kwargs):
+        with _memory_needed(), self._apart() as (args, kwargs):
             return measure(self.root, args, kwargs, plan)
 
     @contextmanager

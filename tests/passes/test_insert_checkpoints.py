@@ -454,6 +454,55 @@ def test_a_batch_of_no_rows_is_refused(rows):
         InsertCheckpoints(batch_size=rows)
 
 
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes. Error code 12"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError(_NO_MEMORY), "the memory isn't enough for a step: give example inputs of fewer rows"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "the memory isn't enough for a step"),
+        (MemoryError(), "the memory isn't enough for a step"),
+        (KeyError("color"), "it raises KeyError: 'color'"),
+    ],
+)
+def test_a_step_that_cant_be_run_is_refused_in_one_sentence(error, text):
+    class Failing(Looking):
+        def forward(self, x):
+            seen = super().forward(x)
+            if x.requires_grad:
+                raise error
+            return seen
+
+    # The step alone is given what needs a gradient.
+    class Asking(InsertCheckpoints):
+        def run(self, program, context):
+            context.example_calls[0][0][0].requires_grad_()
+            return super().run(program, context)
+
+    model, inputs, _ = made("looking")
+    failing = Failing()
+    failing.load_state_dict(model.state_dict())
+    with pytest.raises(RequirementNotMet) as raised:
+        optimize(failing, [Asking()], mode="training", example_inputs=inputs)
+    assert re.fullmatch(
+        r"insert-checkpoints can't plan a training step of Failing: without numbers its forward raises \w+: [^\n]+, and on"
+        rf" real tensors {re.escape(text)}[^\n]*\.",
+        str(raised.value),
+    )
+
+
+def test_where_memory_runs_out_under_a_plan_the_pass_is_refused(monkeypatch):
+    def measure(*args):
+        raise RuntimeError(_NO_MEMORY)
+
+    monkeypatch.setattr("passes.insert_checkpoints.measure", measure)
+    with pytest.raises(
+        RequirementNotMet, match="step of Looking: on real tensors the memory isn't enough for a step: give"
+    ):
+        planned("looking")
+
+
 def test_a_model_without_anything_to_train_is_refused():
     model = nn.Linear(3, 3).requires_grad_(False)
     with pytest.raises(
