@@ -18,11 +18,11 @@ from optimizer.errors import LoadError, OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
-from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state, seed_torch
+from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state, reachable_modules, seed_torch
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
-from optimizer.working_copy import Mode, WorkingCopy, private_buffers
+from optimizer.working_copy import Mode, WorkingCopy, private_buffers, script_buffers
 from optimizer.written_parameters import kept_parameters
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
@@ -400,16 +400,26 @@ class Pipeline:
         )
         return record, result
 
-    def _sources(self, program: Program) -> list[Source]:
+    def _sources(self, program: Program) -> list[tuple[Source, torch.Tensor | None]]:
+        """The caller's tensors, and the values of those that a run writes to and puts back, which moves their versions."""
         named = [*self.original.named_parameters(), *self.original.named_buffers()]
         for path, module in program.unregistered:
             tensors = own_tensors(self.copy.originals[id(module)])
             named += ((f"{path}.{name}", tensor) for name, tensor in tensors.items())
-        return [Source.of(name, tensor) for name, tensor in named if not is_lazy(tensor)]
+        put_back = {id(tensor) for tensor in script_buffers(reachable_modules(self.copy.root))}
+        return [
+            (Source.of(name, tensor), tensor.detach().clone() if id(tensor) in put_back else None)
+            for name, tensor in named
+            if not is_lazy(tensor)
+        ]
 
-    def _refuse_writes(self, item: Pass, before: list[Source]) -> None:
+    def _refuse_writes(self, item: Pass, before: list[tuple[Source, torch.Tensor | None]]) -> None:
         """See that the pass wrote to no tensor of the caller's model, which can't be taken back."""
-        written = [source.path for source in before if not source.unchanged]
+        written = [
+            source.path
+            for source, values in before
+            if not source.unchanged and (values is None or not same_values(source.tensor, values))
+        ]
         if written:
             raise OptimizeFailed(
                 f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass has to"

@@ -397,7 +397,7 @@ def private_buffers(
     nested = (tensor for tensor in snapshot.nested.values() if not is_lazy(tensor))
     places = [(module, *place) for module in modules for place in state_of(module) if not is_lazy(place[-1])]
     beside = _parameters_beside(modules, (tensor for *_, tensor in places))
-    in_place = [*nested, *_script_buffers(reachable), *beside]
+    in_place = [*nested, *script_buffers(reachable), *beside]
     groups = groups_of([*in_place, *(tensor for *_, tensor in places)])
     fixed = _touching(groups, set(map(id, in_place)))
     copies = {id(tensor): own for group in groups for tensor, own in zip(group, copied_together(group), strict=True)}
@@ -447,7 +447,7 @@ def _parameters_beside(
     return [one for one in near if id(one) in beside]
 
 
-def _script_buffers(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+def script_buffers(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """The buffers of the scripted modules: the copy of such a one has the caller's."""
     for module in modules:
         if _is_script(module):
