@@ -442,6 +442,11 @@ def _note_what_was_seen(
             f"{means[0]} is the result's own{more}, and the model's stays behind when the result is trained: load the"
             " result's state_dict into the model afterwards"
         )
+    if parity is not None and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in result.modules()):
+        report.notes.append(
+            "what was compared is one process: there a SyncBatchNorm takes the statistics of its own batch, as a BatchNorm"
+            " does, and among several those of all"
+        )
     if parity is None:
         report.notes.append("nothing was verified: give optimize() example inputs")
     else:

@@ -444,6 +444,7 @@ class Pipeline:
                 break
             # From the last change to the first: each is compared on the tree that it was made in.
             with ExitStack() as later:
+                later.enter_context(pinned_settings())
                 for number in reversed(range(len(result.changes))):
                     change = result.changes[number]
                     if number in inputs:

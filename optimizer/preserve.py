@@ -1,6 +1,7 @@
 """Run foreign code and leave everything as it was: modules, random state, numeric settings."""
 
 import copy
+import functools
 import io
 import random
 import sys
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from optimizer.written_parameters import kept_values
@@ -83,13 +85,15 @@ def pinned_settings() -> Iterator[dict[str, str]]:
     """float32 means float32: TF32 and bfloat16 matrix products off, the fused attention layers of `nn` off; all restored.
 
     The fused layers (`torch.backends.mha`) leave zeros at padded positions where the plain ones leave numbers, and no
-    export holds them: both sides of a comparison run the plain ones. Yields what was pinned, for the record.
+    export holds them: both sides of a comparison run the plain ones. Nor does a SyncBatchNorm wait for other processes.
+    Yields what was pinned, for the record.
     """
     with ExitStack() as stack:
+        apart = {"sync_batch_norm": "this process alone"} if stack.enter_context(unsynchronised()) else {}
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         _pin_float32(stack)
-        yield {"float32_precision": "ieee", "mha_fastpath": "off"}
+        yield {"float32_precision": "ieee", "mha_fastpath": "off", **apart}
 
 
 def _pin_float32(stack: ExitStack) -> None:
@@ -115,6 +119,61 @@ def _pin_float32(stack: ExitStack) -> None:
     torch.set_float32_matmul_precision("highest")
     backends.cuda.matmul.allow_tf32 = False
     backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def unsynchronised() -> Iterator[bool]:
+    """Inside, a SyncBatchNorm takes the statistics of this process' batch, also where there is a process group.
+
+    With one it would wait for processes that may have nothing to measure, take in batches that nobody here knows, and raise
+    on a CPU. Yields whether there is one. The forward is replaced for all threads: the backward pass of a GPU has one of its
+    own, in which checkpoints run the forward again.
+    """
+    _apart.enter()
+    try:
+        yield torch.distributed.is_available() and torch.distributed.is_initialized()
+    finally:
+        _apart.leave()
+
+
+class _Apart:
+    """Whether no SyncBatchNorm synchronises: from the first that asks for it to the last that is done, in any thread."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._count = 0
+        self._lock = threading.Lock()
+        self._forward = nn.SyncBatchNorm.forward
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self.on, self._forward = True, nn.SyncBatchNorm.forward
+                nn.SyncBatchNorm.forward = _forward_apart  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self.on = False
+                nn.SyncBatchNorm.forward = self._forward  # type: ignore[method-assign]
+
+
+_apart = _Apart()
+_synchronised_forward = nn.SyncBatchNorm.forward
+
+
+# Who asks whose code a forward is finds torch's.
+@functools.wraps(nn.SyncBatchNorm.forward)
+def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """Stands in `nn.SyncBatchNorm` as its `forward`."""
+    # What torch.compile makes of this holds for as long as the flag is set. Of the forward itself it keeps for good whether
+    # there was a process group when it was compiled, and code that was compiled for a comparison is called later, too.
+    if not _apart.on:
+        return _synchronised_forward(self, input)
+    # That of every BatchNorm: what the forward itself comes to where there is nothing to synchronise.
+    return _BatchNorm.forward(self, input)
 
 
 @contextmanager

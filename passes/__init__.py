@@ -6,6 +6,7 @@ from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.graph.rewriter import Change, Rewriter, Skip
 from passes.insert_checkpoints import InsertCheckpoints
+from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "PassResult",
     "Rewriter",
     "Skip",
+    "SyncBatchNorm",
     "TorchCompile",
 ]

@@ -112,7 +112,8 @@ class Pass(ABC):
         """
         if context.mode not in self.modes:
             raise RequirementNotMet(
-                f"The pass {self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r}."
+                f"The pass {self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r} of"
+                " optimize() in Python."
             )
         if self.needs_run and not context.example_calls:
             raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: give example inputs.")

@@ -49,7 +49,8 @@ class InsertCheckpoints(Pass):
     step without the pass.
 
     The module's own code runs, once for each step. Single calls of torch functions are computed again, alone or in
-    regions; those that draw random numbers draw the same ones, and a BatchNorm moves its statistics once.
+    regions; those that draw random numbers draw the same ones, and a BatchNorm moves its statistics once. A SyncBatchNorm
+    isn't computed again, so that no process is asked twice: what it takes is kept, too.
 
     Attributes:
         memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB", or "min" for as little as can be

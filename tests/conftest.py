@@ -1,4 +1,4 @@
-"""Tests marked `gpu` run where torch finds a CUDA device, and are left out, visibly, where it doesn't."""
+"""Tests marked `gpu` run where torch finds a CUDA device, or so many as the mark says, and are left out, visibly, elsewhere."""
 
 import signal
 from collections import Counter
@@ -13,12 +13,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    waiting = [item for item in items if item.get_closest_marker("gpu")]
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    waiting = [item for item in items if _gpus(item) > found]
     if waiting:
         items[:] = [item for item in items if item not in waiting]
         config.hook.pytest_deselected(items=waiting)
+
+
+def _gpus(item: pytest.Item) -> int:
+    """How many GPUs a test needs: `gpu` is one, `gpu(2)` two."""
+    mark = item.get_closest_marker("gpu")
+    return 0 if mark is None else mark.args[0] if mark.args else 1
 
 
 def pytest_report_header() -> str:

@@ -1,6 +1,9 @@
 """The whole way on a GPU: optimize, export, verify, with the artifacts really running there."""
 
+from pathlib import Path
+
 import pytest
+import synced_steps
 import torch
 from real_models import REAL_MODELS
 
@@ -63,3 +66,22 @@ def test_a_candidate_that_computes_in_tf32_is_caught():
 
     x = torch.randn(64, 512, device="cuda")
     assert not check_parity(lambda x: x @ weight, rounded, (x,), device="cuda").ok
+
+
+def test_synchronised_batch_norms_train_on_one_gpu_as_those_before() -> None:
+    model, x = synced_steps.made().cuda(), synced_steps.batch(2).cuda()
+    result = optimize(model, ["sync-batch-norm"], mode="training", example_inputs=(x,))
+    assert result.report.verified
+    assert result.report.passes[0].remarks == ()
+    assert [type(norm) for norm in result.norms] == [torch.nn.SyncBatchNorm] * 3
+    seen, wanted = synced_steps.steps(result, x), synced_steps.steps(synced_steps.made().cuda(), x)
+    torch.testing.assert_close(seen, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_train_as_one_process_does_on_the_whole_batch(tmp_path: Path) -> None:
+    passes = ("sync-batch-norm", "sync-batch-norm,insert-checkpoints:memory_budget=min")
+    for ranks in synced_steps.run_ranks(tmp_path, "nccl", *passes):
+        assert all(rank["verified"] and set(rank["status"]) == {"applied"} for rank in ranks)
+        assert all(rank["warned"] == [] for rank in ranks)
+        synced_steps.check_ranks(ranks)

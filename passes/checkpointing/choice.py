@@ -26,7 +26,8 @@ class Choice:
 
     def plan(self, profile: Profile) -> Plan:
         """The choice as the tape takes it."""
-        return Plan(tuple(call.name for call in profile.calls), tuple(self._steps(profile)))
+        synchronised = frozenset(number for number, call in enumerate(profile.calls) if call.synchronised)
+        return Plan(tuple(call.name for call in profile.calls), tuple(self._steps(profile)), synchronised)
 
     def _steps(self, profile: Profile) -> list[Step]:
         steps = []

@@ -32,10 +32,12 @@ class Plan:
     Attributes:
         names: the name of the torch function of each call, in order.
         steps: for each call what is done there; None where everything is as without a plan.
+        synchronised: the numbers of the calls that a SyncBatchNorm makes, which are others where it synchronises.
     """
 
     names: tuple[str, ...]
     steps: tuple[Step | None, ...]
+    synchronised: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.steps):

@@ -80,6 +80,8 @@ class Call:
         random: it draws random numbers.
         writes: it writes to its first argument, and gives that back.
         spare: bytes of the tensors that it gets in place of running statistics when it is computed again.
+        synchronised: it is the call of a SyncBatchNorm, in whose place other processes may be asked: it isn't made again, and
+            what it saves stays, as in the autograd function that does so.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Call:
     random: bool = False
     writes: bool = False
     spare: int = 0
+    synchronised: bool = False
 
 
 @dataclass(slots=True)
@@ -225,7 +228,7 @@ class _Watch(TorchFunctionMode):
         self.root = root
         self.bytes = LiveBytes()
         self.names: list[str] = []
-        self._paths = [""]
+        self._calling: list[tuple[str, nn.Module]] = [("", root)]
         self._outer: Any = None
 
     @contextmanager
@@ -242,11 +245,11 @@ class _Watch(TorchFunctionMode):
         paths = {id(module): path for path, module in self.root.named_modules()}
 
         def around(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._paths.append(paths[id(module)])
+            self._calling.append((paths[id(module)], module))
             try:
                 return call(*args, **kwargs)
             finally:
-                self._paths.pop()
+                self._calling.pop()
 
         with ExitStack() as stack:
             stack.enter_context(intercepted_calls(self.root, around))
@@ -358,12 +361,14 @@ class _Remembering(_Watch):
         self._see_made_between(index - 1)
         given = tensors_in((args, kwargs))
         moved = moved_statistics(func, args, kwargs)
-        call = Call(name, self._paths[-1], spare=sum(tensor.nbytes for tensor in moved))
+        path, module = self._calling[-1]
+        synchronised = isinstance(module, nn.SyncBatchNorm) and module.training and name == "batch_norm"
+        call = Call(name, path, spare=sum(tensor.nbytes for tensor in moved), synchronised=synchronised)
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
         # Inside of hooks that the model itself set what is saved is theirs; the transforms of torch.func allow no hooks.
         mine = top_hooks(False) == self._outer and transforms() is None and not counts_no_versions(args, kwargs)
-        call.repeatable = mine and follows_from_its_arguments(name, args, kwargs)
+        call.repeatable = mine and not synchronised and follows_from_its_arguments(name, args, kwargs)
         call.args = tuple(
             dict.fromkeys(value for tensor in inputs if (value := self._value(index, tensor)) is not None)
         )
@@ -455,8 +460,8 @@ class _Remembering(_Watch):
             if held.number is not None and (value := self._latest.get(held.number)) is not None:
                 held.value = value
                 self._save(value, index)
-                # Saved as another kind of tensor, it isn't found again.
-                self._fixed |= set() if is_plain(held.tensor) else {value}
+                # Saved as another kind of tensor, or by an autograd function, it isn't found again.
+                self._fixed |= set() if is_plain(held.tensor) and not call.synchronised else {value}
         self._saves = []
 
     def _save(self, value: int, index: int) -> None:

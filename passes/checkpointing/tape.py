@@ -11,6 +11,8 @@ those that it needs. So
 - what is computed again are the same functions on the same numbers, in the same state of autocast and of the generators of
   random numbers: the results are equal bit by bit;
 - a BatchNorm that is computed again is given no running statistics: they move once;
+- a SyncBatchNorm isn't computed again, which would ask the other processes once more. Where it synchronises, an autograd
+  function does its work, and other calls come than the one that is planned for: the plan goes on behind them;
 - any set of calls may be chosen. A matmul whose result is kept isn't run again for its argument that isn't.
 
 A forward that takes another way than its plan keeps everything from there on, as it would without one: `Tape.missed` tells.
@@ -18,7 +20,9 @@ A forward that takes another way than its plan keeps everything from there on, a
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -235,16 +239,27 @@ class Tape(TorchFunctionMode):
         return _Call(self, step, name, func, args, kwargs).run()
 
     def _step(self, name: str) -> Step | None:
+        number = self._behind_synchronised(name)
         # A call beside the plan (of somebody who watches) is let through, and the plan waits for the call that it expects.
-        if self._next == len(self._plan.names) or self._plan.names[self._next] != name:
+        if number == len(self._plan.names) or self._plan.names[number] != name:
             return None
-        self._next += 1
-        return self._plan.steps[self._next - 1]
+        if number > self._next and _is_synchronising():
+            return None
+        self._next = number + 1
+        return self._plan.steps[number]
+
+    def _behind_synchronised(self, name: str = "") -> int:
+        """The number of the call that comes next, behind those of layers that synchronise, up to one of this name."""
+        number = self._next
+        while number in self._plan.synchronised and self._plan.names[number] != name:
+            number += 1
+        return number
 
     @property
     def missed(self) -> str | None:
         """The first call of the plan that didn't come; None where all came."""
-        return None if self._next == len(self._plan.names) else f"{self._plan.names[self._next]} (number {self._next})"
+        number = self._behind_synchronised()
+        return None if number == len(self._plan.names) else f"{self._plan.names[number]} (number {number})"
 
     def result(self, tensor: Tensor) -> _Result | None:
         """What this tensor lies in the memory of, if that is a result that is computed again, and still what it was."""
@@ -268,6 +283,17 @@ class Tape(TorchFunctionMode):
         """A tensor was written to: what it held before is needed by nobody through it, nor what that was made from."""
         if tensor.layout is torch.strided:
             self._results.pop(tensor.untyped_storage()._cdata, None)
+
+
+def _is_synchronising() -> bool:
+    """Whether it is a SyncBatchNorm that makes the call just now, while it asks the other processes."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SYNCHRONISING:
+        frame = frame.f_back
+    return frame is not None
+
+
+_SYNCHRONISING = torch.nn.modules._functions.SyncBatchNorm.forward.__code__
 
 
 class _Result(NamedTuple):

@@ -199,6 +199,34 @@ class AttributeEdit(_DictEdit):
 
 
 @dataclass
+class ClassEdit:
+    """Another class of a module, which stays the object that it is: under every name, in lists, and for its hooks."""
+
+    module: nn.Module
+    new: type[nn.Module]
+    old: type[nn.Module] | None = None
+
+    def apply(self) -> None:
+        """Give it the new class, and keep the one of now."""
+        self.old = type(self.module)
+        _set_class(self.module, self.new)
+
+    def undo(self) -> None:
+        """Give it back the class that it had."""
+        assert self.old is not None
+        _set_class(self.module, self.old)
+
+    def keep(self) -> Callable[[], None]:
+        """A function that gives it again, after an `undo`, the class of now."""
+        return functools.partial(_set_class, self.module, type(self.module))
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    # A class of the user's may do anything when an attribute is set.
+    object.__setattr__(module, "__class__", cls)
+
+
+@dataclass
 class HookEdit(_DictEdit):
     """Another hook in one of a module's dicts of hooks."""
 

@@ -17,6 +17,7 @@ from passes.graph.baked import Baked
 from passes.graph.capture import RANK, ModuleGraph
 from passes.graph.edits import (
     AttributeEdit,
+    ClassEdit,
     Edit,
     FormatEdit,
     HookEdit,
@@ -291,6 +292,11 @@ class Rewriter:
     def set_forward(self, change: Change, module: nn.Module, forward: Any) -> None:
         """Give one module instance another forward; what stands around the one of now stands around that."""
         self.set_attribute(change, module, "forward", _in_place_of(module.__dict__.get("forward"), forward))
+
+    @_writes
+    def set_class(self, change: Change, module: nn.Module, cls: type[nn.Module]) -> None:
+        """Make one module instance one of another class, with all that it holds."""
+        self._do(change, ClassEdit(module, cls))
 
     @_writes
     def set_attribute(self, change: Change, module: nn.Module, name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ import folding_models as models
 import pytest
 import torch
 from folding_models import image
-from pass_contract import check_pass
+from pass_contract import check_pass, check_same, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
@@ -64,9 +64,21 @@ def test_keeps_the_contract(name: str) -> None:
     assert done.changes, f"{name} finds nothing to do in a model that has something for every pass"
 
 
+# Asked for by name, it has to be had.
+RAISES_WHERE_THERE_IS_NOTHING = {"sync-batch-norm": "sync-batch-norm finds no BatchNorm in Plain: leave the pass out."}
+
+
 @pytest.mark.parametrize("name", [name for name in pass_names() if pass_named(name).needs_graph])
 def test_changes_nothing_where_there_is_nothing(name: str) -> None:
-    assert check_pass(made(name), Plain().eval(), (torch.randn(2, 5),)).changes == ()
+    item, model, x, mode = made(name), Plain().eval(), torch.randn(2, 5), pass_named(name).modes[0]
+    if name not in RAISES_WHERE_THERE_IS_NOTHING:
+        assert check_pass(item, model, (x,), mode=mode).changes == ()
+        return
+    before = tree_of(model)
+    with pytest.raises(RequirementNotMet) as raised:
+        optimize(model, [item], mode=mode, example_inputs=(x,))
+    assert str(raised.value) == RAISES_WHERE_THERE_IS_NOTHING[name]
+    check_same(before, tree_of(model), f"{name} changed the caller's module")
 
 
 @pytest.mark.parametrize("name", pass_names())

@@ -169,12 +169,12 @@ def check_unseen(model: nn.Module, x: torch.Tensor, reason: str) -> None:
 
 
 def tree_of(root: nn.Module) -> Snapshot:
-    """Everything a module tree holds: modules and tensors by identity, tensors also by value, attributes, hooks."""
+    """Everything a module tree holds: modules by identity and class, tensors by identity and value, attributes, hooks."""
     found: Snapshot = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        found[path] = id(module)
+        found[path] = id(module), type(module)
         for name, value in module.__dict__.items():
             found[f"{path}|{name}"] = _plain(value)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

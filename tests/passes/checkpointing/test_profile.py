@@ -390,6 +390,33 @@ def test_a_norm_is_computed_again_with_statistics_to_spare():
 # ------------------------------------------------------------------------------------- losses and refusals
 
 
+def test_a_norm_that_may_synchronise_isnt_repeated_where_it_saves_nothing_either():
+    found = profile(nn.Sequential(nn.SyncBatchNorm(8, affine=False), nn.Linear(8, 8)), (rows(),), {})
+    assert not call_of(found, "batch_norm").repeatable
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_that_may_synchronise_isnt_repeated_and_what_it_saves_stays(training):
+    def of(cls):
+        torch.manual_seed(0)
+        norm = cls(8).train(training)
+        return profile(nn.Sequential(nn.Linear(8, 8), norm, nn.GELU()), (rows().requires_grad_(),), {})
+
+    plain, synced = of(nn.BatchNorm1d), of(nn.SyncBatchNorm)
+    assert [call.name for call in synced.calls] == [call.name for call in plain.calls]
+    assert [call.repeatable for call in plain.calls if call.name in ("linear", "batch_norm")] == [True, True]
+    # In eval it asks nobody.
+    repeatable = [call.repeatable for call in synced.calls if call.name in ("linear", "batch_norm")]
+    assert repeatable == ([False, False] if training else [True, True])
+    assert call_of(synced, "gelu").repeatable
+    assert [call.synchronised for call in synced.calls] == [
+        training and call.name == "batch_norm" for call in synced.calls
+    ]
+    assert not any(call.synchronised for call in plain.calls)
+    plan = Choice.nothing(synced).plan(synced)
+    assert [plan.names[number] for number in plan.synchronised] == ["batch_norm"] * training
+
+
 def test_the_loss_is_what_the_model_computes():
     loss, logits = torch.tensor(3.0, requires_grad=True), torch.ones(4, requires_grad=True)
     assert loss_of({"loss": loss, "logits": logits}) == 3.0

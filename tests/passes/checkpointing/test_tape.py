@@ -377,6 +377,63 @@ def test_what_is_written_over_lets_go_of_what_it_was_computed_from():
     result.backward()
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes, caplog):
+    """Where it does, the call that is planned for doesn't come; others do in its place."""
+
+    class Norm(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y = torch.nn.functional.batch_norm(y, None, None, training=True) if comes else y.square().sqrt()
+            z = y.exp()
+            made.append(StorageWeakRef(z.untyped_storage()))
+            y = z.exp()
+            del z
+            return torch.nn.functional.batch_norm(y, None, None, training=True).sum() if comes else y.abs().sum()
+
+    names = ("mul", "batch_norm", "exp", "exp", "batch_norm", "sum")
+    again = [Step(recomputed=name == "exp") for name in names]
+    made = []
+    with Tape(Plan(names, tuple(again), frozenset({1, 4}))) as tape:
+        result = Norm()(rows())
+    assert tape.missed is None
+    assert not caplog.records
+    # The first exp had its step.
+    assert made[0].expired()
+    result.backward()
+
+
+def test_of_two_norms_the_one_that_may_synchronise_isnt_computed_again():
+    norm, names = torch.nn.functional.batch_norm, ("batch_norm", "batch_norm", "sin")
+    plan = Plan(names, (Step(), Step(recomputed=True), Step()), frozenset({0}))
+    with Counts() as counts:
+        with Tape(plan) as tape:
+            first = norm(rows().requires_grad_(), None, None, training=True)
+            kept = StorageWeakRef(first.untyped_storage())
+            second = norm(first, None, None, training=True)
+            gone = StorageWeakRef(second.untyped_storage())
+            result = second.sin()
+            del first, second
+        assert tape.missed is None
+        assert (kept.expired(), gone.expired()) == (False, True)
+        result.sum().backward()
+    assert counts["native_batch_norm"] == 3
+
+
+def test_a_plan_waits_for_what_comes_behind_a_norm_that_synchronises(caplog):
+    with Tape(Plan(("mul", "batch_norm", "exp"), (None, Step(), None), frozenset({1}))) as tape:
+        (rows() * 2).sin()
+    assert tape.missed == "exp (number 2)"
+    assert "the call of exp (number 2) didn't come" in caplog.text
+    with Tape(Plan(("mul", "batch_norm"), (None, Step()), frozenset({1}))) as tape:
+        rows() * 2
+    assert tape.missed is None
+    with Tape(Plan(("mul", "batch_norm", "sin"), (None, Step(), None))) as tape:
+        (rows() * 2).sin()
+    # One that doesn't synchronise has to come.
+    assert tape.missed == "batch_norm (number 1)"
+
+
 def test_statistics_move_once_a_step():
     model, inputs = MODELS["in place"]()
     plan = planned(model, inputs, everything)

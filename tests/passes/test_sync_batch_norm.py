@@ -1,0 +1,709 @@
+"""BatchNorm layers that take the statistics of all processes, and are the same layers otherwise.
+
+On a CPU nothing synchronises: a SyncBatchNorm raises there in a training step with a process group, and
+DistributedDataParallel refuses a model that has one. `tests/support/synced_steps.py` makes up for the kernels that it lacks;
+`tests/test_gpu.py` has what needs GPUs.
+"""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synced_steps
+import torch
+import torch.nn.functional as F
+from folding_models import Island, Pair
+from pass_contract import captured, check_pass
+from tiny_models import enliven
+from torch import Tensor, distributed, nn
+from torch.nn.utils import parametrize
+
+from optimizer import check_parity, export, optimize, report_of
+from optimizer.cli import main
+from optimizer.preserve import unsynchronised
+from passes import SyncBatchNorm
+from passes.errors import PassOrderError, RequirementNotMet
+from passes.registry import make_passes
+
+
+class Net(nn.Module):
+    """BatchNorms of every number of dims, with other settings each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4, eps=1e-3), nn.ReLU())
+        self.image = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.ReLU())
+        self.plain = nn.BatchNorm2d(6, momentum=0.3, affine=False)
+        self.row = nn.BatchNorm1d(6, track_running_stats=False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.plain(self.image(self.volume(x).mean(2)))
+        return self.head(self.row(y.mean((2, 3))))
+
+
+NORMS = ["volume.1", "image.1", "plain", "row"]
+MOMENTS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def made(cls: Any, *args: Any) -> Any:
+    """The same model at each call, in training."""
+    torch.manual_seed(0)
+    return enliven(cls(*args)).train()
+
+
+def volume(batch: int = 4) -> Tensor:
+    return torch.randn(batch, 1, 4, 8, 8, generator=torch.Generator().manual_seed(batch))
+
+
+def image(batch: int = 4) -> Tensor:
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(batch))
+
+
+def synced(model: nn.Module, x: Tensor | None, passes: Any = "sync-batch-norm") -> Any:
+    return optimize(model, passes, mode="training", example_inputs=None if x is None else (x,))
+
+
+def places(result: nn.Module, name: str) -> list[tuple[str, str]]:
+    """(where, text) of the last pass' changes or skips."""
+    return [(place.where, place.text) for place in getattr(report_of(result).passes[-1], name)]
+
+
+def steps(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    """Losses of three steps, and all that the state dict holds then."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(value.clone() for value in model.state_dict().values())]
+
+
+def assert_equal(wanted: list[Tensor], got: list[Tensor]) -> None:
+    assert len(wanted) == len(got)
+    for number, (a, b) in enumerate(zip(wanted, got, strict=True)):
+        assert torch.equal(a, b), number
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------- the layers
+
+
+def test_every_batch_norm_becomes_torchs_own_with_the_tensors_that_it_has() -> None:
+    model = made(Net)
+    result = synced(model, volume())
+    assert places(result, "changes") == [
+        ("volume.1", "BatchNorm3d made a SyncBatchNorm"),
+        ("image.1", "BatchNorm2d made a SyncBatchNorm"),
+        ("plain", "BatchNorm2d made a SyncBatchNorm"),
+        ("row", "BatchNorm1d made a SyncBatchNorm"),
+    ]
+    assert places(result, "skips") == []
+    for path in NORMS:
+        before, after = model.get_submodule(path), result.get_submodule(path)
+        assert type(after) is nn.SyncBatchNorm
+        assert after.process_group is None
+        for name in MOMENTS:
+            assert getattr(after, name) is getattr(before, name), (path, name)
+        for name in ("num_features", "eps", "momentum", "affine", "track_running_stats", "training"):
+            assert getattr(after, name) == getattr(before, name), (path, name)
+    assert report_of(result).verified
+
+
+def test_the_result_is_what_torch_converts_to() -> None:
+    model = made(Net)
+    wanted, got = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)), synced(model, volume())
+    assert str(got) == str(wanted)
+    assert list(got.state_dict()) == list(wanted.state_dict())
+    assert got.state_dict()._metadata == wanted.state_dict()._metadata
+    for path in NORMS:
+        # Whatever torch's own class reads of its instances is there.
+        assert vars(got.get_submodule(path)).keys() == vars(wanted.get_submodule(path)).keys()
+    assert_equal(steps(wanted, volume()), steps(got, volume()))
+
+
+def test_the_callers_model_stays_as_it_is() -> None:
+    model = made(Net)
+    synced(model, volume())
+    assert [type(model.get_submodule(path)).__name__ for path in NORMS] == [
+        "BatchNorm3d",
+        "BatchNorm2d",
+        "BatchNorm2d",
+        "BatchNorm1d",
+    ]
+    assert not any("process_group" in vars(module) for module in model.modules())
+
+
+def test_an_optimizer_made_earlier_trains_the_result_as_it_would_train_the_model() -> None:
+    twin, model = made(Net), made(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    result = synced(model, volume())
+    assert_equal(steps(twin, volume()), steps(result, volume(), optimizer))
+    assert_equal(list(twin.state_dict().values()), list(model.state_dict().values()))
+    with torch.no_grad():
+        assert torch.equal(twin.eval()(volume(3)), result.eval()(volume(3)))
+
+
+def test_checkpoints_go_both_ways() -> None:
+    model, result = made(Net), synced(made(Net), volume())
+    steps(result, volume())
+    assert list(model.state_dict()) == list(result.state_dict())
+    model.load_state_dict(copy.deepcopy(result.state_dict()))
+    assert torch.equal(model.eval()(volume(3)), result.eval()(volume(3)))
+    result.load_state_dict(made(Net).state_dict())
+    assert torch.equal(made(Net).eval()(volume(3)), result(volume(3)))
+
+
+@pytest.mark.parametrize("move", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+def test_copies_are_as_the_result(move: Any) -> None:
+    result = synced(made(Net), volume())
+    moved = move(result)
+    assert [type(moved.get_submodule(path)) for path in NORMS] == [nn.SyncBatchNorm] * 4
+    assert_equal(steps(copy.deepcopy(result), volume()), steps(moved, volume()))
+
+
+def test_flags_of_single_layers_stay() -> None:
+    model = made(Net)
+    model.image[1].eval()
+    result = synced(model, volume())
+    assert [result.get_submodule(path).training for path in NORMS] == [True, False, True, True]
+    assert_equal(steps(copy.deepcopy(model), volume()), steps(result, volume()))
+
+
+def test_a_model_in_eval_answers_in_training_as_the_model_does() -> None:
+    result = synced(made(Net).eval(), volume())
+    assert not result.training
+    assert len(places(result, "changes")) == 4
+    assert_equal(steps(made(Net), volume()), steps(result.train(), volume()))
+
+
+def test_hooks_go_on_firing() -> None:
+    model = made(Net)
+    seen: list[str] = []
+    model.plain.register_forward_pre_hook(lambda module, args: seen.append(f"before {type(module).__name__}"))
+    model.plain.register_forward_hook(lambda module, args, output: output + 1)
+    model.plain.register_full_backward_hook(lambda module, given, taken: seen.append("backward"))
+    model.plain.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    result = synced(model, volume())
+    assert ("plain", "BatchNorm2d made a SyncBatchNorm") in places(result, "changes")
+    seen.clear()
+    result(volume()).sum().backward()
+    result.state_dict()
+    assert seen == ["before SyncBatchNorm", "backward", "saved"]
+    assert torch.equal(result(volume()), model(volume()))
+
+
+def test_one_layer_under_two_names_stays_one() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.first = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+            self.second = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.conv(self.first(x)))
+
+    result = synced(made(Shared), image())
+    assert places(result, "changes") == [("first", "BatchNorm2d made a SyncBatchNorm")]
+    assert report_of(result).passes[0].parity is not None
+    assert result.first is result.second
+    assert type(result.second) is nn.SyncBatchNorm
+    assert_equal(steps(made(Shared), image()), steps(result, image()))
+
+
+def test_layers_in_plain_lists_and_in_forwards_that_no_graph_shows() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.island = Island()
+            self.layers = [nn.BatchNorm2d(3)]
+            enliven(self.layers[0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.island(self.layers[0](x))
+
+    model = made(Listed)
+    result = synced(model, image())
+    assert [where for where, _ in places(result, "changes")] == ["island.bn", "layers[0]"]
+    assert type(result.layers[0]) is nn.SyncBatchNorm
+    assert type(model.layers[0]) is nn.BatchNorm2d
+    assert torch.equal(result(image()), model(image()))
+
+
+def test_a_root_that_is_a_batch_norm_itself() -> None:
+    result = synced(made(nn.BatchNorm2d, 3), image())
+    assert type(result) is nn.SyncBatchNorm
+    assert torch.equal(result(image()), made(nn.BatchNorm2d, 3)(image()))
+
+
+def test_each_change_is_checked_where_it_was_made() -> None:
+    for model in (made(Net), made(Net).eval()):
+        done = check_pass(SyncBatchNorm(), model, (volume(),), mode="training")
+        assert [change.where for change in done.changes] == NORMS
+        assert all(change.before is not None and change.after is not None for change in done.changes)
+        assert report_of(synced(model, volume())).passes[0].parity is not None
+
+
+def test_without_example_inputs_layers_are_converted_and_nothing_verified() -> None:
+    result = synced(made(Net), None)
+    assert [where for where, _ in places(result, "changes")] == NORMS
+    assert "nothing was verified: give optimize() example inputs" in report_of(result).notes
+    assert_equal(steps(made(Net), volume()), steps(result, volume()))
+
+
+def test_a_result_goes_to_files_as_the_model_does(tmp_path: Path) -> None:
+    result = synced(made(Pair), image())
+    bundle = export(result, example_inputs=(image(),), output=tmp_path / "bundle")
+    assert bundle.parity.ok
+
+
+# ------------------------------------------------------------------------------------- what is left alone
+
+
+class OwnForward(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input))
+
+
+class OwnMethod(nn.BatchNorm2d):
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+
+    def freeze(self) -> None:
+        self.eval()
+
+
+class OwnSettings(nn.BatchNorm2d):
+    """Made with other settings, and a BatchNorm otherwise."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, eps=1e-2)
+
+    def extra_repr(self) -> str:
+        return "of my own"
+
+
+class Negative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+
+
+def parametrized() -> nn.Module:
+    module = nn.BatchNorm2d(3)
+    parametrize.register_parametrization(module, "weight", Negative())
+    return module
+
+
+def forward_of_the_instance() -> nn.Module:
+    module = nn.BatchNorm2d(3)
+    module.forward = lambda input: F.relu(nn.BatchNorm2d.forward(module, input))  # type: ignore[method-assign]
+    return module
+
+
+def without_count() -> nn.Module:
+    module = nn.BatchNorm2d(3)
+    module.num_batches_tracked = None
+    return module
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.BatchNorm2d(3))
+
+
+LEFT_ALONE = {
+    "forward": (lambda: OwnForward(3), "its class OwnForward has a forward of its own, which a SyncBatchNorm wouldn't run"),
+    "method": (lambda: OwnMethod(3), "its class OwnMethod has freeze of its own, which a SyncBatchNorm hasn't"),
+    "instance": (forward_of_the_instance, "it has a forward of its own, which a SyncBatchNorm wouldn't run"),
+    "parametrized": (parametrized, "it has parametrizations"),
+    "synced": (lambda: nn.SyncBatchNorm(3), "it is a SyncBatchNorm already"),
+    "scripted": (scripted, "it is TorchScript, which can't be changed"),
+    "uncounted": (without_count, "it has no num_batches_tracked, without which a SyncBatchNorm keeps no running statistics"),
+    "instance norm": (
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        "an InstanceNorm normalises each sample by itself: there is nothing to synchronise",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT_ALONE)
+def test_what_is_left_alone_is_named_with_the_reason(kind: str) -> None:
+    make, reason = LEFT_ALONE[kind]
+
+    model = made(lambda: nn.Sequential(nn.Conv2d(3, 3, 3), make(), nn.BatchNorm2d(3)))
+    result = synced(model, image())
+    assert places(result, "changes") == [("2", "BatchNorm2d made a SyncBatchNorm")]
+    assert places(result, "skips") == [("1", reason)]
+    assert type(result[1]) is type(model[1])
+    assert "process_group" not in vars(result[1]) or kind == "synced"
+    assert torch.equal(result(image()), model(image()))
+
+
+def test_without_a_layer_that_can_be_converted_the_pass_changes_nothing() -> None:
+    model = made(lambda: nn.Sequential(nn.Conv2d(3, 3, 3), OwnForward(3), nn.SyncBatchNorm(3)))
+    result = synced(model, image())
+    assert report_of(result).passes[0].status == "unchanged"
+    assert [where for where, _ in places(result, "skips")] == ["1", "2"]
+    assert report_of(result).passes[0].remarks == ()
+
+
+def test_a_second_run_finds_its_own_layers_and_changes_nothing() -> None:
+    result = synced(synced(made(Net), volume()), volume())
+    assert report_of(result).passes[0].status == "unchanged"
+    assert places(result, "skips") == [(path, "it is a SyncBatchNorm already") for path in NORMS]
+
+
+def test_a_layer_that_was_never_run_is_left_alone() -> None:
+    program, context = captured(nn.Sequential(nn.LazyBatchNorm2d(), nn.BatchNorm2d(3)).train(), mode="training")
+    done = SyncBatchNorm().run(program, context)
+    assert [(skip.where, skip.reason) for skip in done.skips] == [
+        ("0", "it is a LazyBatchNorm2d, not initialised yet: run the model once first")
+    ]
+    assert [change.where for change in done.changes] == ["1"]
+
+
+def test_a_layer_without_channels_is_left_alone() -> None:
+    result = synced(nn.Sequential(nn.BatchNorm2d(0), nn.BatchNorm2d(3)).train(), None)
+    assert places(result, "skips") == [("0", "it has no channels, which a SyncBatchNorm refuses")]
+
+
+def test_a_subclass_that_is_only_made_with_other_settings_is_converted() -> None:
+    model = made(lambda: nn.Sequential(nn.Conv2d(3, 3, 3), OwnSettings(3)))
+    result = synced(model, image())
+    assert places(result, "changes") == [("1", "OwnSettings made a SyncBatchNorm")]
+    assert result[1].eps == 1e-2
+    assert torch.equal(result(image()), model(image()))
+
+
+class ByFunction(nn.Module):
+    """A BatchNorm without a layer, and a weight that is standardised, which is none."""
+
+    def __init__(self, own_statistics: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(1)))
+        if own_statistics:
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.weight.reshape(1, 4, -1)
+        y = F.conv2d(x, F.batch_norm(flat, None, None, training=True).reshape_as(self.weight))
+        return F.batch_norm(y, self.mean, self.var, training=self.training) if hasattr(self, "mean") else y
+
+
+def test_a_call_of_the_function_is_named() -> None:
+    result = synced(made(ByFunction, True), image())
+    assert report_of(result).passes[0].status == "unchanged"
+    assert places(result, "skips") == [
+        ("the root (batch_norm)", "it is a call of a function: only an nn.BatchNorm layer can be synchronised")
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 3)),
+        lambda: nn.Sequential(ByFunction(False)),
+    ],
+)
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_a_model_without_any_batch_norm_raises(make: Any, with_inputs: bool) -> None:
+    with pytest.raises(RequirementNotMet) as raised:
+        synced(made(make), image() if with_inputs else None)
+    assert str(raised.value) == "sync-batch-norm finds no BatchNorm in Sequential: leave the pass out."
+
+
+def test_a_forward_that_asks_for_the_class_keeps_its_layers() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(x) if isinstance(self.bn, nn.BatchNorm2d) else x
+
+    result = synced(made(Asks), image())
+    (record,) = report_of(result).passes
+    assert record.status == "rolled-back"
+    assert type(result.bn) is nn.BatchNorm2d
+    assert "process_group" not in vars(result.bn)
+    assert torch.equal(result(image()), made(Asks)(image()))
+
+
+# ------------------------------------------------------------------------------------- among other passes
+
+
+def test_it_is_for_training_alone() -> None:
+    with pytest.raises(RequirementNotMet, match="The pass sync-batch-norm is for training: leave it out, or use mode="):
+        optimize(made(Net), ["sync-batch-norm"], example_inputs=(volume(),))
+
+
+@pytest.mark.parametrize("first", ["torch-compile", "insert-checkpoints"])
+def test_it_comes_before_what_holds_for_the_calls_of_then(first: str) -> None:
+    with pytest.raises(PassOrderError, match=f"sync-batch-norm can't come after {first}"):
+        make_passes([first, "sync-batch-norm"], "training")
+
+
+@pytest.mark.parametrize("passes", ["fold-conv-bias,sync-batch-norm", "sync-batch-norm,fold-conv-bias"])
+@pytest.mark.parametrize("cls", [Pair, Island])
+def test_a_bias_is_folded_before_and_behind_it(cls: type[nn.Module], passes: str) -> None:
+    model = made(cls)
+    result = synced(model, image(), passes)
+    records = {record.name: record for record in report_of(result).passes}
+    assert [len(record.changes) for record in records.values()] == [1, 1]
+    assert type(result.bn) is nn.SyncBatchNorm
+    assert result.conv.bias is None
+    for mode in ("training", "inference"):
+        assert check_parity(model, result, (image(),), mode=mode).ok  # type: ignore[arg-type]
+    trained = copy.deepcopy(result)
+    steps(trained, image())
+    assert not torch.equal(trained.bn.running_mean, result.bn.running_mean)
+    made(cls).load_state_dict(trained.state_dict())
+
+
+@pytest.mark.parametrize("budget", ["0.9", "min"])
+def test_with_checkpoints_behind_it_steps_are_the_same_to_the_bit(budget: str) -> None:
+    x, plain = synced_steps.batch(2), synced(synced_steps.made(), synced_steps.batch(2))
+    result = synced(synced_steps.made(), x, f"sync-batch-norm,insert-checkpoints:memory_budget={budget}")
+    assert [record.status for record in report_of(result).passes] == ["applied", "applied"]
+    again = report_of(result).passes[1].detail
+    assert again.chosen.peak < again.eager.peak
+    assert [type(norm) for norm in result.norms] == [nn.SyncBatchNorm] * 3
+    seen, wanted = synced_steps.steps(result, x), synced_steps.steps(plain, x)
+    assert_equal(wanted["losses"], seen["losses"])
+    assert_equal(list(wanted["state"].values()), list(seen["state"].values()))
+    assert [int(norm.num_batches_tracked) for norm in result.norms] == [synced_steps.STEPS] * 3
+
+
+def test_another_pass_that_fails_takes_nothing_of_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wrong by itself: it is found and taken back with the layers converted before it, and those stay.
+    monkeypatch.setattr("passes.fold_conv_bias.mean_without", lambda mean, bias: mean + 3 * bias)
+    for passes in ("fold-conv-bias,sync-batch-norm", "sync-batch-norm,fold-conv-bias"):
+        result = synced(made(Pair), image(), passes)
+        status = {record.name: record.status for record in report_of(result).passes}
+        assert status == {"fold-conv-bias": "rolled-back", "sync-batch-norm": "applied"}
+        assert type(result.bn) is nn.SyncBatchNorm
+        assert torch.equal(result(image()), made(Pair)(image()))
+
+
+# ------------------------------------------------------------------------------------- among processes
+
+
+def test_the_report_says_what_was_compared_and_what_a_cpu_does() -> None:
+    report = report_of(synced(made(Net), volume()))
+    note = (
+        "what was compared is one process: there a SyncBatchNorm takes the statistics of its own batch, as a BatchNorm"
+        " does, and among several those of all"
+    )
+    assert note in report.notes
+    (remark,) = report.passes[0].remarks
+    assert (remark.where, remark.text) == (
+        "",
+        "torch synchronises on a GPU: with a process group, a training step on this CPU raises",
+    )
+    assert report.parity is not None
+    assert "sync_batch_norm" not in report.parity.settings
+    assert note not in report_of(synced(made(Net), volume(), ["fold-conv-bias"])).notes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_a_process_group_the_conversion_is_verified_on_this_process(group: None, dtype: torch.dtype) -> None:
+    model, x = made(Pair).to(dtype), image().to(dtype)
+    forward = nn.SyncBatchNorm.forward
+    result = synced(model, x)
+    report = report_of(result)
+    assert report.passes[0].status == "applied"
+    assert report.passes[0].parity is not None
+    assert report.verified
+    assert report.parity.settings["sync_batch_norm"] == "this process alone"
+    assert nn.SyncBatchNorm.forward is forward
+    # What is had in the end is torch's own layer, which needs a GPU here.
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        result(x)
+    assert torch.equal(result.eval()(x), model.eval()(x))
+
+
+def test_a_wrong_layer_is_found_with_a_process_group_too(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A conversion that loses the epsilon.
+    def convert(graph: Any, path: str, module: nn.Module) -> None:
+        with graph.change(path, "made a wrong one", graph.program.calls_of(module)) as change:
+            graph.set_class(change, module, nn.SyncBatchNorm)
+            graph.set_attribute(change, module, "eps", 0.5)
+
+    monkeypatch.setattr("passes.sync_batch_norm._convert", convert)
+    result = synced(made(Pair), image())
+    (record,) = report_of(result).passes
+    assert record.status == "rolled-back"
+    assert type(result.bn) is nn.BatchNorm2d
+    assert result.bn.eps == Pair().bn.eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_was_converted_by_hand_is_compared_on_this_process_too(group: None, dtype: torch.dtype) -> None:
+    model, x = nn.SyncBatchNorm.convert_sync_batchnorm(made(Pair)).to(dtype), image().to(dtype)
+    result = synced(model, x, ["fold-conv-bias"])
+    assert report_of(result).verified
+    assert report_of(result).passes[0].status == "applied"
+    assert check_parity(model, result, (x,), mode="training").ok
+
+
+def test_two_threads_that_compare_leave_the_layers_as_they_were(group: None) -> None:
+    forward = nn.SyncBatchNorm.forward
+    first, second = unsynchronised(), unsynchronised()
+    # The one that begins later ends later.
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    norm = made(nn.SyncBatchNorm, 3)
+    norm(image())
+    second.__exit__(None, None, None)
+    assert nn.SyncBatchNorm.forward is forward
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        norm(image())
+
+
+def test_settings_come_back_where_the_comparison_raises(group: None) -> None:
+    forward = nn.SyncBatchNorm.forward
+
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.SyncBatchNorm(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no")
+
+    with pytest.raises(Exception, match="no"):
+        synced(Raises(), image())
+    assert nn.SyncBatchNorm.forward is forward
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_compiled_code_of_the_comparison_isnt_used_where_there_is_a_process_group(when: str) -> None:
+    """torch.compile keeps for good whether there was a group: code that was made for the comparison must not stay."""
+    torch._dynamo.reset()
+    try:
+        if when == "before":
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        result = synced(made(Pair), image(), "sync-batch-norm,torch-compile:backend=eager")
+        assert [(record.status, record.reason) for record in report_of(result).passes] == [("applied", "")] * 2
+        if when == "behind":
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+            result(image())
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+_WORKER = """
+import sys
+import torch
+from torch import distributed, nn
+from folding_models import Pair
+from optimizer import optimize, report_of
+from tiny_models import enliven
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", store=distributed.FileStore(path + "/store", 2), rank=rank, world_size=2)
+if rank == 1:
+    # The first one optimizes while this one waits here: it needs nobody.
+    distributed.barrier()
+x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+torch.manual_seed(0)
+result = optimize(enliven(Pair()).train(), ["sync-batch-norm"], mode="training", example_inputs=(x,))
+if rank == 0:
+    distributed.barrier()
+report = report_of(result)
+raised = []
+for attempt in (lambda: result(x), lambda: nn.parallel.DistributedDataParallel(result)):
+    try:
+        attempt()
+    except ValueError as error:
+        raised.append(str(error))
+state = {name: value.clone() for name, value in result.state_dict().items()}
+answer = result.eval()(torch.ones(2, 3, 8, 8))
+torch.save({
+    "answer": answer.detach(), "state": state, "raised": raised, "classes": [type(m).__name__ for m in result.modules()],
+    "changes": [(change.where, change.text) for change in report.passes[0].changes], "verified": report.verified,
+}, f"{path}/{rank}.pt")
+distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
+    """On CPUs: the layers raise in training, and DistributedDataParallel takes none; in eval the answers are equal."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "error", "-c", _WORKER]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=240)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["verified"]
+    assert second["verified"]
+    assert first["changes"] == second["changes"] == [("bn", "BatchNorm2d made a SyncBatchNorm")]
+    assert first["classes"] == second["classes"]
+    assert "SyncBatchNorm" in first["classes"]
+    assert_equal(list(first["state"].values()), list(second["state"].values()))
+    assert torch.equal(first["answer"], second["answer"])
+    assert torch.allclose(first["answer"], made(Pair).eval()(torch.ones(2, 3, 8, 8)), atol=1e-6)
+    for each in (first, second):
+        step, wrapped = each["raised"]
+        assert step.startswith("SyncBatchNorm expected input tensor to be on GPU")
+        assert wrapped == "SyncBatchNorm layers only work with GPU modules"
+
+
+def test_two_processes_train_as_one_does_on_the_whole_batch(tmp_path: Path) -> None:
+    """With torch's own layers, gradient and DistributedDataParallel; the kernels, which it has for GPUs alone, stand in."""
+    passes = ("sync-batch-norm", "sync-batch-norm,insert-checkpoints:memory_budget=min")
+    both = synced_steps.run_ranks(tmp_path, "gloo", *passes)
+    for ranks in both:
+        assert all(rank["verified"] and set(rank["status"]) == {"applied"} for rank in ranks)
+        synced_steps.check_ranks(ranks)
+    # The plan of one process holds where the layers synchronise, nobody is asked twice, and steps are the same to the bit.
+    for plain, planned in zip(*both, strict=True):
+        assert planned["warned"] == []
+        assert_equal(plain["losses"], planned["losses"])
+        assert_equal(list(plain["state"].values()), list(planned["state"].values()))
+        # What they save beside it is how many rows each process has.
+        assert planned["peak"] < 1.01 * planned["planned"][0]
+        assert planned["peak"] < 0.9 * plain["peak"]
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def test_on_the_command_line_it_says_in_one_line_what_it_is_for(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\nmodel = nn.Sequential(nn.BatchNorm2d(3))\n")
+    code = main([str(tmp_path / "net.py"), "--input", "2x3x8x8", "--passes", "sync-batch-norm"])
+    assert code == 7
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "optimize-export: error: The pass sync-batch-norm is for training: leave it out, or use mode='training' of"
+        " optimize() in Python."
+    )
