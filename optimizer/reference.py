@@ -212,10 +212,42 @@ class Reference:
         with one_at_a_time, as_run(candidate, self._blank.mode):
             for kept in self._original.kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
+            if flatten is None:
+                self._look_past_kinks(candidate, comparison)
         if comparison.is_doubtful():
             self._look_closely()
             comparison.noises = self._noises_less(moved)
         return comparison.finish(self._blank)
+
+    def _look_past_kinks(self, candidate: Callable[..., Any], comparison: Comparison) -> None:
+        """Judge by their algebra the gradients that are off as they are where a number fell on the other side of a kink.
+
+        Where a slope jumps (ReLU at zero, the largest of a window), what rounds otherwise has another gradient, which is as
+        right as the original's; one number in a million is as near to a kink as float32 rounds, and one is enough. Long
+        sums that a kernel takes one by one are as rare in the samples of rounding. In float64 there is neither, and the
+        candidate's gradients have to be the truth's.
+        """
+        names = comparison.kinked()
+        if not names or not self.truth_in_float64:
+            return
+        errors = {name: Pool() for name in names}
+        for kept in self._original.kept:
+            if not names & kept.own.values.keys():
+                continue
+            try:
+                mode, seen = self._original.in_float64(candidate, self._call(kept), kept, training=True)
+            except Exception as error:  # noqa: BLE001 - the candidate is foreign code: it is judged by what it gave
+                logger.debug("the candidate raised in float64: %s", error)
+                return
+            if mode.coarsest > self._original.coarsest:
+                # It rounds to fewer digits somewhere, which doesn't show in float64.
+                return
+            for name in names & kept.own.values.keys():
+                own, truth, value = kept.own.values[name], kept.truth.values[name], seen.values.get(name)
+                if value is None or value.shape != own.shape or not all_finite(own, truth, value):
+                    return
+                errors[name].add(distance(value, truth), of=own)
+        comparison.settle(errors)
 
     def _look_closely(self) -> None:
         """Measure the noise by many more samples; once, as a candidate needs it.
@@ -446,12 +478,7 @@ class Original:
 
     def _float64(self, call: Call, kept: Kept, training: bool) -> Observation | None:
         try:
-            mode, truth = self._raised(call, kept, training, ())
-            if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
-                own = MaskedLayouts()
-                self._observed(call, kept, training, own)
-                if own.masked != mode.masked:
-                    mode, truth = self._raised(call, kept, training, own.masked)
+            mode, truth = self.in_float64(self.target, call, kept, training=training)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {_first_line(error)}"
             return None
@@ -463,22 +490,42 @@ class Original:
         truth.values = {name: _within_range(kept.own.values[name], value) for name, value in truth.values.items()}
         return truth
 
+    def in_float64(
+        self, target: Callable[..., Any], call: Call, kept: Kept, *, training: bool
+    ) -> tuple[Float64Mode, Observation]:
+        """What the original, or a candidate, gives with every call raised to float64."""
+        mode, seen = self._raised(target, call, kept, training, ())
+        if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
+            own = MaskedLayouts()
+            self._observed(call, kept, training, own, target)
+            if own.masked != mode.masked:
+                mode, seen = self._raised(target, call, kept, training, own.masked)
+        return mode, seen
+
     def _raised(
-        self, call: Call, kept: Kept, training: bool, masks: Sequence[Layout]
+        self, target: Callable[..., Any], call: Call, kept: Kept, training: bool, masks: Sequence[Layout]
     ) -> tuple[Float64Mode, Observation]:
         mode = Float64Mode(
-            own_dtype=own_dtype(self.target, call),
+            own_dtype=own_dtype(target, call),
             leaf_parameters=training,
             written=self._written_parameters(),
             together=self._together,
             masks=masks,
         )
-        return mode, self._observed(call, kept, training, mode)
+        return mode, self._observed(call, kept, training, mode, target)
 
-    def _observed(self, call: Call, kept: Kept, training: bool, mode: AbstractContextManager[Any]) -> Observation:
+    def _observed(
+        self,
+        call: Call,
+        kept: Kept,
+        training: bool,
+        mode: AbstractContextManager[Any],
+        target: Callable[..., Any] | None = None,
+    ) -> Observation:
+        target = self.target if target is None else target
         with eager_only(), _silent():
             return observe(
-                self.target, call, seed=kept.seed, training=training, mode=mode, names=kept.names, written=self.written
+                target, call, seed=kept.seed, training=training, mode=mode, names=kept.names, written=self.written
             )
 
     def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
@@ -771,6 +818,9 @@ class _Compared:
     frontier: tuple[tuple[float, float], ...] = ()
 
 
+# Of so many square roots of a unit may a gradient be off, in the root mean square and of its own, where kinks are to
+# explain it: of numbers that are as many units off as there are roundings before them, that share is beside a kink.
+_KINKED = 64
 # As many units of the largest gradient may be left of a sum of gradients that is zero.
 _LEFT_OF_A_SUM = 16
 
@@ -837,6 +887,43 @@ class Comparison:
             if (noise := self.noises[name]).deterministic and noise.noise > 0
         ]
         return FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
+
+    def kinked(self) -> set[str]:
+        """The gradients that are off by more than the samples of rounding, and so little that kinks may be why; none where
+        something else is off by more than further samples could explain."""
+        found = set[str]()
+        for name, compared in self.compared.items():
+            noise = self.noises[name]
+            if not noise.deterministic:
+                continue
+            if compared.problems or compared.mismatches:
+                return set()
+            beyond = max(
+                _times_off(compared.error.largest, noise.noise), _times_off(compared.error.rms, noise.noise_rms)
+            )
+            if noise.kind == "gradient" and compared.error.rms <= self._rounded_rms(name):
+                if beyond > FACTOR:
+                    found.add(name)
+            elif beyond > FACTOR * _DOUBTFUL:
+                return set()
+        return set() if self.problems else found
+
+    def _rounded_rms(self, name: str) -> float:
+        """How far a gradient may be off, in the root mean square, where rounding in the backward pass is to explain it."""
+        noise = self.noises[name]
+        root = math.sqrt(unit(getattr(torch, noise.dtype)))
+        largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
+        # Of a sum that is zero, as the gradient of a bias in front of a BatchNorm, rounding is all there is.
+        return max(_KINKED * root * noise.rms, root * largest if self._is_rounding(name) else 0.0)
+
+    def settle(self, errors: Mapping[str, Pool]) -> None:
+        """Put the errors in float64 in the place of those that kinks may explain."""
+        for name, error in errors.items():
+            self.compared[name].error = error
+        first, *others = (name for name in self.compared if name in errors)
+        which = f"{first} and {len(others)} more" if others else first
+        why = "a kink (of ReLU, say) or a long sum rounds otherwise"
+        self.notes.append(f"Judged in float64, as {why}: {which}.")
 
     def _trained(self) -> list[str]:
         """Biases that train in the original and that the candidate has no more."""
@@ -937,6 +1024,10 @@ class Comparison:
 
     def _problem(self, sentence: str) -> None:
         _append_once(self.problems, sentence)
+
+
+def _times_off(error: float, noise: float) -> float:
+    return error / noise if noise else math.inf if error else 0.0
 
 
 def _is_hardly_more(rms: float, noise_rms: float) -> bool:

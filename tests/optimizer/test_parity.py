@@ -1143,3 +1143,69 @@ def test_a_module_without_weights_is_refused_and_left_as_it_was(side, make, word
     with pytest.raises(LoadError, match=words):
         check_parity(*modules, (torch.randn(2, 6),))
     assert type(modules[side]) is kind
+
+
+# Kinks ----------------------------------------------------------------------------------------------------------------
+
+
+class Kinked(nn.Module):
+    """Has some inputs right beside the kink of ReLU: which side they are on is lost in the rounding of `lossy`."""
+
+    def __init__(self, *, lossy=False, slope=1.0, coarse=False):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.register_buffer("out", torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+        self.lossy, self.slope, self.coarse = lossy, slope, coarse
+
+    def forward(self, x):
+        x = x + (self.slope * self.bias - (self.slope - 1) * self.bias.detach())
+        if self.coarse and x.requires_grad:
+            x.register_hook(lambda gradient: gradient.bfloat16().float())
+        return F.relu((x + 1) - 1 if self.lossy else x) @ self.out
+
+
+def beside_kinks(count):
+    """Inputs of which so many are so near to zero that one plus them is one."""
+
+    def inputs(batch_size, generator):
+        x = torch.randn(batch_size, 64, generator=generator)
+        x.view(-1)[:count] = 1e-9
+        return (x,)
+
+    return inputs
+
+
+def kinked(count=1, **options):
+    candidate = Kinked(lossy=True, **options)
+    return check_parity(Kinked(), candidate, beside_kinks(count), mode="training", batch_sizes=(2000,))
+
+
+def test_a_number_on_the_other_side_of_a_kink_is_no_error():
+    report = kinked()
+    assert report.ok, report.reason
+    assert any(
+        "a kink (of ReLU, say) or a long sum rounds otherwise: gradient of bias." in note for note in report.notes
+    )
+    assert not any("kink" in note for note in kinked(0).notes)
+
+
+def test_kinks_excuse_no_other_gradient():
+    assert "gradient of bias" in kinked(slope=1.001).reason, "it is off in float64 too"
+
+
+def test_kinks_excuse_no_lower_precision():
+    assert "gradient of bias" in kinked(coarse=True).reason
+
+
+def test_kinks_excuse_no_more_than_they_explain():
+    assert "gradient of bias" in kinked(20_000).reason
+
+
+def test_kinks_excuse_nothing_where_the_outputs_differ():
+    class Off(Kinked):
+        def forward(self, x):
+            return super().forward(x) * 1.001
+
+    report = check_parity(Kinked(), Off(lossy=True), beside_kinks(1), mode="training", batch_sizes=(2000,))
+    assert not report.ok
+    assert not any("kink" in note for note in report.notes)
