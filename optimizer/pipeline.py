@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
 from passes.graph.edits import AttributeEdit, in_place, taken_back
-from passes.graph.guards import DimOrder, dim_order, is_carried, ordered_leaves
+from passes.graph.formats import DimOrder
+from passes.graph.guards import dim_order, is_carried, ordered_leaves
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program, own_tensors
 from passes.graph.recording import Recordings, agree, record
@@ -124,8 +125,11 @@ class Pipeline:
     notes: list[str] = field(default_factory=list)
     records: list[PassRecord] = field(default_factory=list)
     _reference: Reference | None = None
+    # Of a training result: the original in eval; False where it doesn't run so.
+    _reference_in_eval: Reference | Literal[False] | None = None
     _calls: list[Call] = field(default_factory=list)
-    _orders: tuple[DimOrder | None, ...] = ()
+    # By the training flag of the root.
+    _orders: dict[bool, tuple[DimOrder | None, ...]] = field(default_factory=dict)
     _passes: Sequence[Pass] = ()
     _done: list[_Done] = field(default_factory=list)
     # What the pass of this number is told to leave alone from the start.
@@ -234,7 +238,7 @@ class Pipeline:
         root = self.copy.root
         with self._quiet(), private_buffers(root, self.copy.variables):
             wanted = self._outputs()
-        self._orders = self._orders or _orders_of(wanted)
+        self._orders.setdefault(root.training, _orders_of(wanted))
         while captured.graphs:
             with self._quiet(), private_buffers(root, self.copy.variables):
                 with in_place([_installed(graph) for graph in captured.graphs.values()]):
@@ -312,12 +316,18 @@ class Pipeline:
         self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
 
     def _run_from(self, program: Program, first: int) -> None:
-        calls = tuple((call.args, call.kwargs) for call in self._calls)
-        run_inside, apart = (self._run_inside, self._apart) if calls else (None, None)
-        context = Context(self.mode, self.device, calls, self._orders, run_inside=run_inside, apart=apart)
+        context = self.context()
         for number, item in enumerate(self._passes[first:], first):
             self._tell("optimize", number, len(self._passes) + 1, item.name)
             self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
+
+    def context(self) -> Context:
+        """What the passes may know."""
+        calls = tuple((call.args, call.kwargs) for call in self._calls)
+        run_inside, apart = (self._run_inside, self._apart) if calls else (None, None)
+        flag = self.copy.root.training
+        orders, others = self._orders.get(flag, ()), self._orders.get(not flag)
+        return Context(self.mode, self.device, calls, orders, others, run_inside=run_inside, apart=apart)
 
     def _run_inside(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_inside`."""
@@ -508,9 +518,30 @@ class Pipeline:
                 self._take_back_culprit(program, report)
 
     def _compare(self) -> ParityReport:
+        """The result beside the original; in training in eval too, which is shown where it isn't right there."""
         assert self._reference is not None
         with private_buffers(self.copy.root, self.copy.variables):
-            return judge(self._reference.compare(self.copy.root))
+            report = judge(self._reference.compare(self.copy.root))
+        if self.mode != "training" or report.verdict == "failed" or not any(done.result.changes for done in self._done):
+            return report
+        in_eval = self._compare_in_eval()
+        return in_eval if in_eval is not None and in_eval.verdict == "failed" else report
+
+    def _compare_in_eval(self) -> ParityReport | None:
+        """A training result beside the original where both are in eval; None where the original doesn't run so."""
+        if self._reference_in_eval is None:
+            assert self.samples is not None
+            sizes = self._two_sizes(self.samples)
+            try:
+                self._reference_in_eval = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=1)
+            except LoadError as error:
+                self.notes.append(f"the result wasn't compared in eval: {_first_line(error).rstrip('.')}")
+                self._reference_in_eval = False
+        if self._reference_in_eval is False:
+            return None
+        with private_buffers(self.copy.root, self.copy.variables):
+            report = judge(self._reference_in_eval.compare(self.copy.root))
+        return replace(report, reason=f"In eval: {report.reason}")
 
     def _leave_parted_pair_alone(self, program: Program) -> bool:
         """Run a pass again without the pair that the calls don't keep together; whether there is one.

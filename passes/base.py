@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.graph.guards import DimOrder
+from passes.graph.formats import DimOrder
 from passes.graph.program import Program
 from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
 
@@ -33,6 +33,7 @@ class Context:
         example_calls: (args, kwargs) at several batch sizes; empty where the user gave no example inputs.
         output_orders: for the tensors that the root returned in runs, in the order of its output leaves, the order of
             their dims in memory; None for what has none; empty where there was no run.
+        other_orders: the same with the root's training flag the other way, in training; None where there was no run so.
         left_alone: the changes, of those that an earlier run of the pass made, that it has to leave alone, each with the
             reason. A `Rewriter` that is given them sees to that.
         run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
@@ -45,6 +46,7 @@ class Context:
     device: torch.device
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     output_orders: tuple[DimOrder | None, ...] = ()
+    other_orders: tuple[DimOrder | None, ...] | None = None
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
     apart: Apart | None = None

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from passes.base import Context, GraphPass, RunInside
-from passes.graph.guards import is_kept_contiguous
-from passes.graph.layouts import FORMATS, Layouts, LayoutWatch, Loss, is_taken_for_last
+from passes.graph.capture import training_flags
+from passes.graph.edits import AttributeEdit, in_place
+from passes.graph.formats import FORMATS, is_taken_for_last
+from passes.graph.guards import ChannelsLastInput, enters_channels_last, is_kept_contiguous
+from passes.graph.layouts import Layouts, LayoutWatch, Loss
 from passes.graph.match import STOCK_CONVOLUTIONS, Node, TensorRef, convolution_at, has_hooks, is_parametrized, is_stock
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -48,14 +53,16 @@ class ChannelsLast(GraphPass):
     """
 
     name: ClassVar[str] = "channels-last"
-    modes: ClassVar[tuple[str, ...]] = ("inference",)
 
     def rewrite(self, graph: Rewriter) -> None:
         """Only `rewrite_in` knows whether there are example inputs."""
         self.rewrite_in(graph, Context("inference", torch.device("cpu")))
 
     def rewrite_in(self, graph: Rewriter, context: Context) -> None:
-        """Convert every weight that can be converted and is worth it."""
+        """Convert every weight that can be converted and is worth it; in training, what the convolutions are given."""
+        if context.mode == "training":
+            _train(graph, context)
+            return
         convolutions = dict(_convolutions(graph.program.root))
         reasons = {path: _why_not(graph.program, module, context) for path, module in convolutions.items()}
         dear = _too_dear(graph.program, convolutions, reasons) if context.device.type == "cpu" else frozenset[str]()
@@ -164,9 +171,12 @@ def _too_dear(
     return frozenset(path for path in dear if not is_kept_contiguous(convolutions[path]))
 
 
+def _read_and_written(maps: Sequence[tuple[torch.Size, torch.Size]]) -> tuple[int, int]:
+    return sum(shape.numel() for shape, _ in maps), sum(shape.numel() for _, shape in maps)
+
+
 def _costs(module: nn.Module, reason: str | None, maps: Sequence[tuple[torch.Size, torch.Size]]) -> _Costs:
-    read = sum(shape.numel() for shape, _ in maps)
-    written = sum(shape.numel() for _, shape in maps)
+    read, written = _read_and_written(maps)
     if is_kept_contiguous(module):
         return _Costs(math.inf, 0, read)
     weight = module._parameters["weight"]
@@ -180,10 +190,17 @@ def _costs(module: nn.Module, reason: str | None, maps: Sequence[tuple[torch.Siz
 
 # Kernels that read a weight in channels_last as it lies.
 _READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})
+# Kernels that give contiguous maps of whatever they are given.
+_CONTIGUOUS = frozenset({"Slow3d", "SlowDilated3d", "SlowTranspose3d"})
 
 
 def _packs(module: nn.Module, shape: torch.Size) -> bool:
     """Whether the kernel that torch takes for an input of this shape packs a weight in channels_last at every call."""
+    return _backend(module, shape) not in _READING_CHANNELS_LAST
+
+
+def _backend(module: nn.Module, shape: torch.Size) -> str:
+    """The name of the kernel that torch takes for an input of this shape."""
     assert isinstance(module, _ConvNd)
     weight = module.weight.detach()
     batched = shape if len(shape) == weight.dim() else (1, *shape)
@@ -200,7 +217,8 @@ def _packs(module: nn.Module, shape: torch.Size) -> bool:
         output_padding=module.output_padding,
         groups=module.groups,
     )
-    return backend.name not in _READING_CHANNELS_LAST
+    name: str = backend.name
+    return name
 
 
 def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
@@ -224,10 +242,13 @@ def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
     return formats[::-1]
 
 
-def _audit(graph: Rewriter, context: Context) -> None:
-    """Convert the inputs where that moves fewer elements, and tell where the format is lost on the way."""
+def _audit(graph: Rewriter, context: Context) -> Layouts | None:
+    """Convert the inputs where that moves fewer elements, and tell where the format is lost on the way.
+
+    Gives what a run shows then; None where there is none to be seen.
+    """
     if context.run_inside is None:
-        return
+        return None
     layouts, problem = _watched(graph.program.root, context.run_inside)
     # Below twice its size, as where one convolution reads it behind a padding, there is next to nothing to be gained.
     names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
@@ -240,11 +261,12 @@ def _audit(graph: Rewriter, context: Context) -> None:
             graph.withdraw(change)
     if problem is not None:
         graph.remark("", f"no run shows where channels_last is lost on the way ({problem})")
-        return
+        return None
     for path in layouts.scripted:
         graph.remark(path, "it is TorchScript: whether channels_last is lost inside of it isn't seen")
     for loss in layouts.losses:
         graph.remark(loss.where, _what_is_lost(loss))
+    return layouts
 
 
 def _watched(root: nn.Module, run_inside: RunInside) -> tuple[Layouts, str | None]:
@@ -262,6 +284,124 @@ def _what_is_lost(loss: Loss) -> str:
     if loss.converted:
         return f"{lost}: {which} convert{'' if others else 's'} {loss.converted:,} anew"
     return f"{lost}: what follows runs in contiguous format"
+
+
+# In training ----------------------------------------------------------------------------------------------------------
+
+# What training by a weight that lies in contiguous format costs in channels_last, beside an element that is read or
+# written in contiguous format: it is copied for the forward pass and again for the backward pass, and so is its gradient.
+_COPIED = 1
+# Where the kernel packs these copies anew, in a slow way.
+_COPIED_AND_PACKED = 4
+
+
+def _train(graph: Rewriter, context: Context) -> None:
+    """Have the maps in channels_last where that pays, with all weights left as they are.
+
+    A convolution makes a map in the format of the one that it is given. So the first ones bring that into channels_last,
+    and so do those behind an operation that loses the format: a run shows which these are.
+    """
+    program = graph.program
+    convolutions = dict(_convolutions(program.root))
+    reasons = {path: _why_not_entered(program, module, context) for path, module in convolutions.items()}
+    free = [path for path, reason in reasons.items() if reason is None]
+    dear = _too_dear_in_training(program, convolutions, reasons, context)
+    entered = {path: convolutions[path] for path in free if path not in dear}
+    for path, module in convolutions.items():
+        if path in dear:
+            _keep_contiguous(graph, path, module) if entered else graph.skip_module(path, _TOO_DEAR)
+        elif reason := reasons[path]:
+            graph.skip_module(path, reason)
+    if not entered:
+        return
+    wrapped = [
+        AttributeEdit(module, "forward", ChannelsLastInput(module, module.__dict__.get("forward")))
+        for module in entered.values()
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(in_place(wrapped))
+        if not program.root.training:
+            stack.enter_context(training_flags(program.root, True))
+        layouts = _audit(graph, context)
+    for path, module in entered.items():
+        if layouts is None or path in layouts.entries:
+            with graph.change(path, "input brought into channels_last", _region(graph, module)) as change:
+                graph.enter_channels_last(change, module)
+    for path in () if layouts is None else layouts.draws:
+        with graph.change(path, "random numbers drawn as for contiguous maps") as change:
+            graph.draw_in_order(change, program.root.get_submodule(path))
+    if graph.changes and any((*context.output_orders, *(context.other_orders or ()))):
+        graph.keep_output_orders(context.output_orders, context.other_orders)
+
+
+def _why_not_entered(program: Program, module: nn.Module, context: Context) -> str | None:
+    """The reason why the convolution isn't to bring its input into channels_last; "" where it needn't."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    if is_lazy(weight):
+        return "its weight is not initialised yet: run the model once first"
+    if kind := kind_of(weight):
+        return f"its weight is {kind}"
+    if is_taken_for_last(weight) or is_kept_contiguous(module) or enters_channels_last(module):
+        return ""
+    if not context.example_calls:
+        return "only a run shows that no view counts on the old format: give example inputs"
+    if weight.is_meta:
+        return "its weight is on the meta device and has no values"
+    if not is_stock(module, STOCK_CONVOLUTIONS):
+        return f"it is a {type(module).__name__}, which computes in a way of its own"
+    maps = _maps_in_training(program).get(id(module), ())
+    if any(len(shape) != weight.dim() for shape, _ in maps):
+        return "it is given maps without a batch, which its kernels take for contiguous ones"
+    return None
+
+
+def _maps_in_training(program: Program) -> Mapping[int, Sequence[tuple[torch.Size, torch.Size]]]:
+    """What `Recordings.maps` says of a run in training."""
+    states = (program, *program.other_states)
+    trained = next((state for state in states if state.flags[id(state.root)]), program)
+    return {} if trained.recordings is None else trained.recordings.maps
+
+
+def _too_dear_in_training(
+    program: Program, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None], context: Context
+) -> frozenset[str]:
+    """The paths of the convolutions that are better off in contiguous format, as `_too_dear`.
+
+    A weight costs more than in inference, the more so where a kernel has more elements than one; and a BatchNorm on
+    contiguous maps takes twice the time that it takes on maps in channels_last.
+    """
+    if context.device.type != "cpu":
+        return frozenset()
+    modules = {id(module): (path, module) for path, module in program.root.named_modules()}
+    steps = [(*modules[key], maps) for key, maps in _maps_in_training(program).items() if key in modules]
+    steps = [step for step in steps if step[0] in convolutions or isinstance(step[1], _BatchNorm)]
+    costs = [_costs_in_training(module, reasons.get(path), maps) for path, module, maps in steps]
+    if steps and any(len(order or ()) in FORMATS for order in context.output_orders):
+        # A map that the root returns is brought back in the end.
+        *_, (_, _, maps) = steps
+        costs.append(_Costs(_read_and_written(maps)[1], 0, math.inf))
+    formats = _cheapest_formats(costs)
+    dear = (path for (path, _, _), is_last in zip(steps, formats, strict=False) if not is_last)
+    return frozenset(path for path in dear if path in reasons and reasons[path] is None)
+
+
+def _costs_in_training(module: nn.Module, reason: str | None, maps: Sequence[tuple[torch.Size, torch.Size]]) -> _Costs:
+    read, written = _read_and_written(maps)
+    if isinstance(module, _BatchNorm):
+        return _Costs(0, read, math.inf)
+    if is_kept_contiguous(module):
+        return _Costs(math.inf, 0, read)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    backends = {_backend(module, shape) for shape, _ in maps}
+    if not backends.isdisjoint(_CONTIGUOUS):
+        return _Costs(2 * (read + written), 0, read)
+    copied = 0 if weight[0, 0].numel() == 1 else weight.numel()
+    factor = _COPIED if backends <= _READING_CHANNELS_LAST else _COPIED_AND_PACKED
+    # One that can't be made to change the format goes by that of its input; one whose weight is in channels_last has it.
+    contiguous = math.inf if reason == "" else read + written
+    return _Costs(factor * copied, contiguous, math.inf if reason else read)
 
 
 def _keep_contiguous(graph: Rewriter, path: str, module: nn.Module) -> None:

@@ -20,15 +20,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
+from passes.graph.formats import FORMATS, ORDERS, DimOrder, is_taken_for_last
 from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.graph.storage import has_strides
-
-# The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
-# (0, 2, 3, 1) channels_last.
-DimOrder = tuple[int, ...]
 
 
 class InstanceForward:
@@ -537,8 +535,117 @@ class ContiguousInput(AroundForward):
         self.owner = owner
         self.inner = inner
 
-    def __call__(self, input: torch.Tensor) -> Any:
-        return self._inner_forward(input.contiguous())
+    def __call__(self, input: torch.Tensor, *size: Any, **named: Any) -> Any:
+        return self._inner_forward(_back_as_it_came(input, input.contiguous()), *size, **named)
+
+
+class ChannelsLastInput(AroundForward):
+    """The forward of a convolution that computes in channels_last, though neither its weight nor its input is in it.
+
+    The weight stays as it is: the convolution brings a copy of it into the format of the input for the time of a call.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __call__(self, input: Any, *size: Any, **named: Any) -> Any:
+        return self._inner_forward(_back_as_it_came(input, _in_channels_last(input)), *size, **named)
+
+
+class DrawsInOrder(AroundForward):
+    """The forward of a module that draws random numbers for the elements of maps, in the order of contiguous ones.
+
+    A generator fills memory from its beginning to its end: in channels_last the same numbers fall on other elements.
+    """
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._inner_forward(*args, **kwargs)
+        with _ContiguousDraws():
+            return self._inner_forward(*args, **kwargs)
+
+
+class _ContiguousDraws(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        value: Any = args[0] if args else None
+        if not draws_for_last(getattr(func, "__name__", ""), args, kwargs):
+            return func(*args, **kwargs)
+        given = _back_as_it_came(value, value.contiguous())
+        result = func(given, *args[1:], **kwargs)
+        if result is given:
+            return value.copy_(given)
+        return _back_as_it_came(result, _in_channels_last(result))
+
+
+# What draws a number for each element of its first argument.
+_DRAWS = frozenset({
+    "dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_", "gumbel_softmax", "rand_like",
+    "randn_like", "randint_like", "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+    "normal_", "random_", "uniform_",
+})  # fmt: skip
+# Where these are told whether they are in training: behind so many arguments.
+_TRAINS_BEHIND = {"dropout": 2, "dropout_": 2, "alpha_dropout": 2, "alpha_dropout_": 2, "rrelu": 3, "rrelu_": 3}
+
+
+def draws_for_last(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a torch function of that name draws a number for each element of a map in channels_last."""
+    if name not in _DRAWS or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    behind = _TRAINS_BEHIND.get(name)
+    if behind is not None and not kwargs.get(
+        "training", kwargs.get("train", args[behind] if len(args) > behind else True)
+    ):
+        return False
+    with torch._C.DisableTorchFunction():
+        return _is_map(args[0]) and is_taken_for_last(args[0]) and not args[0].is_contiguous()
+
+
+def _in_channels_last(value: Any) -> Any:
+    """A copy of a map in channels_last, by its strides too where it is in both formats; anything else as it is."""
+    if torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
+        # Compiled and exported programs choose the formats themselves.
+        return value
+    # Whoever watches the calls of a forward, or plans them, has nothing to see in a look.
+    with torch._C.DisableTorchFunction():
+        if not _is_map(value) or is_taken_for_last(value):
+            return value
+        memory_format = FORMATS[value.dim()]
+    return value.clone(memory_format=memory_format)
+
+
+def _is_map(value: torch.Tensor) -> bool:
+    # A tensor under a transform of torch.func stands for many, whose dims are others.
+    return has_strides(value) and value.dim() in FORMATS and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _back_as_it_came(value: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """The copy of a value in another format, whose gradient comes back in the format of the value.
+
+    Whatever made the value reads both in the backward pass, and is slow where the two are in different formats: a
+    BatchNorm takes eight times as long then.
+    """
+    if copied is value or not copied.requires_grad or torch.compiler.is_compiling():
+        return copied
+    with torch._C.DisableTorchFunction():
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return copied
+        order = _order_of(value)
+    if order is not None and copied.grad_fn is not None:
+        # Not a hook of the tensor, which may be an output that the caller saves.
+        copied.grad_fn.register_prehook(functools.partial(_all_ordered, order))
+    return copied
+
+
+def _all_ordered(order: DimOrder, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_ordered(gradient, order) for gradient in gradients)
 
 
 class ChannelsLastInputs(AroundForward):
@@ -574,15 +681,14 @@ class ChannelsLastInputs(AroundForward):
 
 # The caller's tensor, the copy that the forward is given, and how often that was written to before.
 _Lent = tuple[torch.Tensor, torch.Tensor, int]
-_CHANNELS_LAST_ORDERS: Mapping[int, DimOrder] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 
 
 def _lend(value: Any, lent: list[_Lent]) -> Any:
     """A copy of a map in channels_last, noted in `lent`; anything else, and what is in that format, as it is."""
-    order = _CHANNELS_LAST_ORDERS.get(value.dim()) if _is_dense(value) else None
+    order = ORDERS.get(value.dim()) if _is_dense(value) else None
     if order is None:
         return value
-    copied = _counting_writes(value, order)
+    copied = _back_as_it_came(value, _counting_writes(value, order))
     if copied is not value:
         lent.append((value, copied, copied._version))
     return copied
@@ -615,21 +721,39 @@ class FormattedForward(AroundForward):
 
     A call that returns more or fewer values than the recorded ones has them all made contiguous, which is what
     convolutions on contiguous input give.
+
+    Attributes:
+        orders: of the dims of each output.
+        others: the same where the training flag of the root is another than now; None where it is all one.
+        training: the flag as it is now.
     """
 
-    def __init__(self, owner: nn.Module, orders: tuple[DimOrder | None, ...], inner: Any) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        orders: tuple[DimOrder | None, ...],
+        inner: Any,
+        others: tuple[DimOrder | None, ...] | None = None,
+    ) -> None:
         self.owner = owner
         self.orders = orders
         self.inner = inner
+        self.others = others
+        self.training = owner.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._inner_forward(*args, **kwargs)
+        known = self.orders if self.others is None or self.owner.training is self.training else self.others
         if isinstance(outputs, torch.Tensor):
-            return _ordered(outputs, self.orders[0] if len(self.orders) == 1 else ())
+            return _given_out(outputs, known[0] if len(known) == 1 else ())
         leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_size)
-        known = len(leaves) == len(self.orders)
-        orders = self.orders if known else ((),) * len(leaves)
-        return pytree.tree_unflatten([_ordered(*pair) for pair in zip(leaves, orders, strict=True)], spec)
+        orders = known if len(leaves) == len(known) else ((),) * len(leaves)
+        return pytree.tree_unflatten([_given_out(*pair) for pair in zip(leaves, orders, strict=True)], spec)
+
+
+def _given_out(leaf: Any, order: DimOrder | None) -> Any:
+    ordered = _ordered(leaf, order)
+    return leaf if ordered is leaf else _back_as_it_came(leaf, ordered)
 
 
 def ordered_leaves(outputs: Any) -> list[Any]:
@@ -695,6 +819,11 @@ def inner_forward(module: nn.Module) -> Any:
 def is_kept_contiguous(conv: nn.Module) -> bool:
     """Whether the convolution brings its input into contiguous format."""
     return isinstance(conv.__dict__.get("forward"), ContiguousInput)
+
+
+def enters_channels_last(conv: nn.Module) -> bool:
+    """Whether the convolution brings its input into channels_last."""
+    return isinstance(conv.__dict__.get("forward"), ChannelsLastInput)
 
 
 def is_carried(module: nn.Module) -> bool:

@@ -19,12 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.graph.guards import is_kept_contiguous, positional_names
+from passes.graph.formats import FORMATS, is_taken_for_last
+from passes.graph.guards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
 from passes.graph.interception import intercepted_calls
 from passes.graph.storage import has_strides, kind_of
 from passes.graph.tracing import METADATA, function_name
-
-FORMATS: Mapping[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution"})
 # What copies only where the format asks for it.
@@ -72,12 +71,17 @@ class Layouts:
         inputs: for each contiguous map that is an argument of the root, by its parameter's name, the elements that
             convolutions convert of it and of what is made of it; only where the root may be given a copy of it.
         input_elements: the elements of these maps themselves.
+        entries: the paths of the convolutions that brought what they were given into channels_last by a copy of it, in the
+            order of the run; of those that are made to do so.
+        draws: the paths of the modules that drew random numbers for maps in channels_last.
         scripted: the paths of modules that are TorchScript, which nothing looks into.
     """
 
     moved: int = 0
     inputs: dict[str, int] = field(default_factory=dict)
     input_elements: dict[str, int] = field(default_factory=dict)
+    entries: list[str] = field(default_factory=list)
+    draws: list[str] = field(default_factory=list)
     scripted: list[str] = field(default_factory=list)
     _losses: dict[str, Loss] = field(default_factory=dict)
 
@@ -204,6 +208,10 @@ class LayoutWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _CONVOLUTIONS:
             self._convolve(args, kwargs)
+        elif name == "clone" and enters_channels_last(self._frames[-1]):
+            self._enter(args[0])
+        elif draws_for_last(name, args, kwargs):
+            self._note_in(self.layouts.draws)
         result = func(*args, **kwargs)
         self._see(name, args, kwargs, result)
         return result
@@ -215,8 +223,21 @@ class LayoutWatch(TorchFunctionMode):
         input, weight = given.get("input"), given.get("weight")
         if not isinstance(input, torch.Tensor) or not isinstance(weight, torch.Tensor):
             return
-        if layout_of(input) != CONTIGUOUS or layout_of(weight) is None or not is_taken_for_last(weight):
-            return
+        if layout_of(input) == CONTIGUOUS and layout_of(weight) is not None and is_taken_for_last(weight):
+            self._convert(input)
+
+    @_unseen
+    def _enter(self, input: torch.Tensor) -> None:
+        """Note a convolution that brings its input into channels_last, as its weight doesn't ask for that."""
+        self._note_in(self.layouts.entries)
+        self._convert(input)
+
+    def _note_in(self, paths: list[str]) -> None:
+        path = self._paths[id(self._frames[-1])]
+        if path not in paths:
+            paths.append(path)
+
+    def _convert(self, input: torch.Tensor) -> None:
         elements = input.numel()
         self.layouts.moved += elements
         state = self._state_of(input)
@@ -314,23 +335,6 @@ def layout_of(value: Any) -> str | None:
     if value.is_contiguous():
         return EITHER if value.is_contiguous(memory_format=FORMATS[value.dim()]) else CONTIGUOUS
     return LAST if is_taken_for_last(value) else CONTIGUOUS
-
-
-def is_taken_for_last(tensor: torch.Tensor) -> bool:
-    """Whether torch takes a tensor of 4 or 5 dims for one in channels_last, gaps or not.
-
-    It looks at the strides alone (c10's `is_channels_last_strides_2d` and `_3d`): with one channel or one place a tensor
-    is in both formats, and its strides still say one of them.
-    """
-    shape, strides = tensor.shape, tensor.stride()
-    if strides[1] == 0:
-        return False
-    smallest = 0
-    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
-        if shape[dim] == 0 or strides[dim] < smallest or (dim == 0 and smallest == strides[1]):
-            return False
-        smallest = strides[dim] * max(shape[dim], 1)
-    return True
 
 
 def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -26,12 +26,14 @@ from passes.graph.edits import (
     TensorEdit,
     in_format,
 )
+from passes.graph.formats import DimOrder
 from passes.graph.forward import GraphForward
 from passes.graph.guards import (
     AroundForward,
+    ChannelsLastInput,
     ChannelsLastInputs,
     ContiguousInput,
-    DimOrder,
+    DrawsInOrder,
     FoldedConvForward,
     FoldedNormForward,
     FoldedPair,
@@ -367,17 +369,20 @@ class Rewriter:
     def _path_of(self, ref: TensorRef) -> str:
         return self.program.paths[id(ref.owner)][0]
 
-    def keep_output_orders(self, orders: Sequence[DimOrder | None]) -> None:
+    def keep_output_orders(
+        self, orders: Sequence[DimOrder | None], others: Sequence[DimOrder | None] | None = None
+    ) -> None:
         """Bring the dims of the root's output leaves into these orders in memory; None leaves a leaf as it comes.
 
-        This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
+        `others` are those for the other value of the root's training flag, where it may be set to that. This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
         """
         root = self.program.root
         inner = root.__dict__.get("forward")
         if isinstance(inner, FormattedForward):
             inner = inner.inner
         with self.change("", "outputs in the memory format of the original") as change:
-            self.set_attribute(change, root, "forward", FormattedForward(root, tuple(orders), inner))
+            forward = FormattedForward(root, tuple(orders), inner, None if others is None else tuple(others))
+            self.set_attribute(change, root, "forward", forward)
 
     def convert_inputs(self, names: Sequence[str]) -> Change:
         """Bring the root's arguments of these names into channels_last; the outputs' order goes around that."""
@@ -399,6 +404,16 @@ class Rewriter:
     def keep_contiguous(self, change: Change, conv: nn.Module) -> None:
         """Have a convolution compute in contiguous format, whatever format its input comes in."""
         self.set_attribute(change, conv, "forward", ContiguousInput(conv, conv.__dict__.get("forward")))
+
+    @_writes
+    def enter_channels_last(self, change: Change, conv: nn.Module) -> None:
+        """Have a convolution bring its input into channels_last, and leave its weight as it is."""
+        self.set_attribute(change, conv, "forward", ChannelsLastInput(conv, conv.__dict__.get("forward")))
+
+    @_writes
+    def draw_in_order(self, change: Change, module: nn.Module) -> None:
+        """Have a module draw random numbers for maps in channels_last as for contiguous ones."""
+        self.set_attribute(change, module, "forward", DrawsInOrder(module, module.__dict__.get("forward")))
 
     @_writes
     def carry_norm(self, change: Change, conv: Convolution, norm: Affine) -> None:

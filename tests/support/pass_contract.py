@@ -60,9 +60,7 @@ def captured(
     calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
     pipeline._calls = [call for call in calls if _runs(clone.root, call)]
     program = pipeline.capture()
-    calls = tuple((call.args, call.kwargs) for call in pipeline._calls)
-    run_inside, apart = (pipeline._run_inside, pipeline._apart) if calls else (None, None)
-    return program, Context(mode, device, calls, pipeline._orders, run_inside=run_inside, apart=apart)
+    return program, pipeline.context()
 
 
 def _runs(root: nn.Module, call: Call) -> bool:

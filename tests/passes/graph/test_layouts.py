@@ -13,8 +13,9 @@ from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 
 from exporters.torchscript_deprecation import torchscript_allowed
+from passes.graph.formats import FORMATS, is_taken_for_last
 from passes.graph.guards import ContiguousInput
-from passes.graph.layouts import CONTIGUOUS, EITHER, FORMATS, LAST, Layouts, LayoutWatch, is_taken_for_last, layout_of
+from passes.graph.layouts import CONTIGUOUS, EITHER, LAST, Layouts, LayoutWatch, layout_of
 
 LAST_2D, LAST_3D = torch.channels_last, torch.channels_last_3d
 

@@ -1,0 +1,32 @@
+"""The memory formats of maps, which are tensors of 4 or 5 dims: (batch, channels, …)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+# The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
+# (0, 2, 3, 1) channels_last.
+DimOrder = tuple[int, ...]
+
+# By the number of dims.
+FORMATS: Mapping[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
+ORDERS: Mapping[int, DimOrder] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+
+
+def is_taken_for_last(tensor: torch.Tensor) -> bool:
+    """Whether torch takes a tensor of 4 or 5 dims for one in channels_last, gaps or not.
+
+    It looks at the strides alone (c10's `is_channels_last_strides_2d` and `_3d`): with one channel or one place a tensor
+    is in both formats, and its strides still say one of them.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[1] == 0:
+        return False
+    smallest = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        if shape[dim] == 0 or strides[dim] < smallest or (dim == 0 and smallest == strides[1]):
+            return False
+        smallest = strides[dim] * max(shape[dim], 1)
+    return True

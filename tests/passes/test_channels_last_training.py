@@ -1,0 +1,602 @@
+"""Maps in channels_last while a model is trained, with the weights as they are."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pass_contract import captured, check_pass, sentences_of
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import optimize, report_of
+from passes import ChannelsLast, InsertCheckpoints
+from passes.checkpointing.live_bytes import LiveBytes
+from passes.checkpointing.profile import there_before
+from passes.graph.guards import ChannelsLastInput, ContiguousInput, is_kept_contiguous
+from passes.graph.layouts import LAST, LayoutWatch, layout_of
+
+ENTERED, KEPT = "input brought into channels_last", "kept in contiguous format"
+OUTPUTS = "outputs in the memory format of the original"
+
+
+class Block(nn.Module):
+    """A residual block that writes in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norms[0](self.first(x)), inplace=True)
+        y = self.norms[1](self.second(y))
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Images(nn.Module):
+    """Small weights on large maps, then large weights on small maps."""
+
+    def __init__(self, *, dim: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+        self.blocks = nn.Sequential(*(Block(8) for _ in range(2)))
+        self.pool = nn.MaxPool2d(4)
+        self.tail = nn.Sequential(nn.Conv2d(8, 64, 3, padding=1), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 48, 3))
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        maps = self.blocks(self.stem(x))
+        return self.head(self.tail(self.pool(maps)).mean((2, 3))), maps
+
+
+def images(batch: int = 4, side: int = 16, *, seed: int = 0) -> Tensor:
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def made(cls: Any = Images) -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(cls()).train()
+
+
+def optimized(model: nn.Module, passes: Any = ("channels-last",), x: Tensor | None = None) -> nn.Module:
+    given = images() if x is None else x
+    return optimize(model, list(passes), mode="training", example_inputs=(given,), strict=True)
+
+
+def changes_of(result: nn.Module, name: str = "channels-last") -> list[tuple[str, str]]:
+    (record,) = [record for record in report_of(result).passes if record.name == name]
+    return [(change.where, change.text) for change in record.changes]
+
+
+def loss_of(outputs: Any) -> Tensor:
+    leaves = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(leaf.square().mean() for leaf in leaves)
+
+
+def steps(model: nn.Module, x: Tensor, count: int = 3) -> list[Any]:
+    """Losses, gradients and buffers of several steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    seen: list[Any] = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward()
+        seen += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+        seen += [buffer.clone() for buffer in model.buffers()]
+        optimizer.step()
+    return seen
+
+
+def assert_close(expected: list[Any], got: list[Any], tolerance: float = 1e-9) -> None:
+    assert len(expected) == len(got)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
+
+
+def doubles(*models: nn.Module) -> list[nn.Module]:
+    """Copies that compute in float64, where nothing is beside a kink."""
+    return [copy.deepcopy(model).double() for model in models]
+
+
+def watched(model: nn.Module, x: Tensor) -> LayoutWatch:
+    watch = LayoutWatch(model)
+    with torch.no_grad(), watch:
+        copy.deepcopy(model.state_dict())
+        model(x)
+    return watch
+
+
+# What is promised ----------------------------------------------------------------------------------------------------
+
+
+def test_the_maps_go_to_channels_last_and_the_parameters_are_the_callers_own() -> None:
+    model = made()
+    before = [(id(p), p.stride(), p._version) for p in model.parameters()]
+    done = check_pass(ChannelsLast(), model, (images(),), mode="training")
+    assert [(change.where, change.what) for change in done.changes] == [
+        ("tail.0", KEPT), ("tail.3", KEPT), ("stem.0", ENTERED), ("", OUTPUTS),
+    ]  # fmt: skip
+    fast = optimized(model)
+    assert [(id(p), p.stride(), p._version) for p in fast.parameters()] == before
+    assert all(mine is theirs for mine, theirs in zip(fast.buffers(), model.buffers(), strict=True))
+    assert not any("forward" in vars(module) for module in model.modules())
+    seen: dict[str, Any] = {}
+    for path, module in fast.named_modules():
+        module.register_forward_hook(lambda m, a, out, path=path: seen.update({path: layout_of(out)}))
+    fast(images())
+    inside = ("stem.0", "stem.1", "stem.2", "blocks.0.first", "blocks.0.norms.1", "blocks.1", "pool")
+    assert {path: seen[path] for path in inside} == dict.fromkeys(inside, LAST)
+    assert layout_of(model(images())[1]) != LAST
+
+
+@pytest.mark.parametrize(
+    "x", [images(), images(2, 12), images(7, 24), images(3, 16).to(memory_format=torch.channels_last)]
+)
+def test_steps_are_the_originals_at_any_size(x: Tensor) -> None:
+    model = made()
+    original, fast = doubles(model, optimized(model))
+    assert_close(steps(original, x.double()), steps(fast, x.double()))
+
+
+def test_gradients_lie_as_the_parameters_and_the_inputs_do() -> None:
+    fast = optimized(made())
+    x = images().requires_grad_()
+    loss_of(fast(x)).backward()
+    assert x.grad is not None
+    assert x.grad.stride() == x.stride()
+    for name, parameter in fast.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.stride() == parameter.stride(), name
+    (gradient,) = torch.autograd.grad(loss_of(fast(x)), x)
+    assert gradient.stride() == x.stride()
+
+
+def test_outputs_lie_as_the_originals_do_in_training_and_in_eval() -> None:
+    model = made()
+    fast = optimized(model)
+    for training in (True, False, True):
+        for x in (images(), images(2, 12)):
+            mine, theirs = fast.train(training)(x), copy.deepcopy(model).train(training)(x)
+            assert [leaf.stride() for leaf in mine] == [leaf.stride() for leaf in theirs]
+
+
+def test_gradients_come_back_in_the_format_of_each_map() -> None:
+    """A BatchNorm takes eight times as long where they don't."""
+    fast = optimized(made())
+    seen: dict[str, tuple[Any, Any]] = {}
+
+    def hook(module: nn.Module, args: Any, output: Tensor, path: str) -> None:
+        output.register_hook(lambda gradient: seen.setdefault(path, (layout_of(output), layout_of(gradient))) and None)
+
+    for path in ("pool", "tail.1", "tail.2", "blocks.0", "stem.2", "stem.1"):
+        fast.get_submodule(path).register_forward_hook(lambda m, a, out, path=path: hook(m, a, out, path))
+    _, maps = fast(images())
+    # That of an output comes as the loss gives it.
+    maps.backward(torch.randn(maps.shape))
+    assert seen["stem.1"] == seen["stem.2"] == (LAST, LAST)
+    seen.clear()
+    loss_of(fast(images())[0]).backward()
+    assert seen["pool"] == (LAST, LAST), "in front of what is kept contiguous"
+    assert seen["tail.1"] == ("contiguous", "contiguous")
+
+
+class Contiguous(nn.Module):
+    """Makes contiguous maps, in front of a convolution on large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)
+        self.more = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.AvgPool2d(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.more(self.conv(self.norm(x)))
+
+
+def test_gradients_leave_channels_last_where_the_maps_entered_it() -> None:
+    fast = optimized(made(Contiguous), x=images(4, 24))
+    assert (("conv", ENTERED)) in changes_of(fast)
+    seen: list[Any] = []
+    fast.norm.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: seen.append(layout_of(g))) and None)
+    fast(images(4, 24)).sum().backward()
+    assert seen == ["contiguous"]
+
+
+def test_an_optimizer_that_was_made_before_goes_on() -> None:
+    model = made().double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
+    fast = optimized(model, x=images().double())
+    for each, optimizer in zip((fast, twin), optimizers, strict=True):
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=number == 1)
+            loss_of(each(images(seed=number).double())).backward()
+            optimizer.step()
+    assert_close(list(twin.state_dict().values()), list(model.state_dict().values()), 1e-6)
+    assert all(
+        a is b
+        for a, b in zip(
+            model.state_dict(keep_vars=True).values(), fast.state_dict(keep_vars=True).values(), strict=True
+        )
+    )
+
+
+def test_train_and_eval_may_be_switched_at_any_time() -> None:
+    model = made()
+    original, fast = doubles(model, optimized(model))
+    x = images().double()
+    for training in (True, False, False, True, False, True):
+        assert_close(list(original.train(training)(x)), list(fast.train(training)(x)))
+        assert_close(list(original.buffers()), list(fast.buffers()))
+
+
+def test_a_model_in_eval_is_optimized_as_it_trains() -> None:
+    model = made().eval()
+    fast = optimized(model)
+    assert not fast.training
+    assert changes_of(fast) == changes_of(optimized(made()))
+    original, fast = doubles(model, fast)
+    assert_close(steps(original.train(), images().double()), steps(fast.train(), images().double()))
+
+
+@pytest.mark.parametrize("move", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+def test_copies_train_alike(move: Any) -> None:
+    fast = optimized(made())
+    moved = move(fast)
+    assert moved.stem[0].forward.owner is moved.stem[0]
+    assert_close(steps(copy.deepcopy(fast), images()), steps(moved, images()), 0.0)
+
+
+def test_state_dicts_load_both_ways() -> None:
+    model, other = made(), enliven(Images(), seed=5)
+    fast = copy.deepcopy(optimized(model))
+    assert list(fast.state_dict()) == list(model.state_dict())
+    fast.load_state_dict(other.state_dict())
+    original, mine = doubles(other.train(), fast)
+    assert_close(steps(original, images().double()), steps(mine, images().double()))
+    other.load_state_dict(mine.state_dict())
+    assert all(p.stride() == q.stride() for p, q in zip(other.parameters(), mine.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes_move(dtype: torch.dtype) -> None:
+    fast = copy.deepcopy(optimized(made())).to(dtype)
+    logits, maps = fast(images().to(dtype))
+    assert logits.dtype is maps.dtype is dtype
+    loss_of((logits, maps)).backward()
+    assert fast.stem[0].weight.grad.dtype is dtype
+
+
+def test_under_autocast() -> None:
+    model = made()
+    fast, original = copy.deepcopy(optimized(model)), copy.deepcopy(model)
+    losses = []
+    for each in (original, fast):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(loss_of(each(images())))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.0)
+    assert layout_of(fast.stem[0].weight.grad) != LAST
+
+
+def test_hooks_see_what_they_saw() -> None:
+    model, seen = made().double(), []
+    model.stem[0].register_forward_hook(lambda m, args, out: seen.append(out.detach().sum()))
+    model.blocks.register_full_backward_hook(lambda m, given, got: seen.append(got[0].sum()))
+    fast = optimized(model, x=images().double())
+    assert (("stem.0", ENTERED)) in changes_of(fast)
+    seen.clear()
+    for each in (model, fast):
+        loss_of(each(images().double())).backward()
+    assert_close(seen[:2], seen[2:])
+
+
+# With other passes ----------------------------------------------------------------------------------------------------
+
+
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes(without=there_before(model, (x,), {})) as live:
+        loss_of(model(x)).backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("budget", [0.5, "min"])
+def test_behind_a_fold_and_in_front_of_checkpoints(budget: float | str) -> None:
+    model, x = made(), images()
+    passes = ["fold-conv-bias", "channels-last"]
+    plain = optimized(model, passes)
+    fast = optimized(model, [*passes, InsertCheckpoints(memory_budget=budget)])
+    assert [record.status for record in report_of(fast).passes] == ["applied"] * 3
+    assert changes_of(fast) == changes_of(plain)
+    assert fast.stem[0].bias is None is fast.blocks[1].second.bias
+    if budget == 0.5:
+        assert peak_of(copy.deepcopy(fast), x) <= 0.5 * peak_of(copy.deepcopy(plain), x)
+    torch.use_deterministic_algorithms(False)
+    assert_close(steps(copy.deepcopy(plain), x), steps(copy.deepcopy(fast), x), 0.0)
+    original, fast = doubles(model, fast)
+    assert_close([loss_of(original(x.double()))], [loss_of(fast(x.double()))])
+
+
+def test_in_front_of_a_fold() -> None:
+    model = made()
+    fast = optimized(model, ["channels-last", "fold-conv-bias"])
+    assert [record.status for record in report_of(fast).passes] == ["applied"] * 2
+    assert is_kept_contiguous(fast.tail[0])
+    assert isinstance(fast.stem[0].forward, ChannelsLastInput)
+    assert fast.stem[0].bias is None is fast.tail[0].bias
+    original, fast = doubles(model, fast)
+    assert_close([loss_of(original(images().double()))], [loss_of(fast(images().double()))])
+
+
+def test_a_result_that_is_optimized_again_stays_as_it_is() -> None:
+    fast = optimized(made())
+    again = optimize(fast, ["channels-last"], mode="training", example_inputs=(images(),))
+    assert report_of(again).passes[0].status == "unchanged"
+
+
+# Random numbers -------------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Drops elements of maps."""
+
+    def __init__(self, how: str = "function") -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.drop, self.how = nn.Dropout(0.3, inplace=how == "in place"), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x) * 2
+        if self.how == "function":
+            y = F.dropout(y, 0.3, self.training)
+        elif self.how == "noise":
+            y = y + 0.1 * torch.rand_like(y)
+        else:
+            y = self.drop(y)
+        return self.last(y).mean((2, 3))
+
+
+@pytest.mark.parametrize(("how", "where"), [("function", ""), ("noise", ""), ("module", "drop"), ("in place", "drop")])
+def test_random_numbers_fall_on_the_elements_that_they_fell_on(how: str, where: str) -> None:
+    model = made(lambda: Dropping(how))
+    fast = optimized(model, x=images(4, 24))
+    assert (where, "random numbers drawn as for contiguous maps") in changes_of(fast)
+    original, fast = doubles(model, fast)
+    for training in (True, False):
+        expected = steps(original.train(training), images(4, 24).double())
+        assert_close(expected, steps(fast.train(training), images(4, 24).double()))
+    watch = watched(fast.train(), images(4, 24).double())
+    assert watch.layouts.draws == []
+
+
+def test_what_draws_nothing_in_eval_isnt_brought_there_and_back() -> None:
+    fast = optimized(made(lambda: Dropping("module")), x=images(4, 24))
+    moved = [watched(fast.train(training), images(4, 24)).layouts.moved for training in (True, False)]
+    assert moved[1] < moved[0]
+
+
+# What is left alone ---------------------------------------------------------------------------------------------------
+
+
+class ViewedInEval(nn.Module):
+    """Counts on the format in eval alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu())
+        return y.flatten(1) if self.training else y.view(len(y), -1)
+
+
+def test_a_forward_that_counts_on_the_format_in_eval_is_never_wrong() -> None:
+    model = made(ViewedInEval)
+    fast = optimize(model, ["channels-last"], mode="training", example_inputs=(images(4, 24),))
+    (record,) = report_of(fast).passes
+    assert record.status == "rolled-back"
+    assert record.reason.startswith("In eval: ")
+    assert torch.equal(copy.deepcopy(fast).eval()(images()), copy.deepcopy(model).eval()(images()))
+
+
+class Auxiliary(nn.Module):
+    """Gives more in training than in eval, in another order of dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.first(x).relu()
+        z = self.second(y).sigmoid()
+        return (z, y.permute(0, 2, 3, 1)) if self.training else z.permute(0, 2, 3, 1)
+
+
+def test_outputs_that_differ_between_training_and_eval() -> None:
+    model = made(Auxiliary)
+    fast = optimized(model, x=images(4, 24))
+    for training in (True, False, True):
+        mine, theirs = fast.train(training)(images(2, 20)), copy.deepcopy(model).train(training)(images(2, 20))
+        mine, theirs = (out if training else (out,) for out in (mine, theirs))
+        assert [leaf.stride() for leaf in mine] == [leaf.stride() for leaf in theirs]
+
+
+class Branching(Images):
+    """No graph shows all of it."""
+
+    def forward(self, x: Tensor) -> Any:
+        if x.sum().item() > 1e9:
+            x = x * 2
+        return super().forward(x)
+
+
+def test_islands() -> None:
+    model = made(Branching)
+    fast = optimized(model)
+    assert ("stem.0", ENTERED) in changes_of(fast)
+    original, fast = doubles(model, fast)
+    for x in (images().double(), images().double() + 1e9):
+        assert_close(steps(original, x, 1)[:1], steps(fast, x, 1)[:1], 1e-6)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight / self.weight.std(), self.bias, self.stride, self.padding)
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    return enliven(nn.Sequential(*layers)).train()
+
+
+def reasons_of(model: nn.Module, x: Tensor) -> list[tuple[str, str]]:
+    done = check_pass(ChannelsLast(), model, (x,), mode="training")
+    return [(skip.where, skip.reason) for skip in done.skips]
+
+
+def test_refusals() -> None:
+    assert reasons_of(net(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten()), images(4, 24)) == [
+        ("0", "it is a Standardised, which computes in a way of its own")
+    ]
+    unbatched = net(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    done = ChannelsLast().run(*captured(unbatched, (images(4, 24)[0],), mode="training"))
+    assert (done.changes, {skip.reason for skip in done.skips}) == (
+        (), {"it is given maps without a batch, which its kernels take for contiguous ones"},
+    )  # fmt: skip
+    program, context = captured(made(), mode="training")
+    assert {text for _, text in sentences_of(ChannelsLast().run(program, context))} == {
+        "only a run shows that no view counts on the old format: give example inputs"
+    }
+
+
+def test_weights_that_are_all_large_are_left_alone() -> None:
+    model = net(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 2))
+    x = torch.randn(2, 16, 4, 4)
+    done = check_pass(ChannelsLast(), model, (x,), mode="training")
+    assert done.changes == ()
+    assert [skip.where for skip in done.skips] == ["0", "3"]
+    assert {skip.reason.split(":")[0] for skip in done.skips} == {"its weight is large beside its maps"}
+    more = check_pass(ChannelsLast(), model, (torch.randn(4, 16, 40, 40),), mode="training")
+    assert [change.where for change in more.changes] == ["0", ""]
+
+
+def test_a_kernel_of_one_element_is_copied_by_nobody() -> None:
+    pointwise = net(nn.Conv2d(16, 64, 1), nn.ReLU(), nn.Conv2d(64, 128, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    x = torch.randn(4, 16, 6, 6)
+    assert [c.where for c in check_pass(ChannelsLast(), pointwise, (x,), mode="training").changes] == ["0", ""]
+    larger = net(nn.Conv2d(16, 64, 3), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert check_pass(ChannelsLast(), larger, (x,), mode="training").changes == ()
+
+
+def test_a_batchnorm_behind_is_worth_it() -> None:
+    """Four times 576 elements of weight are more than the 1568 that are written, and less than twice as many."""
+    x, conv, rest = torch.randn(4, 8, 9, 9), nn.Conv2d(8, 8, 3), (nn.ReLU(), nn.Flatten())
+    bare, normed = net(conv, *rest), net(conv, nn.BatchNorm2d(8), *rest)
+    assert check_pass(ChannelsLast(), bare, (x,), mode="training").changes == ()
+    assert [c.where for c in check_pass(ChannelsLast(), normed, (x,), mode="training").changes] == ["0", ""]
+
+
+def test_another_device_has_no_such_rule() -> None:
+    program, context = captured(made(), (images(),), mode="training")
+    done = ChannelsLast().run(program, dataclasses.replace(context, device=torch.device("cuda")))
+    assert [(change.where, change.what) for change in done.changes] == [("stem.0", ENTERED), ("", OUTPUTS)]
+
+
+def test_weights_in_channels_last_stay_so() -> None:
+    model = made().to(memory_format=torch.channels_last)
+    done = check_pass(ChannelsLast(), model, (images(),), mode="training")
+    assert done.changes == ()
+
+
+# Kinds of inputs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [2, 1])
+def test_volumes(batch: int) -> None:
+    """Kernels for one row give contiguous maps of whatever they are given: there is nothing to be had."""
+    model = net(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d(2), nn.ConvTranspose3d(8, 4, 2))
+    x = torch.randn(batch, 3, 10, 10, 10)
+    done = ChannelsLast().run(*captured(model, (x,), mode="training"))
+    assert [c.where for c in done.changes] == (["0", ""] if batch > 1 else [])
+    fast = optimize(model, ["channels-last"], mode="training", example_inputs=(x,))
+    original, fast = doubles(model, fast)
+    assert_close(steps(original, x.double()), steps(fast, x.double()))
+
+
+def test_an_image_of_one_channel_enters_by_its_strides() -> None:
+    model = net(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x = torch.randn(4, 1, 16, 16)
+    fast = optimized(model, x=x)
+    assert [where for where, _ in changes_of(fast)] == ["0", ""]
+    seen: list[Any] = []
+    fast[1].register_forward_hook(lambda m, args, out: seen.append(layout_of(out)))
+    fast(x)
+    assert seen == [LAST]
+
+
+class Branches(nn.Module):
+    """Several convolutions read the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(3, 8, size, padding=size // 2) for size in (3, 5, 7))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return sum(branch(pixels) for branch in self.branches).relu()
+
+
+def test_an_input_that_several_convolutions_read_is_converted_once() -> None:
+    model, x = made(Branches), images(4, 24)
+    done = check_pass(ChannelsLast(), model, (x,), mode="training")
+    assert [change.what for change in done.changes] == ["input pixels brought into channels_last once", OUTPUTS]
+    fast, leaf = optimized(model, x=x), x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(fast(leaf).sum(), leaf)
+    assert gradient.stride() == leaf.stride()
+
+
+@pytest.mark.parametrize("forward", [ChannelsLastInput, ContiguousInput])
+def test_a_transposed_convolution_is_told_its_output_size(forward: Any) -> None:
+    conv = nn.ConvTranspose2d(3, 4, 3, stride=2)
+    x = images(2, 5)
+    expected = conv(x, output_size=[12, 12])
+    conv.forward = forward(conv, None)
+    for got in (conv(x, output_size=[12, 12]), conv(x, [12, 12]), conv(input=x, output_size=[12, 12])):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*dynamo.*")
+def test_compiled_code_chooses_its_formats_itself() -> None:
+    model = made().eval()
+    fast = optimized(model)
+    compiled = torch.compile(copy.deepcopy(fast), backend="eager", fullgraph=True)
+    assert_close(list(model(images())), list(compiled(images())), 1e-4)
+    exported = torch.export.export(copy.deepcopy(fast), (images(),)).module()
+    assert_close(list(model(images())), list(exported(images())), 1e-4)
+
+
+def test_transforms_of_functions_go_through() -> None:
+    model = made().eval().double()
+    fast, x = optimized(model, x=images().double()).eval(), images().double()
+
+    def loss(module: nn.Module) -> Any:
+        return lambda one: loss_of(module(one[None]))
+
+    mine, theirs = (torch.func.vmap(torch.func.grad(loss(each)))(x) for each in (fast, model))
+    assert_close([theirs], [mine])
+
+
+def test_gradients_of_gradients() -> None:
+    model = made().eval().double()
+    fast = optimized(model, x=images().double())
+    found = []
+    for each in (model, fast):
+        x = images().double().requires_grad_()
+        (gradient,) = torch.autograd.grad(each(x)[0].square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    assert_close(found[:1], found[1:])
