@@ -46,7 +46,13 @@ class ChannelsLast(GraphPass):
     kernels for channels_last pack a weight anew at every call, and there that costs more than it saves. The maps are
     those of the example inputs, and the kernels those that torch takes for them with as many threads as it has now.
 
-    Does not handle: shared or parametrized weights; inputs in tuples, lists and dicts, which the convolutions convert;
+    In training the weights stay as they are, the caller's own, whose gradients have their format: the convolutions that are
+    given contiguous maps (the first ones, and those behind an operation that loses the format) bring a copy of them into
+    channels_last, whose gradient goes back in the format of the map. Random numbers for maps (dropout) are drawn as for
+    contiguous ones. Each convolution makes a copy of its weight for the time of a call then, and of its gradient: on a CPU
+    those with large weights on small maps stay in contiguous format.
+
+    Does not handle: shared or parametrized weights in inference; inputs in tuples, lists and dicts, which the convolutions convert;
     operations that lose the format, which are named and left as they are; outputs with gaps in memory, such as a slice
     of every second channel, which come in the strides that they get; it doesn't run without example inputs, since a
     `view` somewhere in the forward may count on the old format, which only a run shows.

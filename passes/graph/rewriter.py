@@ -374,7 +374,8 @@ class Rewriter:
     ) -> None:
         """Bring the dims of the root's output leaves into these orders in memory; None leaves a leaf as it comes.
 
-        `others` are those for the other value of the root's training flag, where it may be set to that. This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
+        `others` are those for the other value of the root's training flag, where it may be set to that. This stands around
+        the root's forward, whatever that is: what an output holds may differ from call to call.
         """
         root = self.program.root
         inner = root.__dict__.get("forward")

@@ -619,7 +619,9 @@ def judged_by_few_samples(model, candidate, inputs):
         return check_parity(model, candidate, inputs, mode="training")
 
 
-def test_rounding_that_few_samples_dont_show_is_no_failure():
+def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
+    # What is judged in float64 needs no samples.
+    monkeypatch.setattr(Reference, "_look_past_kinks", lambda *args: None)
     found = 0
     for seed in (13, 93, 97, *range(100, 400)):
         model, inputs = pooled(seed)
