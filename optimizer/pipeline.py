@@ -309,7 +309,7 @@ class Pipeline:
         """Run the passes in order; each is kept or taken back.
 
         Raises:
-            OptimizeFailed: with `strict`, at a pass that fails or is rolled back.
+            OptimizeFailed: a pass fails or is rolled back, with `strict` or where it is a guarantee.
         """
         self._passes = passes
         self._run_from(program, 0)
@@ -369,7 +369,7 @@ class Pipeline:
             if found.wrong is not None or not new or not tries_left:
                 # A pass that doesn't leave alone what it is told to, or finds ever new words for it, goes as a whole.
                 self.records.append(record)
-                self._roll_back(record, result, found.wrong or next(iter(found.imprecise.values())))
+                self._roll_back(item, record, result, found.wrong or next(iter(found.imprecise.values())))
                 return
             result.rewriter.roll_back()
             context = replace(context, left_alone={**context.left_alone, **new})
@@ -378,7 +378,7 @@ class Pipeline:
         """Run the pass; None where it raises, which is recorded.
 
         Raises:
-            OptimizeFailed: with `strict`, where it raises; always where it wrote to the caller's weights.
+            OptimizeFailed: with `strict`, or of a guarantee, where it raises; always where it wrote to the caller's weights.
         """
         started = time.perf_counter()
         tree = _TreeState(program.modules())
@@ -394,7 +394,7 @@ class Pipeline:
             self._refuse_writes(item, sources)
             reason = f"{type(error).__name__}: {_first_line(error)}"
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
-            if self.strict:
+            if self.strict or item.is_guarantee:
                 raise OptimizeFailed(f"{item.name} failed ({reason}).") from error
             return None
         self._refuse_writes(item, sources)
@@ -488,17 +488,17 @@ class Pipeline:
         with self._quiet(), taken_back(result.rewriter.edits), private_buffers(self.copy.root, self.copy.variables):
             return not any(isinstance(outputs, Exception) for outputs in self._outputs(tolerate=True))
 
-    def _roll_back(self, record: PassRecord, result: PassResult, reason: str) -> None:
+    def _roll_back(self, item: Pass, record: PassRecord, result: PassResult, reason: str) -> None:
         result.rewriter.roll_back()
         record.status, record.reason, record.remarks, record.detail = "rolled-back", reason, (), None
-        if self.strict:
+        if self.strict or item.is_guarantee:
             raise OptimizeFailed(f"{record.name} was rolled back: {reason}")
 
     def verify(self, program: Program) -> ParityReport | None:
         """Compare the whole with the original; take back the pass that makes it wrong, as often as there is one.
 
         Raises:
-            OptimizeFailed: with `strict`, at a pass that is rolled back.
+            OptimizeFailed: a pass is rolled back, with `strict` or where it is a guarantee.
             ParityError: the result is wrong without any pass: it can't be given to the caller.
         """
         if self._reference is None:
@@ -638,7 +638,7 @@ class Pipeline:
         self._take_back_from(culprit.number + 1)
         # It stands last now, and its record stays.
         self._done.pop()
-        self._roll_back(culprit.record, culprit.result, reason)
+        self._roll_back(self._passes[culprit.number], culprit.record, culprit.result, reason)
         self._run_from(program, culprit.number + 1)
 
     def _tell(self, stage: str, done: int, total: int, text: str) -> None:

@@ -88,6 +88,8 @@ class Pass(ABC):
         needs_graph: whether it works on graphs, and so can't stand behind a barrier.
         is_barrier: whether what it returns has no graph and can't be exported.
         plans_calls: whether what it makes is for the calls that the forward makes then, which no later pass may change.
+        is_guarantee: whether a result that it did nothing to isn't what was asked for: where it fails or is rolled back, that
+            is an error, without `strict` too.
         needs_run: what it needs a run of the root for, in a few words; "" where it can do without example inputs.
     """
 
@@ -96,6 +98,7 @@ class Pass(ABC):
     needs_graph: ClassVar[bool] = True
     is_barrier: ClassVar[bool] = False
     plans_calls: ClassVar[bool] = False
+    is_guarantee: ClassVar[bool] = False
     needs_run: ClassVar[str] = ""
 
     @abstractmethod

@@ -74,6 +74,7 @@ class InsertCheckpoints(Pass):
     modes: ClassVar[tuple[str, ...]] = ("training",)
     needs_graph: ClassVar[bool] = False
     plans_calls: ClassVar[bool] = True
+    is_guarantee: ClassVar[bool] = True
     needs_run: ClassVar[str] = "plans a step of the batch size that you train with"
 
     memory_budget: float | str = 0.5
@@ -86,8 +87,13 @@ class InsertCheckpoints(Pass):
         bytes_of(self.memory_budget, 1)
         if self.strategy not in ("optimal", "uniform"):
             raise ValueError(f"strategy is 'optimal' or 'uniform', not {self.strategy!r}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size is a number of rows, not {self.batch_size}")
+        if not isinstance(self.selective, bool):
+            raise ValueError(f"selective is True or False, not {self.selective!r}")
+        if not isinstance(self.units, str):
+            raise ValueError(f"units is the path of modules as a text, such as 'layers.*', not {self.units!r}")
+        rows = self.batch_size
+        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+            raise ValueError(f"batch_size is a whole number of rows from 1 on, not {rows!r}")
 
     def run(self, program: Program, context: Context) -> PassResult:
         """Plan a step of the root, and put the plan around its forward.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,21 +41,28 @@ from random_modules import (
     inputs_of,
     modules_of,
 )
+from random_steps import OPERATIONS, STEPS, RandomStep, Step, rows_of
 from random_ways import PLAIN_WAYS, WAYS
+from tiny_models import enliven
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
+from training_models import peak_of
 
 import passes.fold_conv_bn
 from optimizer import check_parity, optimize, report_of
-from optimizer.errors import LoadError
+from optimizer.errors import LoadError, OptimizeFailed
 from optimizer.preserve import evaluated, kept_state
 from optimizer.report import PassRecord
-from passes.errors import UnseenCall
+from passes import InsertCheckpoints, insert_checkpoints
+from passes.checkpointing import tape
+from passes.checkpointing.profile import loss_of
+from passes.errors import RequirementNotMet, UnseenCall
 
 # Each test function is a share of its own, so that processes can share them, and keeps within its time.
 SHARE = 50
 # Of those in training there are fewer: each is captured in both modes, and compared in both.
 TRAINED_SHARE = 20
+PLANNED_SHARE = 20
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 # Shares of different runs have different seeds.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
@@ -64,6 +72,7 @@ PASSES = ("fold-conv-bias", "fold-conv-bn", "channels-last")
 PLANS = st.permutations(PASSES).flatmap(lambda order: st.sampled_from([order, order, order[:2], order[:1]])).map(tuple)
 # How often each kind of module, fold and answer of a part occurred; `conftest.py` prints the sums of a run.
 SEEN: Counter[str] = Counter()
+BUDGETS = st.sampled_from(["min", 0.5, 0.6, 0.7, 0.8, 0.9])
 # Whether there are example inputs.
 WITH_EXAMPLES = st.sampled_from([True, True, False])
 # Whether the result is optimized once more, by all passes.
@@ -119,6 +128,36 @@ def test_a_random_module_trains_the_same(share: int) -> None:
         check_training(description, in_eval)
 
     trains_the_same()
+
+
+@pytest.mark.parametrize("share", range(-(-EXAMPLES // 300)))
+def test_a_random_step_is_the_same_to_the_bit_in_less_memory(share: int) -> None:
+    @examples(PLANNED_SHARE, FIRST_SEED + share)
+    @given(STEPS, BUDGETS, st.sampled_from(["optimal", "optimal", "uniform"]), st.booleans())
+    def is_the_same(step: Step, budget: float | str, strategy: Any, selective: bool) -> None:
+        check_plan(step, budget, strategy, selective)
+
+    is_the_same()
+
+
+def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property can fail: of random numbers that aren't drawn again, and of a budget that isn't kept to."""
+    step = Step((("linear", 0, 0), ("dropout", 0, 0), ("tanh", 0, 0)) * 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(tape, "_set_random_states", lambda states: None)
+        with pytest.raises(OptimizeFailed, match="insert-checkpoints was rolled back: gradient of"):
+            check_plan(step, "min")
+    with monkeypatch.context() as patch:
+        right = insert_checkpoints.bytes_of
+        patch.setattr(insert_checkpoints, "bytes_of", lambda *args: int(1.2 * right(*args)))
+        with pytest.raises(AssertionError, match=r"bytes of \d+, for a budget of"):
+            check_plan(step, 0.6)
+
+
+def test_every_operation_of_a_random_step_is_planned() -> None:
+    """Each by itself, between two that are computed again."""
+    for name in OPERATIONS:
+        check_plan(Step((("linear", 0, 0), ("tanh", 0, 0), (name, 0, 1), ("gelu", 0, 0))), "min")
 
 
 def test_a_gradient_that_is_left_of_a_sum_is_no_gradient() -> None:
@@ -483,3 +522,49 @@ def check_training(description: Description, in_eval: list[int]) -> None:
     compared(twin, fast, "inference")
     deployed = optimize(fast.eval(), ["fold-conv-bn"], example_inputs=rows, example_kwargs=kwargs)
     compared(twin, deployed, "inference")
+
+
+def check_plan(step: Step, budget: float | str, strategy: Any = "optimal", selective: bool = True) -> None:
+    """Plan the described step, and see that it keeps to its budget, and is the same to the bit."""
+    model, rows = enliven(RandomStep(step)).train(), rows_of(step)
+
+    def optimized(budget: float | str) -> nn.Module:
+        item = InsertCheckpoints(budget, strategy, selective)
+        return optimize(model, [item], mode="training", example_inputs=(rows,))
+
+    before = tree_of(model)
+    try:
+        result = optimized(budget)
+    except RequirementNotMet as error:
+        if "nothing that it returns needs a gradient" in str(error):
+            return
+        # The lowest that it names can be had.
+        lowest = re.search(r"memory_budget=([\d.]+) or", str(error))
+        if lowest is None:
+            raise
+        budget = float(lowest[1])
+        result = optimized(budget)
+    check_same(before, tree_of(model), "the caller's module was changed")
+    (record,) = report_of(result).passes
+    assert record.status == "applied", record.reason
+    peaks = [peak_of(one, (rows,), {}) for one in (copy.deepcopy(model), copy.deepcopy(result))]
+    share = 1.0 if budget == "min" else float(budget)
+    assert peaks[1] <= share * peaks[0], f"{peaks[1]} bytes of {peaks[0]}, for a budget of {budget}"
+    expected, got = (steps_of(copy.deepcopy(one), rows) for one in (model, result))
+    for number, pair in enumerate(zip(expected, got, strict=True)):
+        assert all(one is None for one in pair) or torch.equal(*pair), f"number {number} differs"
+
+
+def steps_of(model: nn.Module, rows: Tensor) -> list[Tensor | None]:
+    """What two steps leave behind."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, seen = torch.optim.SGD(trained, lr=0.01), list[Tensor | None]()
+    torch.manual_seed(1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model(rows))
+        loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), *(parameter.grad for parameter in trained)]
+        seen += [buffer.clone() for buffer in model.buffers()]
+    return [*seen, torch.get_rng_state()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 # Powers of 1024 and of 1000.
@@ -31,8 +32,8 @@ def bytes_of(budget: float | str, peak: int) -> int | None:
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise ValueError(_wrong(budget))
     if 0 < budget <= 1:
-        return int(budget * peak)
-    if budget > 1 and budget == int(budget):
+        return max(1, int(budget * peak))
+    if budget > 1 and math.isfinite(budget) and budget == int(budget):
         return int(budget)
     raise ValueError(_wrong(budget))
 
@@ -45,7 +46,7 @@ def _of_text(text: str, peak: int) -> int | None:
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or not float(found[1]):
         raise ValueError(_wrong(text))
-    return int(float(found[1]) * unit)
+    return max(1, int(float(found[1]) * unit))
 
 
 def _wrong(budget: object) -> str:

@@ -493,7 +493,8 @@ class _Remembering(_Watch):
         return held
 
     def pack_outside(self, tensor: Tensor) -> _Held:
-        index, number = len(self.profile.calls) - 1, self.bytes.number_of(tensor)
+        # What is saved before the first call is needed when that one's turn is over.
+        index, number = max(0, len(self.profile.calls) - 1), self.bytes.number_of(tensor)
         if number is not None and (value := self._latest.get(number)) is not None:
             # It is kept as it is, whatever a plan says.
             self._fixed.add(value)

@@ -312,6 +312,29 @@ def test_strict_makes_it_an_error(item: Pass, message: str) -> None:
     assert tree_of(model) == before
 
 
+@dataclass(frozen=True)
+class RaisesWhatIsPromised(Raises):
+    is_guarantee: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ScalesWhatIsPromised(ScaleOneWeight):
+    is_guarantee: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (RaisesWhatIsPromised(), "raises failed .ZeroDivisionError: a defect of the pass"),
+        (ScalesWhatIsPromised(), "scale-one-weight was rolled back: blocks.2.second"),
+        (ScalesWhatIsPromised(percent=30.0, declared=False), "scale-one-weight was rolled back"),
+    ],
+)
+def test_a_guarantee_that_isnt_kept_is_an_error(item: Pass, message: str) -> None:
+    with pytest.raises(OptimizeFailed, match=message):
+        optimize(Residual(), ["fold-conv-bn", item], example_inputs=(X,))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_pass_that_writes_to_the_callers_weights_is_named(strict: bool) -> None:
     with pytest.raises(OptimizeFailed, match=r"The pass writes-in-place wrote in place to head\.weight"):

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
+from training_models import peak_of
 
 from optimizer import optimize, report_of
 from passes import InsertCheckpoints
 from passes.checkpointing.forward import CheckpointedForward
-from passes.checkpointing.live_bytes import LiveBytes
-from passes.checkpointing.profile import loss_of, there_before
+from passes.checkpointing.profile import loss_of
 from passes.errors import PassOptionError, RequirementNotMet
 from passes.registry import make_passes
 
@@ -142,15 +142,6 @@ def assert_equal(expected, got):
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert (a is None) == (b is None), number
         assert a is None or torch.equal(a, b), number
-
-
-def peak_of(model, inputs, kwargs):
-    """The most bytes alive in a real step."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with LiveBytes(without=there_before(model, inputs, kwargs)) as live:
-        loss_of(model(*inputs, **kwargs)).backward()
-    return live.peak
 
 
 def share_again(result):
@@ -519,7 +510,9 @@ def test_inference_and_no_example_inputs_are_refused():
         optimize(model, [InsertCheckpoints()], mode="training")
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, True, None, "", "12", "12 parsecs", "0GiB", "half", float("nan")])
+@pytest.mark.parametrize(
+    "budget", [0, -1, 1.5, True, None, "", "12", "12 parsecs", "0GiB", "half", float("nan"), float("inf")]
+)
 def test_a_budget_that_is_none_is_refused(budget):
     with pytest.raises(ValueError, match="memory_budget is a share of the eager peak"):
         InsertCheckpoints(memory_budget=budget)
@@ -536,3 +529,17 @@ def test_options_as_text():
         InsertCheckpoints.from_options({"memory_budget": "lots"})
     with pytest.raises(ValueError, match="strategy is 'optimal' or 'uniform'"):
         InsertCheckpoints(strategy="greedy")
+    with pytest.raises(ValueError, match="selective is True or False, not 'no'"):
+        InsertCheckpoints(selective="no")
+    with pytest.raises(ValueError, match="units is the path of modules as a text"):
+        InsertCheckpoints(units=["layers.*"])
+    for rows in (0, 2.0, "8", True):
+        with pytest.raises(ValueError, match="batch_size is a whole number of rows from 1 on, not "):
+            InsertCheckpoints(batch_size=rows)
+
+
+@pytest.mark.parametrize("budget", [1e-12, "0.5B"])
+def test_a_budget_of_less_than_a_byte_is_out_of_reach_and_the_lowest_named(budget):
+    model, inputs, _ = made("images")
+    with pytest.raises(RequirementNotMet, match=r'the lowest is .* or "min"'):
+        optimize(model, [InsertCheckpoints(budget)], mode="training", example_inputs=inputs)

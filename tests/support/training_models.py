@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from passes.checkpointing.live_bytes import LiveBytes
+from passes.checkpointing.profile import loss_of, there_before
 from passes.checkpointing.tape import UNCOUNTED
 
 
@@ -316,6 +318,15 @@ def with_gradients(model, args, kwargs):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.grad = torch.zeros_like(tensor)
     return model, args, kwargs
+
+
+def peak_of(model, inputs, kwargs):
+    """The most bytes alive in a real step."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes(without=there_before(model, inputs, kwargs)) as live:
+        loss_of(model(*inputs, **kwargs)).backward()
+    return live.peak
 
 
 def random_choice_of(profile, seed):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_profiles import cheapest_of_all, random_profile
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training_models import STEPS, of_transformers, with_gradients
 
 from passes.checkpointing.choice import Choice, possible
@@ -160,6 +161,21 @@ def test_the_choices_dont_go_by_hashes():
     }  # fmt: skip
     assert len(seen) == 1
     assert seen.pop().count("Choice(") == 3
+
+
+def test_a_step_that_saves_something_before_its_first_call_is_solved():
+    class Begun(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x):
+            return self.layers(checkpoint(torch.tanh, x, use_reentrant=False))
+
+    x = torch.rand(6, 8, requires_grad=True)
+    solver = solver_of(Begun(), (x,), {}, selective=False)
+    assert min(position.call for position in solver.profile.order) == 0
+    assert solver.simulation.run(solver.lowest()).peak < solver.profile.peak
 
 
 # ------------------------------------------------------------------------------------- against all there are
