@@ -33,8 +33,18 @@ def _as_checkpoint_in_graphs() -> None:
     and a checkpoint there would move the statistics of a BatchNorm twice: there it has to be the plain one.
     """
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def draws_again() -> bool:
+        # What runs a graph as it stands draws other random numbers when it runs a region again.
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        name = getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "")
+        return name == "inductor" or name.startswith("aot_")
+
     @torch.compiler.substitute_in_graph(_plainly)
     def checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not draws_again():
+            return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

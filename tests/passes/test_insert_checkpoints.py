@@ -16,8 +16,10 @@ from training_models import peak_of
 
 from optimizer import optimize, report_of
 from passes import InsertCheckpoints
+from passes.checkpointing.choice import Choice
 from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.profile import loss_of
+from passes.checkpointing.solve import Solver
 from passes.errors import PassOptionError, RequirementNotMet
 from passes.registry import make_passes
 
@@ -231,6 +233,15 @@ def test_a_budget_out_of_reach_raises_and_names_the_lowest_that_isnt():
         planned("words", memory_budget=0.9 * lowest)
 
 
+def test_where_nothing_fits_that_was_told_to_the_lowest_is_taken(monkeypatch):
+    monkeypatch.setattr(Solver, "solve_uniform", lambda solver, budget: Choice.nothing(solver.profile))
+    model, inputs, kwargs = made("words")
+    result = planned("words", memory_budget=0.8, strategy="uniform")
+    assert peak_of(result, inputs, kwargs) <= 0.8 * peak_of(model, inputs, kwargs)
+    with pytest.raises(RequirementNotMet, match="the lowest is"):
+        planned("words", memory_budget=0.01, strategy="uniform")
+
+
 # ------------------------------------------------------------------------------------- the module
 
 
@@ -441,7 +452,7 @@ def test_other_rows_cant_be_planned_for_where_the_forward_looks_at_numbers():
 
 @pytest.mark.parametrize("rows", [0, -3])
 def test_a_batch_of_no_rows_is_refused(rows):
-    with pytest.raises(ValueError, match=f"batch_size is a number of rows, not {rows}"):
+    with pytest.raises(ValueError, match=f"batch_size is a whole number of rows from 1 on, not {rows}"):
         InsertCheckpoints(batch_size=rows)
 
 
@@ -533,7 +544,7 @@ def test_options_as_text():
         InsertCheckpoints(selective="no")
     with pytest.raises(ValueError, match="units is the path of modules as a text"):
         InsertCheckpoints(units=["layers.*"])
-    for rows in (0, 2.0, "8", True):
+    for rows in (2.0, "8", True):
         with pytest.raises(ValueError, match="batch_size is a whole number of rows from 1 on, not "):
             InsertCheckpoints(batch_size=rows)
 

@@ -378,7 +378,7 @@ def test_what_is_written_over_lets_go_of_what_it_was_computed_from():
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes, caplog):
+def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes):
     """Where it does, the call that is planned for doesn't come; others do in its place."""
 
     class Norm(nn.Module):
@@ -397,7 +397,6 @@ def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes, caplog):
     with Tape(Plan(names, tuple(again), frozenset({1, 4}))) as tape:
         result = Norm()(rows())
     assert tape.missed is None
-    assert not caplog.records
     # The first exp had its step.
     assert made[0].expired()
     result.backward()
@@ -420,11 +419,10 @@ def test_of_two_norms_the_one_that_may_synchronise_isnt_computed_again():
     assert counts["native_batch_norm"] == 3
 
 
-def test_a_plan_waits_for_what_comes_behind_a_norm_that_synchronises(caplog):
+def test_a_plan_waits_for_what_comes_behind_a_norm_that_synchronises():
     with Tape(Plan(("mul", "batch_norm", "exp"), (None, Step(), None), frozenset({1}))) as tape:
         (rows() * 2).sin()
     assert tape.missed == "exp (number 2)"
-    assert "the call of exp (number 2) didn't come" in caplog.text
     with Tape(Plan(("mul", "batch_norm"), (None, Step()), frozenset({1}))) as tape:
         rows() * 2
     assert tape.missed is None
