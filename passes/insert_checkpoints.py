@@ -172,7 +172,7 @@ class InsertCheckpoints(Pass):
         return solver.solve(budget) if self.strategy == "optimal" else solver.solve_uniform(budget)
 
     def _lowest(self, solver: Solver) -> Choice:
-        return solver.lowest() if self.strategy == "optimal" else solver.lowest_uniform()
+        return solver.lowest if self.strategy == "optimal" else solver.lowest_uniform()
 
 
 def _without_plan(root: nn.Module) -> list[AttributeEdit]:
@@ -329,7 +329,7 @@ class _Planned:
     def report(self, solver: Solver) -> CheckpointReport:
         """The plan beside others."""
         profile = self._profile
-        found = [solver.solve(int(share * profile.peak)) for share in _SHARES]
+        found = [solver.joined(int(share * profile.peak)) for share in _SHARES]
         curve = [solver.simulation.run(choice) for choice in found if choice is not None]
         uniform = solver.simulation.run(solver.uniform(max(1, round(math.sqrt(len(solver.cuts) - 1)))))
         return CheckpointReport(

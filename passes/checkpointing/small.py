@@ -1,118 +1,183 @@
 """A thorough search for the choices of a step of few calls.
 
-A choice is written as three rows over the calls that can be computed again: which of them are, where a new region begins
-(a new one, or a new one within the last), and which calls belong to the region within. From several begins, one entry of the
-rows is changed after the other, and with very few calls two at once, as long as that helps: first towards the budget, then
-in cost.
+Many choices walk at once. In each step each of them is changed a little at random, or takes a run of calls as another one has
+it; what is better is taken, and what is worse the less often the later it is (simulated annealing; Kirkpatrick et al., 1983). A
+choice is as bad as the logarithm of what it costs and, many times as much, the bytes by which it is over the budget, of all
+moments of the step together: where one of several moments comes within the budget, a walk is nearer to its goal although the
+peak is what it was. From time to time the worst go on from where the best are.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from itertools import combinations
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from passes.checkpointing.choice import Choice, Region, possible
-from passes.checkpointing.simulation import Outcome, Simulation
+import numpy as np
+
+from passes.checkpointing.choice import Choice, overwritten
+from passes.checkpointing.many import Columns, Many, choice_of, reach_of
+from passes.checkpointing.simulation import Simulation
 
 # The search is for steps of so many calls that can be computed again, at the most.
 FEW = 40
-# For so many, two entries are changed at once.
-_VERY_FEW = 9
-_BEGINS = 12
-# So many calls are followed, at most, for one budget.
-_MOVES = 60_000
+_WALKS = 256
+# So many steps, and so many more for each call.
+_STEPS = 40
+_STEPS_EACH = 3
+_HOT, _COLD = 1.0, 0.02
+# What the budget once more weighs, and what it weighs to be over it at all, where the cost is weighed by its logarithm.
+_OVER, _AT_ALL = 50.0, 0.2
+# The worst quarter goes on from the best one each so many steps.
+_GATHER = 8
+# More than any choice weighs.
+_FAR = 1e9
+# A budget that falls is so much below the lowest peak.
+_CLOSE = 0.002
 
-# For each call: is it computed again; does a region begin with it (1: within the last, 2: a new one); is it in the one within.
-Rows = tuple[int, ...]
+
+class _Rows(NamedTuple):
+    """Choices, one in each column: which calls are computed again, and how far each reaches."""
+
+    again: Columns
+    reach: Columns
+
+    def at(self, column: int) -> _Rows:
+        return _Rows(self.again[:, [column]], self.reach[:, [column]])
+
+    def where(self, is_taken: Columns, other: _Rows) -> _Rows:
+        return _Rows(np.where(is_taken, self.again, other.again), np.where(is_taken, self.reach, other.reach))
 
 
 class Search:
     """Searches among the choices for one step."""
 
-    def __init__(self, simulation: Simulation, cost: Callable[[Outcome], float]) -> None:
+    def __init__(self, simulation: Simulation, costs: Sequence[float]) -> None:
+        """`costs`: of each call."""
         self._simulation = simulation
-        self._cost = cost
-        calls = simulation.profile.calls
-        self.places = [index for index, call in enumerate(calls) if call.repeatable and call.makes]
-        self._known: dict[Rows, tuple[int, float, Choice]] = {}
-        self._left = 0
+        self._costs = costs
+        profile = simulation.profile
+        self._count = len(profile.calls)
+        self._calls = np.arange(self._count)[:, None]
+        self._can = np.array([call.repeatable for call in profile.calls], dtype=bool)
+        self.places = [index for index, call in enumerate(profile.calls) if call.repeatable and call.makes]
+        makers = ((index, overwritten(profile, index)) for index in range(self._count))
+        self._overwritten = [(index, found) for index, found in makers if found]
 
     def cheapest(self, budget: int, known: Choice | None) -> Choice | None:
-        """The cheapest choice found whose peak is within the budget; None where there is none."""
-        count = len(self.places)
-        rng = random.Random(count)
-        begins = [(1,) * count + (gap,) * count + (inside,) * count for gap, inside in ((0, 0), (2, 0), (1, 1))]
+        """The cheapest choice that a search from a known one finds within the budget; None where it finds none."""
+        found = self._walked(budget, None if known is None else _rows_of(known)) if self.places else None
+        return None if found is None else self._choice(found)
+
+    def lowest(self, known: Choice) -> Choice:
+        """The choice with the lowest peak that a search from a known one finds, and of those the cheapest."""
+        if not self.places:
+            return known
+        rows = _rows_of(known)
+        found = self._walked(_below(self._peak(rows)), rows, is_falling=True) or rows
+        return self._choice(self._walked(self._peak(found), found) or found)
+
+    def _walked(self, budget: int, known: _Rows | None, *, is_falling: bool = False) -> _Rows | None:
+        """The cheapest within the budget that a walk comes by; a budget that falls goes down with each that is."""
+        rng = np.random.default_rng(self._count)
+        tried = rows = self._begins(rng, known)
+        weights, best, least = np.full(_WALKS, _FAR), None, _FAR
+        steps = _STEPS + _STEPS_EACH * len(self.places)
+        for step in range(steps):
+            seen, over = self._weighed(tried, budget)
+            heat = _HOT * (_COLD / _HOT) ** (step / steps)
+            is_taken = rng.random(_WALKS) < np.exp(np.minimum((weights - seen) / heat, 0))
+            rows, weights = tried.where(is_taken, rows), np.where(is_taken, seen, weights)
+            within = seen + _FAR * over
+            if within.min() < least:
+                best, least = tried.at(int(np.argmin(within))), float(within.min())
+                if is_falling:
+                    budget, least = _below(self._peak(best)), _FAR
+                    weights, _ = self._weighed(rows, budget)
+            if step % _GATHER == _GATHER - 1:
+                rows, weights = _gathered(rows, weights)
+            tried = self._changed(rng, rows)
+        return best
+
+    def _weighed(self, rows: _Rows, budget: int) -> tuple[Columns, Columns]:
+        """How bad each choice is, and whether it is over the budget."""
+        seen = Many(self._simulation, self._costs, rows.again, rows.reach, budget)
+        over = seen.excess > 0
+        return np.log1p(seen.cost) + _OVER * seen.excess / max(budget, 1) + _AT_ALL * over, over
+
+    def _peak(self, rows: _Rows) -> int:
+        return int(Many(self._simulation, self._costs, rows.again, rows.reach).peak[0])
+
+    def _choice(self, rows: _Rows) -> Choice:
+        seen = Many(self._simulation, self._costs, rows.again, rows.reach)
+        return choice_of(rows.again[:, 0].tolist(), rows.reach[:, 0].tolist(), seen.asked(0))
+
+    # --------------------------------------------------------------------------------- the ways
+
+    def _begins(self, rng: np.random.Generator, known: _Rows | None) -> _Rows:
+        """Nearly all of nothing to all, at random; all, each alone or all at once; and what is known."""
+        size = (self._count, _WALKS)
+        again = rng.random(size) < rng.random(_WALKS)
+        far = np.maximum(self._calls, rng.integers(0, self._count, size))
+        reach = np.where(rng.random(size) < rng.random(_WALKS), self._calls, far)
+        again[:, ::4] = True
+        reach[:, ::8], reach[:, 4::8] = self._calls, self._count - 1
         if known is not None:
-            again = tuple(int(known.recomputed[place]) for place in self.places)
-            begins += [again + begin[count:] for begin in begins]
-        begins += [
-            tuple(rng.randrange(kinds) for kinds in (2, 3, 2) for _ in range(count)) for _ in range(_BEGINS)
-        ]  # fmt: skip
-        self._left = _MOVES // len(calls) if (calls := self._simulation.profile.calls) else 0
-        for begin in begins:
-            self._descend(begin, budget)
-        found = [(cost, peak, choice) for peak, cost, choice in self._known.values() if peak <= budget]
-        if known is not None:
-            found.append((*self._judged(known)[::-1], known))
-        return min(found, key=lambda item: item[:2])[-1] if found else None
+            again[:, 1::8], reach[:, 1::8] = known
+        return _Rows(self._possible(again), reach)
 
-    def _descend(self, rows: Rows, budget: int) -> None:
-        best = self._rank(rows, budget)
-        improved = True
-        while improved:
-            improved = False
-            for tried in self._neighbours(rows):
-                if self._left <= 0:
-                    return
-                rank = self._rank(tried, budget)
-                if rank < best:
-                    rows, best, improved = tried, rank, True
-                    break
+    def _changed(self, rng: np.random.Generator, rows: _Rows) -> _Rows:
+        """Each choice changed once or twice: one call, two for one another, or a run of them."""
+        again, reach = rows.again.copy(), rows.reach.copy()
+        columns, places = np.arange(_WALKS), np.array(self.places)
+        twice = rng.integers(0, 2, _WALKS).astype(bool)
+        for is_changed in (np.ones(_WALKS, dtype=bool), twice):
+            kind = rng.integers(0, 8, _WALKS)
+            one, other = (places[rng.integers(0, len(places), _WALKS)] for _ in range(2))
+            for row, on in ((one, kind <= 2), (other, kind == 2)):
+                on = on & is_changed
+                again[row[on], columns[on]] ^= True
+            far = np.maximum(one, rng.integers(0, self._count, _WALKS))
+            near = np.minimum(one + rng.integers(0, 4, _WALKS), self._count - 1)
+            ends = np.where(rng.integers(0, 2, _WALKS), near, far)
+            on = is_changed & ((kind == 0) | (kind == 3))
+            reach[one[on], columns[on]] = ends[on]
+            # A run whose calls reach to its end, or each to itself; in half of all cases all are computed again.
+            first, last = np.minimum(one, other), np.maximum(one, other)
+            inside = (self._calls >= first) & (self._calls <= last) & is_changed
+            end = np.minimum(last, first + rng.integers(1, max(2, self._count // 3), _WALKS))
+            ends = np.where(rng.random(_WALKS) < 0.3, self._calls, end)
+            short = inside & (self._calls <= end)
+            reach = np.where(short & ((kind == 4) | (kind == 5)), ends, reach)
+            again |= short & (kind == 5) & rng.integers(0, 2, _WALKS).astype(bool)
+            # A run as another choice has it.
+            there, other_one = inside & (kind >= 6), rng.integers(0, _WALKS, _WALKS)
+            again = np.where(there, rows.again[:, other_one], again)
+            reach = np.where(there, rows.reach[:, other_one], reach)
+        return _Rows(self._possible(again), reach)
 
-    def _neighbours(self, rows: Rows) -> Iterator[Rows]:
-        count = len(self.places)
-        changes = [
-            (place, value)
-            for place in range(3 * count)
-            for value in range(3 if place // count == 1 else 2)
-            if value != rows[place]
-        ]
-        for change in changes:
-            yield _changed(rows, change)
-        for one, other in combinations(changes, 2) if count <= _VERY_FEW else ():
-            if one[0] != other[0]:
-                yield _changed(rows, one, other)
-
-    def _rank(self, rows: Rows, budget: int) -> tuple[int, float]:
-        if rows not in self._known:
-            self._left -= 1
-            choice = self._choice(rows)
-            self._known[rows] = (*self._judged(choice), choice)
-        peak, cost, _ = self._known[rows]
-        return max(peak - budget, 0), cost
-
-    def _judged(self, choice: Choice) -> tuple[int, float]:
-        outcome = self._simulation.run(choice)
-        return outcome.peak, self._cost(outcome)
-
-    def _choice(self, rows: Rows) -> Choice:
-        count, total = len(self.places), len(self._simulation.profile.calls)
-        wanted = [False] * total
-        regions: list[Region] = [()] * total
-        outer = inner = 0
-        for number, place in enumerate(self.places):
-            again, gap, inside = rows[number], rows[count + number], rows[2 * count + number]
-            wanted[place] = bool(again)
-            if number:
-                outer += gap == 2
-                inner += gap > 0
-            regions[place] = (outer, inner) if inside else (outer,)
-        return Choice(possible(self._simulation.profile, wanted), tuple(regions))
+    def _possible(self, again: Columns) -> Columns:
+        """As `possible` has it, in place."""
+        can = self._can[:, None]
+        again &= can
+        for index, makers in reversed(self._overwritten):
+            again[makers] |= again[index]
+        again &= can
+        for index, makers in self._overwritten:
+            again[index] &= again[makers].all(axis=0)
+        return again
 
 
-def _changed(rows: Rows, *changes: tuple[int, int]) -> Rows:
-    found = list(rows)
-    for place, value in changes:
-        found[place] = value
-    return tuple(found)
+def _rows_of(choice: Choice) -> _Rows:
+    return _Rows(np.array(choice.recomputed)[:, None], np.array(reach_of(choice))[:, None])
+
+
+def _gathered(rows: _Rows, weights: Columns) -> tuple[_Rows, Columns]:
+    """The worst quarter in the places of the best."""
+    order = np.argsort(weights, kind="stable")
+    source = np.arange(_WALKS)
+    source[order[-_WALKS // 4 :]] = order[: _WALKS // 4]
+    return _Rows(rows.again[:, source], rows.reach[:, source]), weights[source]
+
+
+def _below(peak: int) -> int:
+    return int(peak * (1 - _CLOSE))

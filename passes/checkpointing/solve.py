@@ -121,11 +121,15 @@ class Solver:
         """The cheapest choice found whose peak is within the budget, in bytes; None where none is found."""
         if self._eager_peak <= budget:
             return Choice.nothing(self.profile)
-        found = self._joined(budget)
-        return self.search.cheapest(budget, found) if self._is_small else found
+        known = self.joined(budget)
+        found = [known, self.search.cheapest(budget, known) if self._is_small else None]
+        if choices := [choice for choice in found if choice is not None]:
+            return min(choices, key=lambda choice: self.cost(self.simulation.run(choice)))
+        # What was found without a budget may fit where nothing was found with it.
+        return self.lowest if self.simulation.run(self.lowest).peak <= budget else None
 
-    def _joined(self, budget: int) -> Choice | None:
-        """A choice that is put together from options for parts."""
+    def joined(self, budget: int) -> Choice | None:
+        """The cheapest choice that is put together from options for parts, which for a step of few calls too is fast."""
         target = float(budget)
         for _ in range(_TRIES):
             found = self._shortest(target)
@@ -140,19 +144,27 @@ class Solver:
 
     @cached_property
     def search(self) -> Search:
-        return Search(self.simulation, self.cost)
+        return Search(self.simulation, self._costs)
 
     @property
     def _is_small(self) -> bool:
         return self.selective and len(self.search.places) <= FEW
 
+    @cached_property
     def lowest(self) -> Choice:
         """The choice with the lowest peak that is found."""
+        found = [self._lowest_joined()]
+        if self._is_small:
+            found.append(self.search.lowest(found[0]))
+        outcomes = [(self.simulation.run(choice), choice) for choice in found]
+        return min(outcomes, key=lambda item: (item[0].peak, self.cost(item[0])))[1]
+
+    def _lowest_joined(self) -> Choice:
         best = Choice.nothing(self.profile)
         low, high = 0, self._eager_peak
         while high - low > high * _CLOSE:
             middle = (low + high) // 2
-            found = self.solve(middle)
+            found = self.joined(middle)
             if found is None:
                 low = middle
             else:

@@ -72,7 +72,7 @@ def test_no_choice_is_found_where_there_is_none():
 @pytest.mark.parametrize("name", ["in place", "attention", "loss inside"])
 def test_the_lowest_is_a_floor_that_solve_agrees_with(name):
     solver = solver_of(*STEPS[name]())
-    floor = solver.simulation.run(solver.lowest()).peak
+    floor = solver.simulation.run(solver.lowest).peak
     assert floor < solver.profile.peak
     at_floor = solver.solve(floor)
     assert at_floor is not None
