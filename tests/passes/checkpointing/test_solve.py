@@ -175,7 +175,7 @@ def test_a_step_that_saves_something_before_its_first_call_is_solved():
     x = torch.rand(6, 8, requires_grad=True)
     solver = solver_of(Begun(), (x,), {}, selective=False)
     assert min(position.call for position in solver.profile.order) == 0
-    assert solver.simulation.run(solver.lowest()).peak < solver.profile.peak
+    assert solver.simulation.run(solver.lowest).peak < solver.profile.peak
 
 
 # ------------------------------------------------------------------------------------- against all there are
