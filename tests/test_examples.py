@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run_by_a_test():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"resnet.py", "python_api.py", "own_pass.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"resnet.py", "python_api.py", "own_pass.py", "train.py"}
 
 
 def test_python_api(tmp_path):
@@ -40,6 +41,41 @@ def test_own_pass(tmp_path):
     lines = done.stdout.splitlines()
     assert any(line.startswith("drop-dropout  applied") and "2 changes" in line for line in lines), done.stdout
     assert "  drop-dropout: 3: taken out" in lines
+
+
+def trained(done, name):
+    """Of one model: the sentence of the plan, the lines of the two ways, and the largest difference of their losses."""
+    assert done.returncode == 0, done.stderr
+    assert "another way" not in done.stderr, "the plan wasn't kept to"
+    lines = done.stdout.splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith(f"{name}: ")]
+    sentence, *ways, last = lines[first : first + 4]
+    peaks = [float(re.search(r"peak ([\d.]+) MiB", way)[1]) for way in ways]
+    losses = [way.partition("losses ")[2].split() for way in ways]
+    return sentence, peaks, losses, float(last.partition("loss: ")[2])
+
+
+def assert_trains_alike(done, name, steps):
+    sentence, peaks, losses, difference = trained(done, name)
+    assert "trains in" in sentence
+    assert peaks[1] <= 0.5 * peaks[0] + 0.1
+    assert difference == 0
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == steps
+
+
+@pytest.mark.parametrize(("name", "precision"), [("resnet", "bf16"), ("gpt2", "fp16")])
+def test_training_in_half_of_the_memory(tmp_path, name, precision):
+    options = ("--model", name, "--precision", precision, "--steps", "2", "--batch", "4")
+    done = run(str(EXAMPLES / "train.py"), *options, cwd=tmp_path)
+    assert_trains_alike(done, name, 2)
+
+
+def test_training_in_two_processes(tmp_path):
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "train.py"))
+    done = run(*launched, "--model", "gpt2", "--steps", "2", "--batch", "4", cwd=tmp_path)
+    assert_trains_alike(done, "gpt2", 2)
+    assert done.stdout.count("gpt2: ") == 1, "each process prints"
 
 
 @pytest.mark.slow
