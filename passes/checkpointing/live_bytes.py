@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+# A fake tensor is asked for its device by an operator: most of all that are called.
+_DEVICE = torch.ops.prim.device.default
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the memory of the tensors that are made under it, on real and on fake tensors alike.
@@ -49,14 +52,15 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is _DEVICE:
+            return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in made:
             self._see(tensor)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             self.flops += counted(*args, **kwargs, out_val=result)
-        # A fake tensor is asked for its device by an operator.
-        if not func.is_view and func is not torch.ops.prim.device.default:
+        if not func.is_view:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             self.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags

@@ -35,9 +35,10 @@ _PRICES = tuple(FLOPS_PER_BYTE * 2**power for power in range(-1, 14))
 _MOST_CUTS = 48
 # Of a long row of equal blocks so many times as many.
 _MANY = 4
-# So many parts in a row are tried, at most: of all parts, and of those between the cuts that stand out.
+# So many parts in a row are tried.
 _LONGEST = 6
-_LONGEST_WHOLE = 48
+# Of longer runs these many cuts further back: to follow a run of every length would take most of the time of a plan.
+_FURTHER = (1, 2, 3, 4, 5, 6, 8, 11, 15, 21, 30, 42)
 # So many prices are tried, at most, where a run is longer.
 _COARSE = 4
 _LABELS = 2000
@@ -233,8 +234,8 @@ class Solver:
         """The cuts that a run up to this one may begin at."""
         near = max(0, end - _LONGEST)
         if end in self._major:
-            far = [start for start in self._major if start < near]
-            yield from far[-_LONGEST_WHOLE:]
+            far = [start for start in self._major if start < near][::-1]
+            yield from (far[count - 1] for count in _FURTHER if count <= len(far))
         yield from range(near, end)
 
     def _held_behind(self) -> list[int]:

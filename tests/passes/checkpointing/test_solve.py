@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training_models import STEPS, of_transformers, with_gradients
 
+from passes.checkpointing import solve
 from passes.checkpointing.choice import Choice, possible
 from passes.checkpointing.fake import faked
 from passes.checkpointing.profile import measure, profile
@@ -215,3 +216,19 @@ def assert_near_the_cheapest(solver):
         assert solver.simulation.run(choice).peak <= peak
         assert cost_of(solver, choice) <= 1.02 * cost, peak
     assert solver.solve(front[0][0] - 1) is None
+
+
+def test_of_a_long_row_few_runs_are_followed_and_nearly_the_cheapest_choice_is_found(monkeypatch):
+    row = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(30)))
+    solver = solver_of(row, (torch.randn(64, 16),), {})
+
+    def planned():
+        made = Solver(solver.profile)
+        choices = [made.solve(int(share * solver.profile.peak)) for share in (0.3, 0.15)]
+        return [cost_of(made, choice) for choice in choices], sum(len(key[0]) for key in made._options)
+
+    costs, followed = planned()
+    monkeypatch.setattr(solve, "_FURTHER", tuple(range(1, 49)))
+    least, most = planned()
+    assert all(cost <= 1.01 * other for cost, other in zip(costs, least, strict=True))
+    assert followed < 0.4 * most
