@@ -81,6 +81,25 @@ def test_the_lowest_is_a_floor_that_solve_agrees_with(name):
     assert solver.solve(int(0.99 * floor)) is None
 
 
+def test_what_is_found_as_the_lowest_is_found_for_its_own_budget_too(monkeypatch):
+    solver = solver_of(*STEPS["in place"]())
+    floor = solver.simulation.run(solver.lowest).peak
+    monkeypatch.setattr(Solver, "joined", lambda self, budget: None)
+    monkeypatch.setattr(solver.search, "cheapest", lambda budget, known: None)
+    assert solver.solve(floor) == solver.lowest
+    assert solver.solve(floor - 1) is None
+
+
+@pytest.mark.parametrize("is_joined_cheaper", [False, True])
+def test_the_cheaper_of_what_is_joined_and_what_is_searched_for_is_taken(is_joined_cheaper, monkeypatch):
+    solver = solver_of(*STEPS["in place"]())
+    cheap, dear = solver.solve(int(0.9 * solver.profile.peak)), solver.lowest
+    joined, searched = (cheap, dear) if is_joined_cheaper else (dear, cheap)
+    monkeypatch.setattr(Solver, "joined", lambda self, budget: joined)
+    monkeypatch.setattr(solver.search, "cheapest", lambda budget, known: searched)
+    assert solver.solve(int(0.9 * solver.profile.peak)) == cheap
+
+
 # ------------------------------------------------------------------------------------- uniform and coarse
 
 
