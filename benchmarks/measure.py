@@ -66,16 +66,17 @@ def interleaved(contenders: Mapping[str, Callable[[], dict[str, float]]], rounds
 
 
 class Stopwatch:
-    """Seconds of one step after another."""
+    """Seconds of one step after another, by a clock of `time`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
+        self._clock = clock
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = self._clock()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started
 
 
 def seconds_of(call: Callable[[], Any]) -> float:

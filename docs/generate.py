@@ -12,7 +12,7 @@ from pathlib import Path
 from passes.registry import PassDescription, describe_passes, pass_named
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("correctness", "overhead", "reach", "channels_last", "latency")
+BENCHMARKS = ("correctness", "overhead", "reach", "channels_last", "latency", "checkpoints")
 
 
 def passes_table() -> str:

@@ -1,0 +1,132 @@
+"""The benchmark of training in less memory, on a small model: what it counts is exact."""
+
+import importlib.util
+import json
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from benchmark_runs import BENCHMARKS, run_benchmark
+
+run = partial(run_benchmark, "checkpoints")
+OURS = ["ours-0.5", "ours-0.33", "ours-min", "ours-uniform"]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    paths = {"json": folder / "checkpoints.json", "markdown": folder / "checkpoints.md"}
+    options = [f"--{name}={path}" for name, path in paths.items()]
+    process = run("--models=unet", "--scale=0.5", "--rounds=2", "--threads=1", "--check", *options)
+    assert process.returncode == 0, process.stderr
+    return json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("benchmark_of_checkpoints", BENCHMARKS / "checkpoints.py")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    with warnings.catch_warnings():
+        # Of torch, whose own modules are deprecated where they are imported.
+        warnings.simplefilter("ignore")
+        spec.loader.exec_module(module)
+    return module
+
+
+def ways_of(done):
+    (result,) = done[0]["results"]
+    return {way["name"]: way for way in result["ways"]}
+
+
+def test_every_way_is_there_or_says_why_not(done):
+    ways = ways_of(done)
+    assert list(ways) == ["eager", "blocks", "segments", *OURS]
+    assert {name for name, way in ways.items() if way["unavailable"]} == {"segments", "ours-0.33"}
+    assert "more than one tensor" in ways["segments"]["unavailable"]
+    assert "can't keep to memory_budget=0.33" in ways["ours-0.33"]["unavailable"]
+
+
+def test_budgets_are_kept_and_what_is_computed_again_is_counted(done):
+    ways = ways_of(done)
+    assert (ways["eager"]["peak_share"], ways["eager"]["recomputed_share"]) == (1, 0)
+    assert ways["ours-min"]["peak_share"] < ways["ours-0.5"]["peak_share"] <= 0.5
+    assert ways["ours-uniform"]["peak_share"] <= 0.5
+    shares = [ways[name]["recomputed_share"] for name in ("ours-0.5", "ours-min", "ours-uniform", "blocks")]
+    assert 0 < shares[0] < shares[1] < shares[2] < shares[3] < 1
+    assert 0.5 < ways["blocks"]["peak_share"] < 1
+
+
+def test_tells_what_differs_from_an_eager_step(done):
+    ways = ways_of(done)
+    assert all(ways[name]["differences"] == [] for name in ("eager", "ours-0.5", "ours-min", "ours-uniform"))
+    # torch.utils.checkpoint moves the statistics of a BatchNorm twice.
+    assert ways["blocks"]["differences"] == ["buffers"]
+
+
+def test_the_allocator_gives_out_what_is_counted_and_little_more(done):
+    for name, way in ways_of(done).items():
+        if way["unavailable"] is None:
+            # Of what kernels take for the time of a call, on maps of 32 × 32.
+            assert 0 <= way["allocated_bytes"] - way["peak_bytes"] < 2**20, name
+
+
+def test_tells_whether_a_gpu_was_measured(done):
+    figures = ["gpu_allocated_bytes" in way for way in ways_of(done).values() if way["unavailable"] is None]
+    assert set(figures) == {torch.cuda.is_available()}
+    rows = [line for line in done[1].splitlines() if line.startswith("| unet | insert-checkpoints, 0.5 |")]
+    assert ("| not run |" in rows[0]) is not torch.cuda.is_available()
+
+
+def test_measures_every_way_in_every_round(done):
+    ways = [way for way in ways_of(done).values() if way["unavailable"] is None]
+    assert all(len(way["seconds"]["values"]) == 2 for way in ways)
+    assert ways[0]["to_eager"]["median"] == 1
+
+
+def test_the_table_has_every_row(done):
+    figures, markdown, process = done
+    for text in ("eager", "checkpoint, each block", "insert-checkpoints, 0.5", "insert-checkpoints, 0.5, uniform"):
+        assert f"| unet | {text} |" in markdown
+        assert text in process.stdout
+    assert "unet, insert-checkpoints, 0.33: RequirementNotMet: " in markdown
+    assert figures["environment"]["cpu"] in markdown
+    assert "Traceback" not in process.stderr
+    # One model of five has no mean.
+    assert figures["goals"]["means"] == {}
+
+
+def results_of(benchmark, shares, peak=0.5):
+    ways = [{"name": "ours-0.5", "unavailable": None, "recomputed_share": 0, "peak_share": peak}]
+    return [
+        {"model": name, "ways": [{**ways[0], "recomputed_share": share}]}
+        for name, share in zip(benchmark.GOALS, shares, strict=True)
+    ]
+
+
+def test_a_goal_is_the_mean_over_five_models(benchmark):
+    met = results_of(benchmark, (0.3, 0.0, 0.1, 0.05, 0.0))
+    assert benchmark.means(met) == {"ours-0.5": pytest.approx(0.09)}
+    assert benchmark.misses(met) == []
+    # What isn't one of the five counts for nothing, and without one of them there is no mean.
+    assert benchmark.means([*met, {**met[0], "model": "unet"}]) == benchmark.means(met)
+    assert benchmark.means(met[1:]) == {}
+    (sentence,) = benchmark.misses(results_of(benchmark, (0.3, 0.1, 0.1, 0.05, 0.0)))
+    assert "11.0 % of the forward are computed again; the goal is 10 %" in sentence
+
+
+def test_a_budget_that_is_not_kept_is_a_miss(benchmark):
+    sentences = benchmark.misses(results_of(benchmark, (0,) * 5, peak=0.503))
+    assert sentences[0] == "resnet50, insert-checkpoints, 0.5: the peak is 50.30 % of eager's."
+    assert len(sentences) == 5
+
+
+@pytest.mark.parametrize("option", ["--models=resnet18", "--compile=resnet18", "--ways=magic"])
+def test_an_unknown_name_is_an_error(option):
+    process = run(option)
+    assert process.returncode == 2
+    assert "there is no" in process.stderr
