@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from passes.base import Context, Pass, PassResult
-from passes.checkpointing.budget import bytes_of, shown
+from passes.checkpointing.budget import bytes_of, is_share, shown
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
 from passes.checkpointing.fake import faked
@@ -24,7 +24,6 @@ from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, 
 from passes.checkpointing.regions import regions_of
 from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
-from passes.checkpointing.tape import Tape
 from passes.checkpointing.units import keep_between, units_among
 from passes.errors import RequirementNotMet
 from passes.graph.capture import training_flags
@@ -106,7 +105,7 @@ class InsertCheckpoints(Pass):
             with in_place(_without_plan(root)):
                 steps = _Steps(root, context, self.batch_size)
                 solver, found = self._solved(root, steps)
-                if not steps.follow(found.plan):
+                if not steps.hold(found.plan, self.memory_budget):
                     steps.use_numbers()
                     solver, found = self._solved(root, steps)
         except NoProfile as error:
@@ -268,14 +267,28 @@ class _Steps:
         except Exception as error:
             raise NoProfile(f"{before}on real tensors it raises {_quoted(error)}") from error
 
-    def follow(self, plan: Plan) -> bool:
-        """Whether a forward on real tensors makes the calls that the plan is for: one may branch on what fake ones hide."""
+    def hold(self, plan: Plan, memory_budget: float | str) -> bool:
+        """Whether a step on real tensors makes the calls that the plan is for, and keeps to the budget.
+
+        A forward may branch on numbers, which fake tensors don't have, and kernels give maps in other formats than are
+        told for those, so that other copies of them are made.
+        """
         if not self._is_fake:
             return True
         random.setstate(self._random)
-        with _memory_needed(), self._apart(real=True) as (args, kwargs), Tape(plan) as tape:
-            self.root(*args, **kwargs)
-            return tape.missed is None
+        with _memory_needed(), self._apart(real=True) as (args, kwargs):
+            try:
+                peak = measure(self.root, args, kwargs, plan).peak
+                if self._batch_size is not None:
+                    return True
+                eager = self.profile.peak
+                if is_share(memory_budget):
+                    eager = measure(self.root, args, kwargs, Plan((), ())).peak
+                budget = bytes_of(memory_budget, eager)
+                return budget is None or peak <= budget
+            except NoProfile:
+                # It doesn't make these calls: it is planned for again, and refused where it never does.
+                return False
 
     def _profile(self) -> Profile:
         with self._apart() as (args, kwargs):

@@ -62,7 +62,7 @@ from passes.errors import RequirementNotMet, UnseenCall
 SHARE = 50
 # Of those in training there are fewer: each is captured in both modes, and compared in both.
 TRAINED_SHARE = 20
-PLANNED_SHARE = 20
+PLANNED_SHARE = 12
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 # Shares of different runs have different seeds.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
@@ -142,7 +142,7 @@ def test_a_random_step_is_the_same_to_the_bit_in_less_memory(share: int) -> None
 
 def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property can fail: of random numbers that aren't drawn again, and of a budget that isn't kept to."""
-    step = Step((("linear", 0, 0), ("dropout", 0, 0), ("tanh", 0, 0)) * 4)
+    step = Step((("linear", 0, 0), ("dropout", 0, 0), ("tanh", 0, 0)) * 2)
     with monkeypatch.context() as patch:
         patch.setattr(tape, "_set_random_states", lambda states: None)
         with pytest.raises(OptimizeFailed, match="insert-checkpoints was rolled back: gradient of"):
@@ -155,9 +155,10 @@ def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_operation_of_a_random_step_is_planned() -> None:
-    """Each by itself, between two that are computed again."""
-    for name in OPERATIONS:
-        check_plan(Step((("linear", 0, 0), ("tanh", 0, 0), (name, 0, 1), ("gelu", 0, 0))), "min")
+    """Four at a time, each between two that are computed again."""
+    names = sorted(OPERATIONS)
+    for some in (names[first : first + 4] for first in range(0, len(names), 4)):
+        check_plan(Step(tuple(each for name in some for each in (("tanh", 0, 0), (name, 0, 1)))), "min")
 
 
 def test_a_gradient_that_is_left_of_a_sum_is_no_gradient() -> None:

@@ -38,6 +38,11 @@ def bytes_of(budget: float | str, peak: int) -> int | None:
     raise ValueError(_wrong(budget))
 
 
+def is_share(budget: float | str) -> bool:
+    """Whether a budget is one of the eager peak."""
+    return not isinstance(budget, str) and budget <= 1
+
+
 def _of_text(text: str, peak: int) -> int | None:
     text = text.strip()
     if text.lower() == MIN:

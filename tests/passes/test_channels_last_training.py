@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from pass_contract import captured, check_pass, sentences_of
 from tiny_models import enliven
 from torch import Tensor, nn
+from training_models import peak_of
 
 from optimizer import optimize, report_of
 from passes import ChannelsLast, InsertCheckpoints
-from passes.checkpointing.live_bytes import LiveBytes
-from passes.checkpointing.profile import there_before
 from passes.graph.guards import ChannelsLastInput, ContiguousInput, is_kept_contiguous
 from passes.graph.layouts import LAST, LayoutWatch, layout_of
 
@@ -299,14 +298,6 @@ def test_hooks_see_what_they_saw() -> None:
 # With other passes ----------------------------------------------------------------------------------------------------
 
 
-def peak_of(model: nn.Module, x: Tensor) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with LiveBytes(without=there_before(model, (x,), {})) as live:
-        loss_of(model(x)).backward()
-    return live.peak
-
-
 @pytest.mark.parametrize("budget", [0.5, "min"])
 def test_behind_a_fold_and_in_front_of_checkpoints(budget: float | str) -> None:
     model, x = made(), images()
@@ -317,7 +308,8 @@ def test_behind_a_fold_and_in_front_of_checkpoints(budget: float | str) -> None:
     assert changes_of(fast) == changes_of(plain)
     assert fast.stem[0].bias is None is fast.blocks[1].second.bias
     if budget == 0.5:
-        assert peak_of(copy.deepcopy(fast), x) <= 0.5 * peak_of(copy.deepcopy(plain), x)
+        peak, eager = (peak_of(copy.deepcopy(one), (x,), {}) for one in (fast, plain))
+        assert peak <= 0.5 * eager
     torch.use_deterministic_algorithms(False)
     assert_close(steps(copy.deepcopy(plain), x), steps(copy.deepcopy(fast), x), 0.0)
     original, fast = doubles(model, fast)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
+from torch._subclasses import FakeTensor
 from training_models import peak_of
 
 from optimizer import optimize, report_of
@@ -231,6 +232,39 @@ def test_a_budget_out_of_reach_raises_and_names_the_lowest_that_isnt():
     assert peak_of(result, inputs, kwargs) <= lowest * peak_of(model, inputs, kwargs)
     with pytest.raises(RequirementNotMet):
         planned("words", memory_budget=0.9 * lowest)
+
+
+class Larger(torch.autograd.Function):
+    """Keeps more of real tensors than of fake ones, as a kernel may that has formats of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.repeat(1 if isinstance(x, FakeTensor) else 8, 1))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 + 0 * ctx.saved_tensors[0][: len(gradient)]
+
+
+@pytest.mark.parametrize("budget", [0.7, "3000B"])
+def test_a_real_step_that_takes_more_than_a_fake_one_keeps_to_the_budget_too(budget):
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+        def forward(self, x):
+            x = Larger.apply(self.layers[0](x))
+            for layer in self.layers[1:]:
+                x = layer(x).tanh().sin()
+            return x
+
+    model, x = enliven(Keeping()).train(), torch.randn(4, 8)
+    result = optimize(model, [InsertCheckpoints(budget)], mode="training", example_inputs=(x,))
+    eager = peak_of(model, (x,), {})
+    assert eager > 3000
+    assert peak_of(result, (x,), {}) <= (0.7 * eager if budget == 0.7 else 3000)
 
 
 def test_where_nothing_fits_that_was_told_to_the_lowest_is_taken(monkeypatch):
