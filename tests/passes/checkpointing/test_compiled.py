@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def planned(model, budget=0.5):
     return optimize(model, mode="training", passes=[InsertCheckpoints(budget)], example_inputs=(IMAGES,))
 
 
+@cache
+def model_and_result():
+    """As nobody has trained them."""
+    model = enliven(Net()).train()
+    return model, planned(model)
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
@@ -79,8 +87,7 @@ def assert_equal(expected, got):
 
 
 def test_compiled_steps_keep_less_and_are_the_same_to_the_bit():
-    model = enliven(Net()).train()
-    result = copy.deepcopy(planned(model))
+    model, result = copy.deepcopy(model_and_result())
     expected, before = steps(copy.deepcopy(model))
     got, after = steps(result)
     assert_equal(expected, got)
@@ -90,8 +97,7 @@ def test_compiled_steps_keep_less_and_are_the_same_to_the_bit():
 
 @pytest.mark.parametrize("backend", ["eager", lambda graph, inputs: graph.forward], ids=["eager", "one of a user"])
 def test_a_backend_that_would_draw_other_random_numbers_again_keeps_everything(backend):
-    model = enliven(Net()).train()
-    result = copy.deepcopy(planned(model))
+    model, result = copy.deepcopy(model_and_result())
     assert chosen(result)
     assert_equal(*(steps(one, backend=backend)[0] for one in (copy.deepcopy(model), result)))
 
@@ -136,14 +142,13 @@ def test_nothing_is_a_checkpoint_where_there_are_no_modules_of_several_calls():
 
 
 def test_in_eager_and_in_eval_it_is_as_without():
-    model = enliven(Net()).train()
-    result = planned(model)
+    model, result = copy.deepcopy(model_and_result())
     assert_equal([model.eval()(IMAGES)], [result.eval()(IMAGES)])
     assert_equal([model(IMAGES)], [torch.compile(result, backend="aot_eager", fullgraph=True)(IMAGES)])
 
 
 def test_a_result_from_another_process_is_compiled_likewise(tmp_path):
-    result = planned(enliven(Net()).train())
+    _, result = model_and_result()
     (tmp_path / "result").write_bytes(pickle.dumps(result))
     code = (
         "import pickle, sys, torch, test_compiled as tests\n"
