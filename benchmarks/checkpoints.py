@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from contenders import sentence_of
 from latency import cpus
-from measure import PeakMemory, Spread, Stopwatch, caption, environment, latency_of, positive, ratios, synchronize
+from measure import PeakMemory, Spread, Stopwatch, caption, latency_of, positive, prepared, ratios, synchronize
 from table import Table, mebibytes, seconds, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
@@ -516,12 +516,7 @@ def main() -> int:
     names = [EAGER, *(name for name in arguments.ways.split(",") if name != EAGER)]
     if unknown := [name for name in names if name not in LABELS]:
         parser.error(f"there is no way {unknown[0]!r}: use {', '.join(LABELS)}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU that torch finds")
-    torch.set_num_threads(arguments.threads)
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    where = environment(arguments.threads, arguments.device)
+    where = prepared(parser, arguments)
 
     settings = {"models": models, "ways": names, "compile": compiled}
     settings |= {key: getattr(arguments, key) for key in ("rounds", "scale", "device")}

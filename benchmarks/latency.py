@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from contenders import EAGER, LABELS, Contender, Workshop, error_against
-from measure import Spread, caption, environment, latency_of, numbers, positive, ratios, repeats_for
+from measure import Spread, caption, latency_of, numbers, positive, prepared, ratios, repeats_for
 from models import SUBJECTS, subject
 from table import Table, seconds, write
 
@@ -121,13 +120,7 @@ def main() -> int:
     names = [EAGER, *(name for name in arguments.contenders.split(",") if name != EAGER)]
     if unknown := [name for name in names if name not in LABELS]:
         parser.error(f"there is no contender {unknown[0]!r}: use {', '.join(LABELS)}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU that torch finds")
-    torch.set_num_threads(arguments.threads)
-    # Off on all sides; see the providers of onnxruntime.
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    where = environment(arguments.threads, arguments.device)
+    where = prepared(parser, arguments)
 
     settings = {
         "models": models,

@@ -65,6 +65,17 @@ def interleaved(contenders: Mapping[str, Callable[[], dict[str, float]]], rounds
     return figures
 
 
+def prepared(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Have torch as the arguments `device` and `threads` say, without TF32 on any side; what a measurement is made on."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU that torch finds")
+    torch.set_num_threads(arguments.threads)
+    # See the providers of onnxruntime.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return environment(arguments.threads, arguments.device)
+
+
 class Stopwatch:
     """Seconds of one step after another, by a clock of `time`."""
 

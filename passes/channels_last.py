@@ -103,16 +103,12 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
     """The reason why the weight stays; "" where it needs no change."""
     weight = module._parameters["weight"]
     assert weight is not None
-    if is_lazy(weight):
-        return "its weight is not initialised yet: run the model once first"
-    if kind := kind_of(weight):
-        return f"its weight is {kind}"
+    if reason := _why_no_format(weight):
+        return reason
     if _needs_no_change(module, weight) or is_kept_contiguous(module):
         return ""
-    if not context.example_calls:
-        return "only a run shows that no view counts on the old format: give example inputs"
-    if weight.is_meta:
-        return "its weight is on the meta device and has no values"
+    if reason := _why_not_tried(weight, context):
+        return reason
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
     if is_parametrized(module):
@@ -126,6 +122,22 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
             return (
                 f"its weight is also read by {program.home(reader).path or 'the root'}, which may count on the format"
             )
+    return None
+
+
+def _why_no_format(weight: nn.Parameter) -> str | None:
+    if is_lazy(weight):
+        return "its weight is not initialised yet: run the model once first"
+    if kind := kind_of(weight):
+        return f"its weight is {kind}"
+    return None
+
+
+def _why_not_tried(weight: nn.Parameter, context: Context) -> str | None:
+    if not context.example_calls:
+        return "only a run shows that no view counts on the old format: give example inputs"
+    if weight.is_meta:
+        return "its weight is on the meta device and has no values"
     return None
 
 
@@ -344,16 +356,12 @@ def _why_not_entered(program: Program, module: nn.Module, context: Context) -> s
     """The reason why the convolution isn't to bring its input into channels_last; "" where it needn't."""
     weight = module._parameters["weight"]
     assert weight is not None
-    if is_lazy(weight):
-        return "its weight is not initialised yet: run the model once first"
-    if kind := kind_of(weight):
-        return f"its weight is {kind}"
+    if reason := _why_no_format(weight):
+        return reason
     if is_taken_for_last(weight) or is_kept_contiguous(module) or enters_channels_last(module):
         return ""
-    if not context.example_calls:
-        return "only a run shows that no view counts on the old format: give example inputs"
-    if weight.is_meta:
-        return "its weight is on the meta device and has no values"
+    if reason := _why_not_tried(weight, context):
+        return reason
     if not is_stock(module, STOCK_CONVOLUTIONS):
         return f"it is a {type(module).__name__}, which computes in a way of its own"
     maps = _maps_in_training(program).get(id(module), ())

@@ -281,9 +281,8 @@ class _Steps:
                 peak = measure(self.root, args, kwargs, plan).peak
                 if self._batch_size is not None:
                     return True
-                eager = self.profile.peak
-                if is_share(memory_budget):
-                    eager = measure(self.root, args, kwargs, Plan((), ())).peak
+                # Only a share goes by the peak of a step without a plan.
+                eager = measure(self.root, args, kwargs, Plan((), ())).peak if is_share(memory_budget) else 0
                 budget = bytes_of(memory_budget, eager)
                 return budget is None or peak <= budget
             except NoProfile:

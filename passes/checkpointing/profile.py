@@ -367,7 +367,7 @@ class _Remembering(_Watch):
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
         # Inside of hooks that the model itself set what is saved is theirs; the transforms of torch.func allow no hooks.
-        mine = top_hooks(False) == self._outer and transforms() is None and not counts_no_versions(args, kwargs)
+        mine = top_hooks(False) == self._outer and transforms() is None and not counts_no_versions(given)
         call.repeatable = mine and not synchronised and follows_from_its_arguments(name, args, kwargs)
         call.args = tuple(
             dict.fromkeys(value for tensor in inputs if (value := self._value(index, tensor)) is not None)

@@ -87,9 +87,9 @@ def follows_from_its_arguments(name: str, args: tuple[Any, ...], kwargs: dict[st
     return not any(isinstance(item, torch.Generator) for item in given)
 
 
-def counts_no_versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def counts_no_versions(given: Sequence[Tensor]) -> bool:
     """Whether a call takes or makes tensors of inference mode: nobody can tell whether these are written to."""
-    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors_in((args, kwargs)))
+    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in given)
 
 
 class Slot:
@@ -229,14 +229,12 @@ class Tape(TorchFunctionMode):
         step = None if name in UNCOUNTED or BESIDE.on else self._step(name)
         # Inside of hooks that the model itself set (its own checkpoints) what is saved is theirs; the transforms of
         # torch.func allow no hooks.
-        if (
-            step is None
-            or top_hooks(False) != self._outer
-            or transforms() is not None
-            or counts_no_versions(args, kwargs)
-        ):
+        if step is None or top_hooks(False) != self._outer or transforms() is not None:
             return func(*args, **kwargs)
-        return _Call(self, step, name, func, args, kwargs).run()
+        inputs = tensors_in((args, kwargs))
+        if counts_no_versions(inputs):
+            return func(*args, **kwargs)
+        return _Call(self, step, name, func, args, kwargs, inputs).run()
 
     def _step(self, name: str) -> Step | None:
         number = self._behind_synchronised(name)
@@ -308,14 +306,21 @@ class _Call:
     """One call that the plan says something about."""
 
     def __init__(
-        self, tape: Tape, step: Step, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        tape: Tape,
+        step: Step,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
     ) -> None:
         self.tape = tape
         self.step = step
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.inputs = tensors_in((args, kwargs))
+        self.inputs = inputs
         self.moved = moved_statistics(func, args, kwargs)
         # A tensor that is given twice is one argument: attention looks whether its query is its key.
         self.captured: dict[int, _Later | _Kept | _Unused] = {}

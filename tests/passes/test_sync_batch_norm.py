@@ -8,7 +8,6 @@ DistributedDataParallel refuses a model that has one. `tests/support/synced_step
 import copy
 import os
 import pickle
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -653,17 +652,7 @@ def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
     """On CPUs: the layers raise in training, and DistributedDataParallel takes none; in eval the answers are equal."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "error", "-c", _WORKER]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=240)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
+    synced_steps.run_together([[*command, str(rank), str(tmp_path)] for rank in range(2)], environment)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["verified"]
     assert second["verified"]

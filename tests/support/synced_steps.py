@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,9 @@ def steps(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return {"losses": losses, "state": state}
 
 
-def run_ranks(folder: Path, backend: str, *passes: str, ranks: int = 2) -> list[list[dict[str, Any]]]:
-    """What each process saw, for each list of passes."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", __file__]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), backend, *passes], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
+def run_together(commands: Sequence[list[str]], environment: Mapping[str, str]) -> None:
+    """Run all at once, and see that each ends well; none is left behind."""
+    running = [subprocess.Popen(each, env=environment, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
         for process in running:
             _, errors = process.communicate(timeout=240)
@@ -83,6 +77,13 @@ def run_ranks(folder: Path, backend: str, *passes: str, ranks: int = 2) -> list[
     finally:
         for process in running:
             process.kill()
+
+
+def run_ranks(folder: Path, backend: str, *passes: str, ranks: int = 2) -> list[list[dict[str, Any]]]:
+    """What each process saw, for each list of passes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", __file__]
+    run_together([[*command, str(rank), str(folder), backend, *passes] for rank in range(ranks)], environment)
     seen = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     return [list(each) for each in zip(*seen, strict=True)]
 
