@@ -16,12 +16,21 @@ from passes.errors import DuplicatePass, PassOptionError, PassOrderError, Unknow
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.insert_checkpoints import InsertCheckpoints
+from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
 
 ENTRY_POINTS = "optimize_export.passes"
 
-_OWN: tuple[type[Pass], ...] = (FoldConvBias, FoldConvBn, ChannelsLast, SyncBatchNorm, InsertCheckpoints, TorchCompile)
+_OWN: tuple[type[Pass], ...] = (
+    FoldConvBias,
+    FoldConvBn,
+    ChannelsLast,
+    Simplify,
+    SyncBatchNorm,
+    InsertCheckpoints,
+    TorchCompile,
+)
 
 # All that is exact, exportable and free of compile time.
 PRESETS: dict[str, tuple[str, ...]] = {

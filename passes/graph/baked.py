@@ -175,6 +175,38 @@ class BakedMethod(Baked):
         return self
 
 
+@dataclass(frozen=True)
+class BakedCall(Baked):
+    """A call of a child that was left out, as it gives what it is given: it is in eval, of its class, and nobody watches it."""
+
+    @classmethod
+    def of_child(cls, holder: nn.Module, path: tuple[str, ...]) -> BakedCall:
+        """The child at the end of the path, as it is now."""
+        *above, name = path
+        found = cls(holder, name, None, None, "_modules", tuple(above))
+        return dataclasses.replace(found, value=type(found.now()))
+
+    @property
+    def holds(self) -> bool:
+        """Whether calling the child would still do nothing."""
+        child = self.now()
+        if type(child) is not self.value:
+            return False
+        own = child.__dict__
+        return not (
+            own["training"]
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        )
+
+    def of_now(self) -> Baked | None:
+        """Itself."""
+        return self
+
+
 def _registered(module: nn.Module, registry: str, name: str) -> Any:
     held = getattr(module, registry)
     if name not in held:
@@ -284,7 +316,7 @@ def _tests_classes(function: Any) -> bool:
 
 def portable(baked: Baked) -> Baked | None:
     """As it can be pickled: globals by the name of their module; None for what can't be."""
-    if isinstance(baked, BakedMethod) and not _found_by_name(baked.value):
+    if isinstance(baked, BakedMethod | BakedCall) and not _found_by_name(baked.value):
         return None
     if isinstance(baked.holder, nn.Module):
         return baked

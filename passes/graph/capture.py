@@ -83,6 +83,8 @@ class ModuleGraph:
         baked: the attributes and globals that a trace read: the graph holds for these values.
         unwatched: gives a clause about what the forward goes by and can't be compared at every call, so that the graph
             shows what it does and can't stand in for it; None for a graph that can.
+        gives_way: whether the forward of the class is as right as the graph, as long as no pass has written to the tensors
+            that both read.
     """
 
     path: str
@@ -95,12 +97,15 @@ class ModuleGraph:
     flags: tuple[bool, ...] = ()
     baked: tuple[Baked, ...] = ()
     unwatched: Callable[[], str | None] = _nothing
+    gives_way: bool = False
 
     def forward(
         self,
         others: Mapping[bool, ModuleGraph] | None = None,
         baked: Iterable[Baked] = (),
         lost: Iterable[FoldedPair] = (),
+        *,
+        gives_way: bool = False,
     ) -> GraphForward:
         """The graph as a forward for its module.
 
@@ -108,6 +113,8 @@ class ModuleGraph:
             others: the graphs that are to run for values of `training` other than the module's of now.
             baked: what the forward counts on beside what the graphs do.
             lost: the pairs in it that had a bias that was trained.
+            gives_way: whether the forward of the class, where it is as right, answers the calls that the graph doesn't
+                hold for.
         """
         flags = self.flags or (self.module.training,)
         graphs = dict.fromkeys(flags, (self.graph, self.outputs))
@@ -115,7 +122,10 @@ class ModuleGraph:
             graphs.setdefault(flag, (other.graph, other.outputs))
         ranks = ((i, node.meta[RANK]) for i, node in enumerate(_inputs_of(self.graph)) if RANK in node.meta)
         read = (*self.baked, *(item for other in (others or {}).values() for item in other.baked), *baked)
-        return GraphForward(self.module, self.path, self.structure, graphs, read, tuple(ranks), tuple(lost))
+        gives_way &= self.gives_way and all(other.gives_way for other in (others or {}).values())
+        return GraphForward(
+            self.module, self.path, self.structure, graphs, read, tuple(ranks), tuple(lost), gives_way=gives_way
+        )
 
 
 def _inputs_of(graph: fx.Graph) -> list[fx.Node]:
@@ -385,7 +395,16 @@ class _Work:
             baked = tracer.reads.baked(tracer.path_of)
         except TooMuch:
             raise Untraceable("its forward reads an object that holds too much to be compared at every call") from None
-        return ModuleGraph(path, module, found[0], structure, found[1], baked=baked, unwatched=tracer.reads.watch())
+        return ModuleGraph(
+            path,
+            module,
+            found[0],
+            structure,
+            found[1],
+            baked=baked,
+            unwatched=tracer.reads.watch(),
+            gives_way=inner_forward(module) is None,
+        )
 
     def clean(self) -> None:
         """Take symbols that traces left somewhere out of there, and make islands of the modules whose traces it were."""
@@ -425,7 +444,9 @@ def _installed_graph(path: str, module: nn.Module, forward: GraphForward) -> Mod
     inputs = _inputs_of(own)
     for index, rank in forward.ranks:
         inputs[index].meta[RANK] = rank
-    return ModuleGraph(path, module, own, forward.structure, outputs, flags=flags, baked=forward.baked)
+    return ModuleGraph(
+        path, module, own, forward.structure, outputs, flags=flags, baked=forward.baked, gives_way=forward.gives_way
+    )
 
 
 @contextmanager

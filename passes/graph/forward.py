@@ -30,13 +30,15 @@ class GraphForward:
     """Stands in a module's `__dict__` as its `forward`, so that class, attributes and tree of the module stay.
 
     It holds one graph for each training flag that it was made for. It is copied and pickled with its module. What it
-    computes never changes: a pass that changes the forward installs a new one. A call raises where an attribute or
-    global that the forward read when it was traced isn't what it was.
+    computes never changes: a pass that changes the forward installs a new one. Where an attribute or global that the
+    forward read when it was traced isn't what it was, or a call is of another structure, the graph doesn't hold: the call
+    raises, or the forward of the class answers it.
 
     Attributes:
         baked: what the forward read.
         ranks: by the place of an input among the tensors of a call, the number of dims that a rewrite holds for.
         lost: the pairs in the graphs whose bias was trained and went into the running mean.
+        gives_way: whether the forward of the class is as right as the graph, and answers where that doesn't hold.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class GraphForward:
         baked: tuple[Baked, ...] = (),
         ranks: tuple[tuple[int, int], ...] = (),
         lost: tuple[FoldedPair, ...] = (),
+        *,
+        gives_way: bool = False,
     ) -> None:
         self.lost = lost
+        self.gives_way = gives_way
         self.owner = owner
         self.path = path
         self.structure = structure
@@ -61,6 +66,7 @@ class GraphForward:
         self._arity = len(structure.leaves)
         self._bind = binder_of(structure.signature)
         self._functions: dict[bool, Callable[..., Any]] = {}
+        self._single = {flag: outputs.is_leaf() for flag, (_, outputs) in graphs.items()}
 
     def move_to(self, graph: fx.Graph, copy: fx.Graph) -> None:
         """Hold `copy` where it held `graph`, which is about to be written to; the two are equal."""
@@ -78,6 +84,24 @@ class GraphForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = self.owner.training
+        try:
+            tensors = self._admitted(training, args, kwargs)
+        except UnseenCall:
+            if not self.gives_way:
+                raise
+            return type(self.owner).forward(self.owner, *args, **kwargs)
+        leaves = self._functions[training](self.owner, *tensors)
+        if self.lost and not training:
+            self._watch_gradients(leaves)
+        # Most modules return one value.
+        return leaves[0] if self._single[training] else pytree.tree_unflatten(leaves, self.graphs[training][1])
+
+    def _admitted(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """The tensors of a call that the graph holds for.
+
+        Raises:
+            UnseenCall: it doesn't hold.
+        """
         if training not in self._functions:
             self._prepare_for(training)
         for item in self._checked:
@@ -97,10 +121,7 @@ class GraphForward:
                     f"{self._name()} was rewritten for {rank}-D input and is given {tensors[index].dim()}-D input for"
                     f" {self.structure.tensor_names[index]}: give optimize() example inputs that call it so."
                 )
-        leaves = self._functions[training](self.owner, *tensors)
-        if self.lost and not training:
-            self._watch_gradients(leaves)
-        return pytree.tree_unflatten(leaves, self.graphs[training][1])
+        return tensors
 
     def _watch_gradients(self, leaves: Sequence[Any]) -> None:
         if torch.compiler.is_compiling():
@@ -154,23 +175,24 @@ class GraphForward:
         return f"{type(self.owner).__name__} at {self.path or 'the root'}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        graphs = {flag: (_nodes_of(graph), skeleton_of(spec)) for flag, (graph, spec) in self.graphs.items()}
+        graphs = {flag: (nodes_of(graph), skeleton_of(spec)) for flag, (graph, spec) in self.graphs.items()}
         # The owner comes as state, not as an argument: it holds this object, and pickle breaks the cycle at the state.
         baked, checked = (
             [moved for item in items if (moved := portable(item)) is not None] for items in (self.baked, self._checked)
         )
-        state = (self.owner, self.path, self.structure, graphs, self.ranks, self.lost, baked, checked)
+        state = (self.owner, self.path, self.structure, graphs, self.ranks, self.lost, self.gives_way, baked, checked)
         return _empty_forward, (), state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        owner, path, structure, graphs, ranks, lost, baked, checked = state
+        owner, path, structure, graphs, ranks, lost, gives_way, baked, checked = state
         self.__init__(  # type: ignore[misc]
             owner,
             path,
             structure,
-            {flag: (_graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
+            {flag: (graph_of(nodes), spec_of(skeleton)) for flag, (nodes, skeleton) in graphs.items()},
             ranks=ranks,
             lost=lost,
+            gives_way=gives_way,
         )
         # The owner has nothing yet that could be looked at.
         self.baked, self._checked = (
@@ -245,8 +267,8 @@ def _empty_forward() -> GraphForward:
     return object.__new__(GraphForward)
 
 
-def _nodes_of(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
-    """The graph as plain tuples; other nodes among the arguments become `_Reference`s."""
+def nodes_of(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
+    """The graph as plain tuples, which can be pickled; other nodes among the arguments become `_Reference`s."""
     return [
         (
             node.op,
@@ -298,7 +320,8 @@ class _Reference(str):
     """The name of a node."""
 
 
-def _graph_of(nodes: list[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
+def graph_of(nodes: list[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
+    """The reverse of `nodes_of`."""
     graph = fx.Graph()
     known: dict[str, fx.Node] = {}
 

@@ -63,13 +63,16 @@ class Region:
         steps = tuple(reader.step(node) for node in nodes)
         return cls(steps, tuple(reader.inputs), nodes[-1])
 
-    def rewritten(self, program: Program, gone: Mapping[fx.Node, fx.Node]) -> Region | None:
+    def rewritten(
+        self, program: Program, gone: Mapping[fx.Node, fx.Node], added: Sequence[fx.Node] = ()
+    ) -> Region | None:
         """The same region after a rewrite; None if it needs another value now than those of its inputs.
 
         Args:
             gone: for each node that was erased, the node whose value took its place.
+            added: the nodes that the rewrite made, in the order of the run; what is left of the region comes before them.
         """
-        nodes = [step.node for step in self.steps if step.node not in gone]
+        nodes = [*(step.node for step in self.steps if step.node not in gone), *added]
         reader = _Reader(program, set(nodes), {program.producer(node): node for node in self.inputs})
         steps = tuple(reader.step(node) for node in nodes)
         output = self.output

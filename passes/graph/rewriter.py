@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 import torch
 from torch import fx, nn
 
-from passes.graph.baked import Baked
+from passes.graph.baked import Baked, BakedCall
 from passes.graph.capture import RANK, ModuleGraph
 from passes.graph.edits import (
     AttributeEdit,
@@ -116,6 +117,7 @@ class Change:
             `after` also where the rewrite takes more than the region's inputs.
         sources: the tensors of the caller's module that new ones were computed from, each with its owner and name.
         left_alone: whether nothing of it is written.
+        gives_way: whether it writes to graphs alone, so that the forwards which these stand in for go on being right.
     """
 
     where: str
@@ -127,6 +129,7 @@ class Change:
     after: Region | None = None
     sources: list[TensorRef] = field(default_factory=list)
     left_alone: bool = False
+    gives_way: bool = False
 
     @property
     def place(self) -> Place:
@@ -155,6 +158,8 @@ class _Kept:
 
     graph: fx.Graph
     nodes: dict[fx.Node, fx.Node]
+    gives_way: bool
+    baked: tuple[Baked, ...]
 
 
 class Rewriter:
@@ -179,6 +184,8 @@ class Rewriter:
         self._half_done = False
         self._kept: dict[int, _Kept] = {}
         self._gone: dict[fx.Node, fx.Node] = {}
+        # What the open change has put into graphs.
+        self._added: list[fx.Node] = []
         self._installed: list[Edit] = []
         self._guarded: dict[int, nn.Module] = {}
         # The pairs in the graphs that become forwards whatever the training flag says, and the biases that these had.
@@ -198,8 +205,13 @@ class Rewriter:
         self.remarks.append(Remark(where, text))
 
     @contextmanager
-    def change(self, where: str, what: str, region: Sequence[fx.Node] = ()) -> Iterator[Change]:
+    def change(
+        self, where: str, what: str, region: Sequence[fx.Node] = (), *, gives_way: bool = False
+    ) -> Iterator[Change]:
         """Record what is written in the block as one change.
+
+        One that `gives_way` writes to graphs and to no tensor: the forwards of the classes answer what the graphs of such
+        changes alone don't hold for.
 
         A change that is among `left_alone` is recorded as a skip: the block is run, and all that it writes is dropped.
 
@@ -211,16 +223,16 @@ class Rewriter:
         """
         if self._open is not None:
             raise RuntimeError("a change is opened inside of another one")
-        change = Change(where, what, self._words[where, what], tuple(region))
+        change = Change(where, what, self._words[where, what], tuple(region), gives_way=gives_way)
         self._words[where, what] += 1
         reason = self.left_alone.get(change.place)
         change.left_alone = reason is not None
         change.before = Region.of(self.program, region) if region and reason is None else None
-        self._open = change
+        self._open, self._added = change, []
         try:
             yield change
             if change.before is not None:
-                change.after = change.before.rewritten(self.program, self._gone)
+                change.after = change.before.rewritten(self.program, self._gone, self._added)
         except BaseException:
             for edit in reversed(change.edits):
                 edit.undo()
@@ -318,6 +330,57 @@ class Rewriter:
         node.graph.erase_node(node)
         self._gone[node] = source
         _erase_unused(readers)
+
+    @_writes
+    def leave_out(self, call: fx.Node) -> None:
+        """Take the call of a child out of its graph which gives its only input as it is, as long as it does."""
+        self.bypass(call)
+        home, child = self.program.home(call), self.program.module_of(call)
+        assert child is not None
+        inner = self.program.graphs.get(id(child))
+        found = BakedCall.of_child(home.module, tuple(str(call.target).split(".")))
+        home.baked += (found, *(inner.baked if inner is not None else ()))
+
+    @_writes
+    def erase(self, node: fx.Node) -> None:
+        """Take a node out of its graph whose value nobody uses."""
+        self._own(node)
+        node.graph.erase_node(node)
+
+    @_writes
+    def substitute(
+        self,
+        change: Change,
+        nodes: Sequence[fx.Node],
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        held: Any = None,
+    ) -> None:
+        """Put the call of a function in the place of a run of nodes in one graph, whose value is that of the last one.
+
+        Those of the others that nobody uses from then on go.
+
+        Args:
+            function: a function of a module, by whose name it is pickled.
+            args: its arguments: nodes, and what else a graph holds.
+            held: an object that is its first argument, before those; it comes to stand in the `__dict__` of the module.
+        """
+        *_, last = nodes
+        self._own(last)
+        graph = last.graph
+        with graph.inserting_before(last):
+            if held is not None:
+                args = (graph.get_attr(self._hold(change, self.program.home(last).module, held)), *args)
+            new = graph.call_function(function, tuple(args))
+        new.meta.update(last.meta)
+        last.replace_all_uses_with(new)
+        self._added.append(new)
+        for node in reversed(nodes):
+            if not node.users:
+                self._gone[node] = new
+                readers = [reader for reader in node.all_input_nodes if reader.op == "get_attr"]
+                graph.erase_node(node)
+                _erase_unused(readers)
 
     @_writes
     def set_bias(self, change: Change, conv: Convolution, value: torch.Tensor) -> None:
@@ -609,14 +672,15 @@ class Rewriter:
             opened = second.graph.call_function(opened_from, (value, held, behind))
         second.replace_input_with(value, opened)
 
-    def _hold(self, change: Change, owner: nn.Module, pair: FoldedPair) -> str:
-        """Put the pair into the `__dict__` of the module whose graph checks it, under a name of its own."""
+    def _hold(self, change: Change, owner: nn.Module, held: Any) -> str:
+        """Put what a graph needs into the `__dict__` of the module whose graph it is, under a name of its own."""
+        word = re.sub(r"(?<!^)(?=[A-Z])", "_", type(held).__name__).lower()
         for number in itertools.count():
-            name = f"_folded_pair_{number}"
-            if owner.__dict__.get(name) is pair:
+            name = f"_{word}_{number}"
+            if owner.__dict__.get(name) is held:
                 break
             if not hasattr(owner, name):
-                self.set_attribute(change, owner, name, pair)
+                self.set_attribute(change, owner, name, held)
                 break
         return name
 
@@ -649,9 +713,12 @@ class Rewriter:
         home = self.program.home(node)
         if not home.traced:
             raise RuntimeError(f"the graph of {home.path or 'the root'} is a record of a run, and is never written to")
-        if id(home) in self._kept:
-            return
-        kept = self._kept[id(home)] = _Kept(*_copied(home.graph))
+        if id(home) not in self._kept:
+            self._keep(home)
+        home.gives_way &= self._open.gives_way
+
+    def _keep(self, home: ModuleGraph) -> None:
+        kept = self._kept[id(home)] = _Kept(*_copied(home.graph), home.gives_way, home.baked)
         installed = inner_forward(home.module)
         if isinstance(installed, GraphForward):
             # The forward that an earlier pass installed goes on with the graph that it was made from.
@@ -683,7 +750,7 @@ class Rewriter:
     def _forward_of(self, graph: ModuleGraph) -> GraphForward:
         tied = self._tied.get(id(graph))
         if tied is None:
-            return graph.forward()
+            return graph.forward(gives_way=True)
         key = id(graph.module)
         others = {state.flags[key]: state.graphs[key] for state in self.program.other_states}
         gone = [self._baked_none(graph, bias) for bias, _ in tied]
@@ -715,7 +782,8 @@ class Rewriter:
         for edit in reversed(self.edits):
             edit.undo()
         for graph in self._rewritten():
-            graph.graph = self._kept[id(graph)].graph
+            kept = self._kept[id(graph)]
+            graph.graph, graph.gives_way, graph.baked = kept.graph, kept.gives_way, kept.baked
         self._kept.clear()
         self._installed.clear()
         self._guarded.clear()

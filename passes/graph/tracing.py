@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from passes.graph.baked import Reads
 from passes.graph.fingerprint import ABSENT
 from passes.graph.guards import SHAPE_AND_KIND, InstanceForward, inner_forward
+from passes.graph.operations import returns_tensor
 from passes.graph.side_effects import assigned_outside, attributes_of, names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
 
@@ -487,13 +488,17 @@ def _gives_tensor(node: fx.Node) -> bool:
     """Whether the value of a function or method is a tensor, whatever its arguments are; false where that isn't known."""
     if node.op == "call_method":
         of_tensor = bool(node.args) and isinstance(node.args[0], fx.Node) and IS_TENSOR in node.args[0].meta
-        return of_tensor and node.target in _TENSOR_OPERATIONS
+        return of_tensor and _returns_tensor(str(node.target))
     if node.op != "call_function":
         return False
     home = getattr(node.target, "__module__", None) or ""
     if home == "_operator":
         return any(IS_TENSOR in source.meta for source in node.all_input_nodes)
-    return home.startswith("torch") and function_name(node.target) in _TENSOR_OPERATIONS
+    return home.startswith("torch") and _returns_tensor(function_name(node.target))
+
+
+def _returns_tensor(name: str) -> bool:
+    return name in _TENSOR_OPERATIONS or returns_tensor(name)
 
 
 def always_tensor(module: nn.Module) -> bool:
@@ -695,7 +700,7 @@ class Interception:
 
 def writes_in_place(graph: fx.Graph) -> bool:
     """Whether an operation of the graph may write to one of its arguments; calls of modules aside."""
-    return any(_writes(node) for node in graph.nodes)
+    return any(writes(node) for node in graph.nodes)
 
 
 def attributes_in(graph: fx.Graph) -> set[str]:
@@ -703,7 +708,8 @@ def attributes_in(graph: fx.Graph) -> set[str]:
     return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether a function or method may write to one of its arguments."""
     if node.op not in ("call_function", "call_method"):
         return False
     if "out" in node.kwargs or node.kwargs.get("inplace") or node.kwargs.get("training"):

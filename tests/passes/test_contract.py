@@ -24,7 +24,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.1))
         self.direct = nn.Sequential(nn.ConvTranspose2d(6, 3, 2, groups=3), models.BatchNormAct(3))
         self.island = models.Island()
         self.residual = nn.Conv2d(4, 4, 3, padding=1)

@@ -1,0 +1,62 @@
+"""What torch says of its own operations, by name: from the schemas that it has of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+# Given another argument, they return something else than their schema says.
+_RETURNING_OTHERS = frozenset({"nonzero", "type"})
+
+
+@functools.lru_cache(maxsize=4096)
+def schemas(name: str) -> tuple[Any, ...] | None:
+    """The operations that torch has under the name; None where one of them writes to what it is given, or for no operation.
+
+    Those that write to an `out` argument, and those on plain numbers that TorchScript has, are left out.
+    """
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    found = []
+    for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+        qualified = f"aten::{name}" if overload == "default" else f"aten::{name}.{overload}"
+        if not torch._C._dispatch_has_kernel(qualified):
+            continue
+        operation = getattr(packet, overload)
+        if any(argument.is_out for argument in operation._schema.arguments):
+            continue
+        if operation._schema.is_mutable:
+            return None
+        found.append(operation)
+    return tuple(found) or None
+
+
+@functools.lru_cache(maxsize=4096)
+def returns_tensor(name: str) -> bool:
+    """Whether the operations of the name return one tensor, whatever they are given."""
+    known = schemas(name) if name not in _RETURNING_OTHERS else None
+    return known is not None and all(
+        [str(value.type) for value in operation._schema.returns] == ["Tensor"] for operation in known
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def draws_numbers(name: str) -> bool:
+    """Whether an operation of the name may draw random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in operation.tags for operation in schemas(name) or ())
+
+
+@functools.lru_cache(maxsize=4096)
+def may_give_memory(name: str) -> bool:
+    """Whether what an operation of the name returns may lie in the memory of what it is given."""
+    known = schemas(name)
+    return known is None or any(_gives_memory(operation) for operation in known)
+
+
+def _gives_memory(operation: Any) -> bool:
+    if any(value.alias_info is not None for value in operation._schema.returns):
+        return True
+    # What is composed of other operations may give what it is given as it is, whatever the schema says.
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key))

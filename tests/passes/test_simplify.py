@@ -1,0 +1,591 @@
+"""What needn't be done: left out where that changes nothing, and only there."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pass_contract import captured, check_pass
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import check_parity, optimize, report_of
+from passes import PassResult, Simplify
+
+
+class Around(nn.Module):
+    """Calls a function with itself and its input."""
+
+    def __init__(self, function: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("steps", torch.arange(6))
+        for name, child in children.items():
+            setattr(self, name, child)
+        enliven(self)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def simplified(function: Callable[..., Any], **children: Any) -> PassResult:
+    """What the pass does to a module that computes this; all that it has to keep is checked."""
+    return check_pass(Simplify(), Around(function, **children).eval(), (torch.randn(4, 6),))
+
+
+def changes(done: PassResult) -> list[tuple[str, str]]:
+    return [(change.where, change.what) for change in done.changes]
+
+
+def skips(done: PassResult) -> list[tuple[str, str]]:
+    return [(skip.where, skip.reason) for skip in done.skips]
+
+
+class Bottom(nn.Module):
+    """A stochastic depth as models have it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate == 0 or not self.training:
+            return x
+        return x * torch.bernoulli(torch.full((len(x), 1), 1 - self.rate))
+
+
+# What does nothing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("child", "what"),
+    [
+        (nn.Dropout(0.5), "left out, as dropout does nothing in eval"),
+        (nn.Dropout(0.5, inplace=True), "left out, as dropout does nothing in eval"),
+        (nn.AlphaDropout(0.5), "left out, as dropout does nothing in eval"),
+        (nn.Dropout1d(0.5), "left out, as dropout does nothing in eval"),
+        (nn.Identity(), "left out, as an identity does nothing"),
+        (Bottom(0.3), "left out, as its forward gives what it is given"),
+        (Bottom(0.0), "left out, as its forward gives what it is given"),
+        (nn.Sequential(), "left out, as its forward gives what it is given"),
+    ],
+)
+def test_a_child_that_does_nothing_is_left_out(child: nn.Module, what: str) -> None:
+    done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)
+    assert changes(done) == [("child", what)]
+
+
+def test_a_row_of_children_that_do_nothing_is_left_out() -> None:
+    row = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Identity(), Bottom(0.2)))
+    done = simplified(lambda self, x: self.row(self.linear(x)).relu(), row=row)
+    assert [change.where for change in done.changes] == ["row.1.0", "row.1.1", "row.0", "row.1", "row"]
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (lambda self, x: F.dropout(self.linear(x), 0.3, self.training).relu(), "dropout"),
+        (lambda self, x: torch.dropout(self.linear(x), 0.3, False).relu(), "dropout"),
+        (lambda self, x: F.dropout(self.linear(x), 0.0).relu(), "dropout"),
+        (lambda self, x: F.alpha_dropout(self.linear(x), 0.3).relu(), "alpha_dropout"),
+        (lambda self, x: F.dropout(self.linear(x), p=0.3, training=False, inplace=True).relu(), "dropout"),
+        (lambda self, x: self.linear(x)[:].relu(), "getitem"),
+        (lambda self, x: self.linear(x)[:, :].relu(), "getitem"),
+        (lambda self, x: self.linear(x)[..., :].relu(), "getitem"),
+        (lambda self, x: (F.softmax(self.linear(x), -1) * 1).relu(), "mul"),
+        (lambda self, x: (F.linear(x, self.weight) / 1).relu(), "truediv"),
+        (lambda self, x: (F.linear(x, self.weight) - 0).relu(), "sub"),
+        (lambda self, x: F.linear(x, self.weight).mul(1.0).relu(), "mul"),
+        (lambda self, x: F.pad(self.linear(x), (0, 0)).relu(), "pad"),
+        (lambda self, x: self.linear(x).float().float().relu(), "float"),
+        (lambda self, x: self.linear(x).t().contiguous().contiguous().relu(), "contiguous"),
+        (lambda self, x: self.linear(x).relu().relu() + 1, "relu"),
+        (lambda self, x: self.linear(x).transpose(0, 1).transpose(1, 0).relu(), "transpose"),
+        (lambda self, x: self.linear(x).unsqueeze(-1).squeeze(-1).relu(), "squeeze"),
+    ],
+)
+def test_an_operation_that_does_nothing_is_left_out(function: Callable[..., Any], where: str) -> None:
+    done = simplified(function)
+    assert (f"the root ({where})", f"{where} left out, which gives what it is given") in changes(done)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: F.dropout(self.linear(x), 0.3).relu(),
+        lambda self, x: F.dropout(self.linear(x), 0.3, True).relu(),
+        lambda self, x: self.linear(x)[:-1].relu(),
+        lambda self, x: self.linear(x)[None].relu(),
+        lambda self, x: self.linear(x)[:, 0].relu(),
+        # -0.0 + 0 is 0.0, and an integer times 1.0 a float.
+        lambda self, x: (self.linear(x) + 0).relu(),
+        lambda self, x: (x * 1).relu(),
+        lambda self, x: (F.linear(x, self.weight) * True).relu(),
+        lambda self, x: (F.linear(x, self.weight) * 2).relu(),
+        lambda self, x: (1 / F.linear(x, self.weight)).relu(),
+        lambda self, x: F.pad(self.linear(x), (0, 1)).relu(),
+        lambda self, x: F.pad(self.linear(x), (1, 1), mode="reflect").relu(),
+        lambda self, x: self.linear(x).double().float().relu(),
+        lambda self, x: self.linear(x).transpose(0, 1).relu(),
+        lambda self, x: self.linear(x)[None].transpose(0, 1).transpose(1, 2).relu(),
+        lambda self, x: self.linear(x).unsqueeze(0).squeeze(1).relu(),
+        lambda self, x: self.linear(x).unsqueeze(0).squeeze().relu(),
+        lambda self, x: self.linear(x).relu().abs(),
+    ],
+)
+def test_an_operation_that_does_something_stays(function: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = Around(function).eval()
+    program, context = captured(model, (torch.randn(4, 6),))
+    assert changes(Simplify().run(program, context)) == []
+
+
+def test_a_copy_that_is_written_to_stays_a_copy() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        y = F.softmax(self.linear(x), -1)
+        z = y * 1
+        z.add_(1)
+        return y + z
+
+    done = simplified(function)
+    assert changes(done) == []
+    reason = "the value of mul or of what it is made of may be written to"
+    assert skips(done) == [("the root (mul)", reason)]
+
+
+def test_a_copy_that_is_given_out_stays_a_copy() -> None:
+    def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.softmax(self.linear(x), -1)
+        return y, y * 1
+
+    model = Around(function).eval()
+    fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
+    first, second = fast(torch.randn(4, 6))
+    assert first.data_ptr() != second.data_ptr()
+    reason = "the value of mul leaves the forward, and may be written to by others"
+    assert [(skip.where, skip.text) for skip in report_of(fast).passes[0].skips] == [("the root (mul)", reason)]
+
+
+def test_a_watched_child_is_called() -> None:
+    seen: list[int] = []
+    child = nn.Dropout()
+    child.register_forward_hook(lambda *_: seen.append(1))
+    done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)
+    assert changes(done) == []
+    assert skips(done) == [("child", "it does nothing, but has hooks")]
+
+
+def test_a_dropout_in_training_stays() -> None:
+    class Always(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 1e-9, True)
+
+    done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=Always())
+    assert changes(done) == []
+
+
+def test_an_island_does_what_it_does() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        if x.sum() > 1e6:
+            return x
+        return self.child(self.linear(x)).relu()
+
+    assert changes(simplified(function, child=nn.Dropout())) == []
+
+
+def test_a_forward_that_asks_a_clock_stays() -> None:
+    import time
+
+    def function(self: Any, x: Tensor) -> Tensor:
+        return self.child(self.linear(x)) * (1 if time.time() > 0 else 2)
+
+    done = simplified(function, child=nn.Dropout())
+    assert changes(done) == []
+    assert "what that answers at another call can't be known" in done.skips[0].reason
+
+
+# What is done twice ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_twice_is_computed_once() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        return self.linear(x).relu() + self.linear(x).relu() * x.size(0) + x.size(0)
+
+    done = simplified(function)
+    assert changes(done) == [
+        ("linear", "linear computed once instead of twice"),
+        ("the root (relu)", "relu computed once instead of twice"),
+        ("the root (size)", "size computed once instead of twice"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        # One draws other numbers than the other.
+        lambda self, x: torch.rand_like(x) * 0 + torch.rand_like(x) * 0 + self.linear(x),
+        lambda self, x: F.dropout(x, 0.5) * 0 + F.dropout(x, 0.5) * 0 + self.linear(x),
+        # Other arguments.
+        lambda self, x: self.linear(x).sum(0) + self.linear(x + 1).sum(1).sum(),
+        lambda self, x: x.clamp(0, 1) + x.clamp(0.0, 2),
+        lambda self, x: torch.full((6,), 1.0) + torch.full((6,), True) + x,
+    ],
+)
+def test_what_is_done_differently_is_done_twice(function: Callable[..., Any]) -> None:
+    program, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    assert [change for change in Simplify().run(program, context).changes if "instead of twice" in change.what] == []
+
+
+def test_two_values_of_which_one_is_written_to_stay_two() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        a, b = x.relu(), x.relu()
+        a.add_(1)
+        return a * b
+
+    done = simplified(function)
+    assert changes(done) == []
+    assert skips(done) == [("the root (relu)", "the value of relu or of what it is made of may be written to")]
+
+
+def test_two_values_made_before_and_behind_a_write_stay_two() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        a = y.sin()
+        y.add_(1)
+        return a * y.sin()
+
+    done = simplified(function)
+    assert changes(done) == []
+    reason = "sin stands there twice, and what it is given may be written to in between"
+    assert skips(done) == [("the root (sin)", reason)]
+
+
+def test_two_values_beside_an_activation_in_place_stay_two() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        a = y.sin()
+        return a * self.act(y) * y.sin()
+
+    assert changes(simplified(function, act=nn.ReLU(inplace=True))) == []
+
+
+def test_two_values_that_are_given_out_stay_two() -> None:
+    fast = optimize(
+        Around(lambda self, x: (self.linear(x).sin(), self.linear(x).sin())).eval(),
+        ["simplify"],
+        example_inputs=(torch.randn(4, 6),),
+    )
+    first, second = fast(torch.randn(3, 6))
+    first.add_(1)
+    assert not torch.equal(first, second)
+    assert [change.where for change in report_of(fast).passes[0].changes] == ["linear"]
+
+
+def test_a_module_of_the_user_that_does_more_is_called_twice() -> None:
+    calls: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() < 1e9:
+                calls.append(1)
+            return x.relu()
+
+    done = simplified(lambda self, x: self.child(x) + self.child(x), child=Counting())
+    assert changes(done) == []
+
+
+# What is the same at every call ---------------------------------------------------------------------------------------
+
+
+def _standardized(self: Any, x: Tensor) -> Tensor:
+    mean, std = self.weight.mean(1, keepdim=True), self.weight.std(1, keepdim=True)
+    return F.linear(x, (self.weight - mean) / std)
+
+
+def _fast(function: Callable[..., Any], **children: Any) -> tuple[nn.Module, nn.Module]:
+    model = Around(function, **children).eval()
+    return model, optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
+
+
+def test_a_weight_that_is_made_of_another_is_made_once() -> None:
+    done = simplified(_standardized)
+    assert changes(done) == [("the root (truediv)", "4 operations on constants computed once for all calls")]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: x + (torch.arange(6) / 6).sin().exp(),
+        lambda self, x: x + (self.steps / 6).sin().exp(),
+        lambda self, x: x + self.weight.mean(1).sin().exp() + (self.weight.mean(1).sin() + 1).exp(),
+    ],
+)
+def test_constants_of_any_kind_are_made_once(function: Callable[..., Any]) -> None:
+    assert any("on constants computed once for all calls" in what for _, what in changes(simplified(function)))
+
+
+def test_a_constant_follows_what_it_is_made_of() -> None:
+    model, fast = _fast(_standardized)
+    x = torch.randn(3, 6)
+    for change in (
+        lambda one: one.load_state_dict({name: value * 1.5 + 1 for name, value in model.state_dict().items()}),
+        lambda one: one.double(),
+        lambda one: one.float(),
+        lambda one: one.bfloat16(),
+        lambda one: one.float(),
+        lambda one: setattr(one, "weight", nn.Parameter(torch.linspace(-1, 1, 36).reshape(6, 6).sin())),
+        lambda one: setattr(one.weight, "data", torch.linspace(-2, 1, 36).reshape(6, 6).cos()),
+    ):
+        for one in (model, fast):
+            change(one)
+        assert torch.equal(fast(x.to(model.weight.dtype)), model(x.to(model.weight.dtype)))
+        with torch.no_grad():
+            assert torch.equal(fast(x.to(model.weight.dtype)), model(x.to(model.weight.dtype)))
+            for one in (model, fast):
+                one.weight.add_(0.25)
+            assert torch.equal(fast(x.to(model.weight.dtype)), model(x.to(model.weight.dtype)))
+
+
+def test_a_constant_has_its_gradient() -> None:
+    model, fast = _fast(_standardized)
+    x = torch.randn(3, 6)
+    with torch.no_grad():
+        fast(x)
+    gradients = []
+    for one in (model, fast):
+        one.weight.requires_grad_()
+        gradients.append(torch.autograd.grad(one(x).square().sum(), one.weight)[0])
+    assert torch.equal(*gradients)
+
+
+def test_a_constant_goes_with_copies_pickles_and_modes() -> None:
+    model, fast = _fast(_standardized)
+    x = torch.randn(3, 6)
+    twin = copy.deepcopy(fast)
+    with torch.no_grad():
+        twin.weight.mul_(2).add_(1)
+        other = copy.deepcopy(model)
+        other.weight.mul_(2).add_(1)
+        assert torch.equal(twin(x), other(x))
+        assert torch.equal(fast(x), model(x))
+    with torch.inference_mode():
+        assert torch.equal(fast(x), model(x))
+    assert torch.equal(fast(x), model(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fast(x), model(x))
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+        weights = torch.stack([model.weight, model.weight + 1])
+        wanted, got = (
+            torch.func.vmap(lambda weight, one=one: torch.func.functional_call(one, {"weight": weight}, x))(weights)
+            for one in (model, fast)
+        )
+        assert torch.equal(got, wanted)
+        assert torch.equal(fast(x), model(x))
+
+
+def test_a_constant_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = _fast(_standardized)
+    x = torch.randn(3, 6)
+    calls: list[int] = []
+    held = next(value for name, value in vars(fast).items() if name.startswith("_constant"))
+    compute = type(held).compute
+    monkeypatch.setattr(type(held), "compute", lambda *args: calls.append(1) or compute(*args))
+    with torch.no_grad():
+        fast(x), fast(x), fast(x)
+        assert len(calls) <= 1
+        fast.weight.add_(1)
+        fast(x), fast(x)
+    assert len(calls) <= 2
+    assert calls
+
+
+def test_a_constant_that_may_be_written_to_stays() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        mask = (self.steps / 6).sin().exp()
+        mask[0] = 1
+        return x * mask
+
+    done = simplified(function)
+    assert changes(done) == []
+    assert skips(done) == [
+        ("the root (exp)", "the value of exp is the same at every call, but may be written to"),
+    ]
+
+
+def test_a_constant_that_is_given_out_stays() -> None:
+    model = Around(lambda self, x: (x + 1, (self.steps / 6).sin().exp())).eval()
+    fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
+    fast(torch.ones(2, 6))[1].zero_()
+    assert torch.equal(fast(torch.ones(2, 6))[1], model(torch.ones(2, 6))[1])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: x + torch.arange(6),
+        lambda self, x: F.linear(x, self.weight.t()),
+        lambda self, x: x + (torch.rand(6) * 0).sin().exp().log(),
+        lambda self, x: x + (torch.arange(6, device=x.device) / 6).sin().exp(),
+    ],
+)
+def test_what_is_cheap_drawn_or_not_the_same_is_no_constant(function: Callable[..., Any]) -> None:
+    program, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    assert changes(Simplify().run(program, context)) == []
+
+
+def test_a_constant_that_would_take_much_memory_stays() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        return x + (self.steps / 6).repeat(2_000_000).exp()[x.size(0)]
+
+    (skip,) = simplified(function).skips
+    assert skip.reason == "the value of exp is the same at every call, but would take 45 MiB to keep"
+
+
+# What nobody uses -----------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_uses_is_left_out() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.sin().exp() @ self.weight
+        self.other(y)
+        return y.relu()
+
+    done = simplified(function, other=nn.Sequential(nn.Linear(6, 3), nn.ReLU()))
+    assert changes(done) == [("", "4 operations left out, as nobody uses what is computed")]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: (x.clone().add_(1), self.linear(x))[1],
+        lambda self, x: (torch.rand(2), self.linear(x) + torch.rand(1))[1],
+        lambda self, x: (torch._assert(x.size(1) == 6, "six"), self.linear(x))[1],
+        lambda self, x: (F.dropout(x, 0.5), self.linear(x))[1],
+        lambda self, x: (self.child(x), self.linear(x))[1],
+        lambda self, x: (x.size(0), self.linear(x))[1],
+        lambda self, x: (F.embedding(x.long().clamp(0, 5), self.weight, max_norm=1.0), self.linear(x))[1],
+    ],
+)
+def test_what_has_an_effect_stays(function: Callable[..., Any]) -> None:
+    norm = nn.BatchNorm1d(6)
+    norm.register_forward_hook(lambda *_: None)
+    program, context = captured(Around(function, child=norm).eval(), (torch.randn(4, 6),))
+    assert changes(Simplify().run(program, context)) == []
+
+
+# The forward of the class ---------------------------------------------------------------------------------------------
+
+
+def test_a_dropout_that_is_put_in_training_drops() -> None:
+    model, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
+    x = torch.randn(64, 6)
+    assert torch.equal(fast(x), model(x))
+    answers = []
+    for one in (model, fast):
+        one.child.train()
+        torch.manual_seed(0)
+        answers.append(one(x))
+    assert torch.equal(*answers)
+    assert not torch.equal(fast(x), fast(x))
+    fast.child.eval()
+    model.child.eval()
+    assert torch.equal(fast(x), model(x))
+
+
+def test_a_hook_on_what_was_left_out_fires() -> None:
+    _, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
+    seen: list[Tensor] = []
+    handle = fast.child.register_forward_hook(lambda module, args, output: seen.append(output))
+    fast(torch.randn(2, 6))
+    handle.remove()
+    fast(torch.randn(2, 6))
+    assert len(seen) == 1
+
+
+def test_a_child_that_is_put_in_the_place_of_one_is_called() -> None:
+    _, fast = _fast(lambda self, x: self.child(self.linear(x)), child=nn.Identity())
+    fast.child = nn.ReLU()
+    assert fast(torch.randn(20, 6)).min() >= 0
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout()
+        self.scale = 2.0
+        enliven(self)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.drop(self.linear(x)) * self.scale
+        return y if mask is None else y * mask
+
+
+def test_other_calls_go_the_way_of_the_class() -> None:
+    model = Masked().eval()
+    fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
+    x, mask = torch.randn(3, 6), torch.randn(3, 6)
+    assert [change.where for change in report_of(fast).passes[0].changes] == ["drop"]
+    assert torch.equal(fast(x, mask), model(x, mask))
+    model.scale = fast.scale = 3.0
+    assert torch.equal(fast(x), model(x))
+
+
+def test_a_pickled_result_still_goes_that_way() -> None:
+    model = Masked().eval()
+    fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
+    kept = io.BytesIO()
+    torch.save(fast, kept)
+    kept.seek(0)
+    again = torch.load(kept, weights_only=False)
+    x, mask = torch.randn(3, 6), torch.randn(3, 6)
+    assert torch.equal(again(x), model(x))
+    assert torch.equal(again(x, mask), model(x, mask))
+    again.drop.train()
+    assert not torch.equal(again(x), again(x))
+
+
+class Folded(nn.Module):
+    """Both what a fold writes to and what does nothing, in one forward by functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, 3, 3))
+        self.norm, self.drop = nn.BatchNorm2d(6), nn.Dropout()
+        enliven(self)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.drop(self.norm(F.conv2d(x, self.weight)).relu())
+        return y if mask is None else y * mask
+
+
+@pytest.mark.parametrize("passes", [["simplify", "fold-conv-bn"], ["fold-conv-bn", "simplify"]])
+def test_beside_a_fold_the_class_no_longer_answers(passes: list[str]) -> None:
+    from passes.errors import UnseenCall
+
+    model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
+    fast = optimize(model, passes, example_inputs=(x,))
+    assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
+    assert check_parity(model, fast, (x,)).ok
+    with pytest.raises(UnseenCall):
+        fast(x, torch.ones(1))
+
+
+def test_a_fold_behind_it_is_taken_back_alone() -> None:
+    model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
+    program, context = captured(model, (x,))
+    first = Simplify().run(program, context)
+    from passes import FoldConvBn
+
+    second = FoldConvBn().run(program, context)
+    assert second.changes
+    second.rewriter.roll_back()
+    assert torch.equal(program.root(x, torch.ones(1)), model(x, torch.ones(1)))
+    first.rewriter.roll_back()
+    assert "forward" not in vars(program.root)
