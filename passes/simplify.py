@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +16,8 @@ from passes.graph.constants import Constant, value_of
 from passes.graph.effects import Aliases, is_dropout_off, is_pure, is_repeatable, may_share
 from passes.graph.match import Node, has_hooks, is_stock
 from passes.graph.program import operation_name
-from passes.graph.rewriter import Rewriter
-from passes.graph.tracing import IS_TENSOR, METADATA
+from passes.graph.rewriter import Change, Rewriter
+from passes.graph.tracing import IS_TENSOR
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class _Simplifier:
         self._aliases: Aliases | None = None
         self._may_write: bool | None = None
         self._places: dict[Node, int] = {}
+        self._has_written = False
 
     def run(self) -> None:
         """Leave out all that can be."""
@@ -98,6 +100,10 @@ class _Simplifier:
                 self.graph.skip_module(self.home.path, text)
         return self._may_write
 
+    def _change(self, where: str, what: str, region: tuple[Node, ...] = ()) -> AbstractContextManager[Change]:
+        self._has_written = True
+        return self.graph.change(where, what, region, gives_way=True)
+
     # What does nothing ------------------------------------------------------------------------------------------------
 
     def _leave_out_nothings(self) -> None:
@@ -107,12 +113,12 @@ class _Simplifier:
             if node.op == "call_module":
                 self._leave_out_call(node)
             elif (found := _gives_again(node)) is not None and self.may_write():
-                source, is_copy = found
-                if is_copy and (reason := self._why_not_one(node, source)):
+                source, is_what = found
+                if reason := self._why_not_replaced(node, source, is_what):
                     self.graph.skip(node, reason)
                     continue
                 text = f"{operation_name(node)} left out, which gives what it is given"
-                with self.graph.change(self.program.where(node), text, self._way(source, node), gives_way=True):
+                with self._change(self.program.where(node), text, self._way(source, node)):
                     self.graph.bypass(node, source)
 
     def _way(self, source: Node, node: Node) -> tuple[Node, ...]:
@@ -127,7 +133,7 @@ class _Simplifier:
         if reason := _why_not_left_out(child):
             self.graph.skip(node, reason)
         elif self.may_write():
-            with self.graph.change(self.program.where(node), what, (node,), gives_way=True):
+            with self._change(self.program.where(node), what, (node,)):
                 self.graph.leave_out(node)
 
     def _nothing(self, child: nn.Module) -> str | None:
@@ -149,6 +155,12 @@ class _Simplifier:
             return None
         return "left out, as its forward gives what it is given"
 
+    def _why_not_replaced(self, node: Node, source: Node, is_what: str) -> str | None:
+        # What is the same tensor stays so whatever is done to it; a view is another one, also where only its shape is set.
+        if is_what == _VIEW and self.aliases.may_be_written((node, source)):
+            return f"what {operation_name(node)} gives again may be written to"
+        return self._why_not_one(node, source) if is_what == _COPY else None
+
     def _why_not_one(self, node: Node, other: Node) -> str | None:
         """Why the values can't be one."""
         if self.aliases.may_be_written((node, other)):
@@ -161,31 +173,40 @@ class _Simplifier:
 
     def _compute_once(self) -> None:
         known: dict[Any, Node] = {}
+        # Of nodes that give equal values, the first one: also of sizes and views, which aren't worth a change.
+        firsts: dict[Node, Node] = {}
         for node in self._nodes:
             if node.op not in ("call_module", "call_function", "call_method") or not node.users:
                 continue
             # What draws or does something else is looked at only where there are two alike.
-            first = known.setdefault(self._key(node), node)
-            if first is node or not is_repeatable(self.program, node) or not self.may_write():
+            first = known.setdefault(self._key(node, firsts), node)
+            if first is node or not is_repeatable(self.program, node):
                 continue
-            if reason := self._why_not_once(node, first):
+            computes = self._computes(node)
+            if self.aliases.may_be_written(node.all_input_nodes):
+                if computes:
+                    text = "stands there twice, and what it is given may be written to in between"
+                    self.graph.skip(node, f"{operation_name(node)} {text}")
+                continue
+            firsts[node] = first
+            if not computes or not self.may_write():
+                continue
+            if reason := self._why_not_one(node, first):
                 self.graph.skip(node, reason)
                 continue
             text = f"{operation_name(node)} computed once instead of twice"
-            with self.graph.change(self.program.where(node), text, (first, node), gives_way=True):
+            # The second one's arguments may be sizes and views that equal those of the first.
+            region = (first, node) if first.args == node.args and first.kwargs == node.kwargs else ()
+            with self._change(self.program.where(node), text, region):
                 self.graph.bypass(node, first)
 
-    def _why_not_once(self, node: Node, first: Node) -> str | None:
-        if self.aliases.may_be_written(node.all_input_nodes):
-            return f"{operation_name(node)} stands there twice, and what it is given may be written to in between"
-        return self._why_not_one(node, first) if self._gives_memory(node) else None
+    def _computes(self, node: Node) -> bool:
+        """Whether the node makes a tensor, and doesn't just ask for a size or look at another tensor."""
+        return node.op == "call_module" or (IS_TENSOR in node.meta and not may_share(self.program, node))
 
-    def _gives_memory(self, node: Node) -> bool:
-        return node.op == "call_module" or operation_name(node) not in METADATA
-
-    def _key(self, node: Node) -> Any:
+    def _key(self, node: Node, firsts: dict[Node, Node]) -> Any:
         target = id(self.program.module_of(node)) if node.op == "call_module" else node.target
-        return node.op, target, _key_of(node.args), _key_of(node.kwargs)
+        return node.op, target, _key_of(node.args, firsts), _key_of(node.kwargs, firsts)
 
     # What is the same at every call -----------------------------------------------------------------------------------
 
@@ -209,9 +230,8 @@ class _Simplifier:
 
     def _keep(self, node: Node) -> None:
         way = sorted(_all_behind(node), key=self._places.__getitem__)
-        work = [one for one in way if one.op != "get_attr" and not may_share(self.program, one)]
         sources = [one for one in way if one.op == "get_attr"]
-        if not any(operation_name(one) not in METADATA for one in work) or IS_TENSOR not in node.meta:
+        if IS_TENSOR not in node.meta or not any(self._computes(one) for one in way if one.op != "get_attr"):
             return
         constant = Constant(_graph_between(sources, way, node), self.program.where(node))
         tensors = [self._tensor(source) for source in sources]
@@ -224,7 +244,7 @@ class _Simplifier:
         elif self.may_write():
             steps = tuple(one for one in way if one.op != "get_attr")
             text = f"{len(steps)} operations on constants computed once for all calls"
-            with self.graph.change(self.program.where(node), text, steps, gives_way=True) as change:
+            with self._change(self.program.where(node), text, steps) as change:
                 self.graph.substitute(change, steps, value_of, sources, constant)
 
     def _tensor(self, source: Node) -> torch.Tensor:
@@ -255,11 +275,12 @@ class _Simplifier:
                 continue
             if is_pure(self.program, node):
                 unused[node] = None
-        work = [node for node in unused if node.op != "get_attr" and operation_name(node) not in METADATA]
-        if not work or not self.may_write():
+        work = [node for node in unused if self._computes(node)]
+        # Sizes and views that nobody uses cost next to nothing: they go where the graph is another one anyway.
+        if not unused or not (work or self._has_written) or not self.may_write():
             return
-        count = f"{len(work)} operations" if len(work) > 1 else operation_name(work[0])
-        with self.graph.change(self.home.path, f"{count} left out, as nobody uses what is computed", gives_way=True):
+        count = f"{len(work)} operations" if len(work) > 1 else operation_name(work[0]) if work else "sizes and views"
+        with self._change(self.home.path, f"{count} left out, as nobody uses what is computed"):
             for node in unused:
                 self.graph.erase(node)
 
@@ -290,8 +311,12 @@ def _takes_one(node: Node) -> bool:
     return len(arguments) == 1 and isinstance(arguments[0], type(node))
 
 
-def _gives_again(node: Node) -> tuple[Node, bool] | None:
-    """The node whose value this one gives, and whether it gives a copy of it; None for what gives another value."""
+# What an operation gives that does nothing: what it was given itself, a view of that, or a copy.
+_ITSELF, _VIEW, _COPY = "itself", "view", "copy"
+
+
+def _gives_again(node: Node) -> tuple[Node, str] | None:
+    """The node whose value this one gives, and as what it gives that; None for what gives another value."""
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], type(node)):
         return None
     home = getattr(node.target, "__module__", None) or ""
@@ -301,16 +326,16 @@ def _gives_again(node: Node) -> tuple[Node, bool] | None:
         return None
     source, name = node.args[0], operation_name(node)
     if "dropout" in name:
-        return (source, False) if is_dropout_off(node) else None
+        return (source, _ITSELF) if is_dropout_off(node) else None
     if IS_TENSOR not in source.meta or "out" in node.kwargs:
         return None
     if name == "getitem":
-        return (source, False) if _is_whole(node.args[1]) else None
+        return (source, _VIEW) if _is_whole(node.args[1]) else None
     if name == "pad":
-        return (source, True) if _pads_nothing(node) else None
+        return (source, _COPY) if _pads_nothing(node) else None
     if name in _NEUTRAL:
         is_neutral = len(node.args) == 2 and not node.kwargs and _is_number(node.args[1], _NEUTRAL[name])
-        return (source, True) if is_neutral and _gives_floats(source) else None
+        return (source, _COPY) if is_neutral and _gives_floats(source) else None
     return _takes_back(node, source, name)
 
 
@@ -318,7 +343,7 @@ def _is_built_in(target: Any) -> bool:
     return isinstance(target, type(torch.relu)) and getattr(torch, target.__name__, None) is target
 
 
-def _takes_back(node: Node, source: Node, name: str) -> tuple[Node, bool] | None:
+def _takes_back(node: Node, source: Node, name: str) -> tuple[Node, str] | None:
     """Where two alike do no more than one, or the second takes back what the first did."""
     if operation_name(source) != name and (operation_name(source), name) != ("unsqueeze", "squeeze"):
         return None
@@ -334,11 +359,11 @@ def _takes_back(node: Node, source: Node, name: str) -> tuple[Node, bool] | None
     if any(isinstance(one, type(node)) for one in (*mine, *theirs)):
         return None
     if name in _CASTS or name in _SETTLING:
-        return (source, name in _SETTLING) if mine == theirs else None
+        return (source, _COPY if name in _SETTLING else _ITSELF) if mine == theirs else None
     if name == "transpose":
-        return (source.args[0], False) if mine in (theirs, theirs[::-1]) else None
+        return (source.args[0], _VIEW) if mine in (theirs, theirs[::-1]) else None
     if name == "squeeze":
-        return (source.args[0], False) if mine == theirs and len(mine) == 1 else None
+        return (source.args[0], _VIEW) if mine == theirs and len(mine) == 1 else None
     return None
 
 
@@ -367,16 +392,16 @@ def _has_values(tensor: Any) -> bool:
     return not tensor.is_meta and not tensor.is_sparse and not tensor.is_quantized
 
 
-def _key_of(value: Any) -> Any:
+def _key_of(value: Any, firsts: dict[Node, Node]) -> Any:
     """What tells arguments apart: 1, 1.0 and True, and -0.0 and 0.0, are three and two."""
     if isinstance(value, Node):
-        return "node", id(value)
+        return "node", id(firsts.get(value, value))
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(map(_key_of, value))
+        return type(value).__name__, tuple(_key_of(item, firsts) for item in value)
     if isinstance(value, dict):
-        return "dict", tuple((name, _key_of(item)) for name, item in value.items())
+        return "dict", tuple((name, _key_of(item, firsts)) for name, item in value.items())
     if isinstance(value, slice):
-        return "slice", _key_of(value.start), _key_of(value.stop), _key_of(value.step)
+        return "slice", _key_of((value.start, value.stop, value.step), firsts)
     if isinstance(value, int | float | str | torch.dtype | torch.device | torch.memory_format | type(None)):
         return type(value).__name__, repr(value)
     return "object", id(value)

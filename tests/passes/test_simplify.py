@@ -171,6 +171,28 @@ def test_a_copy_that_is_given_out_stays_a_copy() -> None:
     assert [(skip.where, skip.text) for skip in report_of(fast).passes[0].skips] == [("the root (mul)", reason)]
 
 
+def test_a_view_of_what_is_turned_in_place_stays() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        back = y.transpose(0, 1).transpose(0, 1)
+        y.t_()
+        return back * 2
+
+    done = simplified(function)
+    assert changes(done) == []
+    assert skips(done) == [("the root (transpose)", "what transpose gives again may be written to")]
+
+
+def test_what_is_written_to_behind_a_dropout_is_written_to() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = self.child(y)
+        z.add_(1)
+        return y * z
+
+    assert changes(simplified(function, child=nn.Dropout())) == [("child", "left out, as dropout does nothing in eval")]
+
+
 def test_a_watched_child_is_called() -> None:
     seen: list[int] = []
     child = nn.Dropout()
@@ -220,8 +242,26 @@ def test_what_is_done_twice_is_computed_once() -> None:
     assert changes(done) == [
         ("linear", "linear computed once instead of twice"),
         ("the root (relu)", "relu computed once instead of twice"),
-        ("the root (size)", "size computed once instead of twice"),
     ]
+
+
+def test_what_is_made_of_equal_sizes_and_views_is_computed_once() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        first = x.transpose(0, 1)[: x.size(1) - 1].exp()
+        return first * x.transpose(0, 1)[: x.size(1) - 1].exp().sum() + self.linear(x).sum()
+
+    assert changes(simplified(function)) == [
+        ("the root (exp)", "exp computed once instead of twice"),
+        ("", "sizes and views left out, as nobody uses what is computed"),
+    ]
+
+
+def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_forward() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        _, width = x.shape
+        return self.linear(x.view(x.size(0), x.size(1))).view(x.size(0), width)
+
+    assert changes(simplified(function)) == []
 
 
 @pytest.mark.parametrize(
