@@ -34,7 +34,7 @@ _OWN: tuple[type[Pass], ...] = (
 
 # All that is exact, exportable and free of compile time.
 PRESETS: dict[str, tuple[str, ...]] = {
-    "inference": (Simplify.name, FoldConvBias.name, FoldConvBn.name, ChannelsLast.name),
+    "inference": (FoldConvBias.name, FoldConvBn.name, ChannelsLast.name),
     "training": (FoldConvBias.name,),
 }
 

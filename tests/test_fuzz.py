@@ -68,8 +68,12 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
 BATCH_SIZES = (1, 2, 5)
 HALF = ("float16", "bfloat16")
-PASSES = ("fold-conv-bias", "fold-conv-bn", "channels-last")
-PLANS = st.permutations(PASSES).flatmap(lambda order: st.sampled_from([order, order, order[:2], order[:1]])).map(tuple)
+PASSES = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify")
+PLANS = (
+    st.permutations(PASSES)
+    .flatmap(lambda order: st.sampled_from([order, order, order[:3], order[:2], order[:1]]))
+    .map(tuple)
+)
 # How often each kind of module, fold and answer of a part occurred; `conftest.py` prints the sums of a run.
 SEEN: Counter[str] = Counter()
 BUDGETS = st.sampled_from(["min", 0.5, 0.6, 0.7, 0.8, 0.9])

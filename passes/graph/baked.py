@@ -100,6 +100,24 @@ class Baked:
         except TooMuch:
             return False
 
+    def look(self) -> Callable[[], bool] | None:
+        """A quick look, which tells that it is what it was, or can't tell; None where there is no such look.
+
+        Most of what a forward reads is an attribute of a module, and still the object that it was.
+        """
+        name, value, home = self.name, self.value, self.home()
+        if value is UNKNOWN or self.registry or name == "_modules" or isinstance(home, torch.jit.ScriptModule):
+            return None
+        if self.path or not isinstance(home, nn.Module) or home.__dict__.get(name, ABSENT) is not value:
+            return None
+        own = home.__dict__
+        return lambda: own.get(name, ABSENT) is value
+
+    @property
+    def parts(self) -> int:
+        """How many values are looked at to compare it: 0 where a quick look does."""
+        return 0 if self.look() is not None else _count(self.print)
+
     def of_now(self) -> Baked | None:
         """What of it still holds after passes have written to the tree; None for what a graph reads anew at every call.
 
@@ -170,6 +188,16 @@ class BakedMethod(Baked):
         """Whether it is what it was."""
         return self.now() is self.value
 
+    def look(self) -> Callable[[], bool] | None:
+        """A quick look, as for other values."""
+        name, value, home = self.name, self.value, self.holder
+        if self.path or isinstance(home, torch.jit.ScriptModule):
+            return None
+        own = home.__dict__
+        if name == "forward":
+            return lambda: getattr(type(home), name, None) is value
+        return lambda: name not in own and getattr(type(home), name, None) is value
+
     def of_now(self) -> Baked | None:
         """Itself."""
         return self
@@ -189,7 +217,13 @@ class BakedCall(Baked):
     @property
     def holds(self) -> bool:
         """Whether calling the child would still do nothing."""
-        child = self.now()
+        # Looked at at every call, for each child that was left out.
+        home = self.holder
+        for name in self.path:
+            home = home._modules.get(name)
+            if home is None:
+                return False
+        child = home._modules.get(self.name)
         if type(child) is not self.value:
             return False
         own = child.__dict__
@@ -202,6 +236,10 @@ class BakedCall(Baked):
             or "forward" in own
         )
 
+    def look(self) -> Callable[[], bool] | None:
+        """None: there is no quicker one."""
+        return None
+
     def of_now(self) -> Baked | None:
         """Itself."""
         return self
@@ -213,6 +251,10 @@ def _registered(module: nn.Module, registry: str, name: str) -> Any:
         return ABSENT
     # That of a script module has no `get`.
     return held[name]
+
+
+def _count(print: Any) -> int:
+    return 1 + sum(map(_count, print)) if type(print) is tuple else 0
 
 
 def _items(value: Any) -> Any:

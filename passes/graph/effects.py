@@ -210,6 +210,7 @@ class Aliases:
         self._parents: dict[fx.Node, fx.Node] = {}
         written: set[fx.Node] = set()
         outside: fx.Node | None = None
+        writes_outside = False
         leaving: dict[fx.Node, None] = {}
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -224,8 +225,10 @@ class Aliases:
                         self._join(node, source)
                 if written_by(program, node):
                     written.update(node.all_input_nodes)
-                    if node.op == "call_module" and outside is not None:
-                        written.add(outside)
+                    # A child may write to what it holds, which the graph may read.
+                    writes_outside |= node.op == "call_module"
+        if writes_outside and outside is not None:
+            written.add(outside)
         self._written = {self._root(node) for node in written}
         self._leaving = {self._root(node) for node in leaving}
 
@@ -242,7 +245,8 @@ class Aliases:
         while (above := self._parents.get(root, root)) is not root:
             root = above
         while node is not root:
-            node, self._parents[node] = self._parents.get(node, root), root
+            above, self._parents[node] = self._parents[node], root
+            node = above
         return root
 
     def _join(self, node: fx.Node, other: fx.Node) -> None:

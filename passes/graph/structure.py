@@ -70,7 +70,12 @@ def binder_of(signature: inspect.Signature) -> Callable[..., dict[str, Any]]:
 
     `Signature.bind` does the same, but a tracer of bytecode such as torch.compile doesn't see through it.
     """
-    namespace: dict[str, Any] = {}
+    names = ", ".join(f"{name!r}: {name}" for name in signature.parameters)
+    return _function_of(signature, f"return {{{names}}}", {})
+
+
+def _function_of(signature: inspect.Signature, line: str, namespace: dict[str, Any]) -> Callable[..., Any]:
+    """A function of that signature with a body of one line, which reads the names of the namespace."""
     texts: list[str] = []
     kinds = inspect.Parameter
     parameters = list(signature.parameters.values())
@@ -88,9 +93,8 @@ def binder_of(signature: inspect.Signature) -> Callable[..., dict[str, Any]]:
         )
         if last_positional_only:
             texts[-1] += ", /"
-    names = ", ".join(f"{name!r}: {name}" for name in signature.parameters)
-    exec(f"def forward({', '.join(texts)}):\n    return {{{names}}}\n", namespace)
-    function: Callable[..., dict[str, Any]] = namespace["forward"]
+    exec(f"def forward({', '.join(texts)}):\n    {line}\n", namespace)
+    function: Callable[..., Any] = namespace["forward"]
     return function
 
 
@@ -196,6 +200,32 @@ class CallStructure:
                 raise UnseenCall(f"with {_short(value)} where its graph was made for {_short(leaf)}")
         return tensors
 
+    def reader(self, kinds: frozenset[type]) -> Callable[..., tuple[Any, ...] | None] | None:
+        """A function of a call's arguments that gives its tensors where that is plain to see; None for all others.
+
+        It is there for calls whose arguments are tensors and constants that are one object each, such as None and True; it
+        knows tensors by their classes, which are `kinds`. Most calls are so, and pytree takes many times as long.
+        """
+        # No parameter has these names.
+        namespace: dict[str, Any] = {"_kinds_of_tensors": kinds, "_type_of": type}
+        conditions, tensors = [], []
+        parts = pytree.tree_unflatten(list(self.leaves), self.spec)
+        for name, parameter in self.signature.parameters.items():
+            value = parts[name]
+            if value is TENSOR:
+                conditions.append(f"_type_of({name}) in _kinds_of_tensors")
+                tensors.append(name)
+            elif value is None or type(value) is bool:
+                conditions.append(f"{name} is {value}")
+            elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and not value:
+                conditions.append(f"not {name}")
+            else:
+                return None
+        taken = f"({', '.join(tensors)},)" if tensors else "()"
+        return _function_of(
+            self.signature, f"return {taken} if {' and '.join(conditions) or 'True'} else None", namespace
+        )
+
     @property
     def given_none(self) -> tuple[str, ...]:
         """The parameters that a call gives None itself, where another call may give a tensor."""
@@ -224,14 +254,6 @@ class CallStructure:
             else:
                 args.append(value)
         return tuple(args), kwargs
-
-    @property
-    def only_positional_tensors(self) -> bool:
-        """Whether a call is nothing but one tensor for each positional parameter."""
-        return len(self.leaves) == len(self.signature.parameters) and all(
-            leaf is TENSOR and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            for leaf, parameter in zip(self.leaves, self.signature.parameters.values(), strict=True)
-        )
 
 
 def skeleton_of(spec: pytree.TreeSpec) -> Any:

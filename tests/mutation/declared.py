@@ -15,6 +15,8 @@ DECLARED: dict[str, str] = {
     ),
     "passes/graph/rewriter.py: set_forward: _writes": _BY_ATTRIBUTE,
     "passes/graph/rewriter.py: keep_contiguous: _writes": _BY_ATTRIBUTE,
+    "passes/graph/rewriter.py: enter_channels_last: _writes": _BY_ATTRIBUTE,
+    "passes/graph/rewriter.py: draw_in_order: _writes": _BY_ATTRIBUTE,
     "passes/graph/match.py: value: name in owner._parameters and name not in owner.__dict__": (
         "the look by getattr, which it spares, finds the same None"
     ),

@@ -172,11 +172,45 @@ def test_names_of_tensors():
     assert structure.leaves.count(TENSOR) == 4
 
 
-def test_only_positional_tensors():
-    assert structure_of(lambda x, y: 0, A, B).only_positional_tensors
-    assert not structure_of(lambda x, *, y: 0, A, y=B).only_positional_tensors
-    assert not structure_of(lambda x, y=1: 0, A).only_positional_tensors
-    assert not structure_of(lambda *x: 0, A).only_positional_tensors
+KINDS = frozenset({torch.Tensor})
+
+
+def read(function, args, kwargs, *other, **others):
+    """What the reader of the one call gives for the other."""
+    reader = structure_of(function, *args, **kwargs).reader(KINDS)
+    return "none" if reader is None else reader(*other, **others)
+
+
+def test_a_reader_gives_the_tensors_of_plain_calls():
+    assert read(lambda x, y: 0, (A, B), {}, B, y=A) == (B, A)
+    assert read(lambda x, *, y: 0, (A,), {"y": B}, A, y=B) == (A, B)
+    assert read(lambda x, mask=None, flag=False, **rest: 0, (A,), {}, B) == (B,)
+    assert read(lambda x, mask=None, flag=False, **rest: 0, (A, None), {"flag": True}, B, flag=True) == (B,)
+    assert read(lambda *x: 0, (), {}) == ()
+
+
+def test_a_reader_gives_nothing_of_other_calls():
+    assert read(lambda x, mask=None: 0, (A,), {}, A, B) is None
+    assert read(lambda x, mask=None: 0, (A, B), {}, A) is None
+    assert read(lambda x, flag=True: 0, (A,), {}, A, 1) is None
+    assert read(lambda x, flag=True: 0, (A,), {}, A, False) is None
+    assert read(lambda x, **rest: 0, (A,), {}, A, more=B) is None
+    assert read(lambda x, *rest: 0, (A,), {}, A, B) is None
+    assert read(lambda x: 0, (A,), {}, nn.Parameter(A)) is None
+    assert read(lambda x: 0, (A,), {}, 1) is None
+
+
+def test_calls_with_containers_and_numbers_have_no_reader():
+    assert read(lambda x: 0, ([A],), {}, [A]) == "none"
+    assert read(lambda x, n: 0, (A, 2), {}, A, 2) == "none"
+    assert read(lambda x, n: 0, (A, "a"), {}, A, "a") == "none"
+    assert read(lambda *x: 0, (A,), {}, A) == "none"
+    assert read(lambda **x: 0, (), {"a": A}, a=A) == "none"
+
+
+def test_a_reader_raises_where_the_forward_would():
+    with pytest.raises(TypeError, match="forward"):
+        read(lambda x: 0, (A,), {}, A, B)
 
 
 def test_signatures():
