@@ -105,13 +105,15 @@ class Baked:
 
         Most of what a forward reads is an attribute of a module, and still the object that it was.
         """
-        name, value, home = self.name, self.value, self.home()
-        if value is UNKNOWN or self.registry or name == "_modules" or isinstance(home, torch.jit.ScriptModule):
+        name, value, home = self.name, self.value, self.holder
+        if self.path or self.registry or value is UNKNOWN or not isinstance(home, nn.Module):
             return None
-        if self.path or not isinstance(home, nn.Module) or home.__dict__.get(name, ABSENT) is not value:
+        if isinstance(home, torch.jit.ScriptModule):
             return None
         own = home.__dict__
-        return lambda: own.get(name, ABSENT) is value
+        if name == "_modules":
+            return lambda: tuple(own["_modules"]) == value
+        return (lambda: own.get(name, ABSENT) is value) if own.get(name, ABSENT) is value else None
 
     @property
     def parts(self) -> int:
