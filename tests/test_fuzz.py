@@ -1,6 +1,6 @@
 """Random modules through `optimize`: whatever the module, the result computes what the original computes.
 
-`make test` runs 300 of them, always the same; `make fuzz N=20000` any number, others each time (the seed that it prints
+`make test` runs 150 of them, always the same; `make fuzz N=20000` any number, others each time (the seed that it prints
 repeats them). A failure prints the description of the module, shrunk, as an expression that `check` takes.
 """
 
@@ -63,7 +63,7 @@ SHARE = 50
 # Of those in training there are fewer: each is captured in both modes, and compared in both.
 TRAINED_SHARE = 20
 PLANNED_SHARE = 12
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 # Shares of different runs have different seeds.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
 BATCH_SIZES = (1, 2, 5)
