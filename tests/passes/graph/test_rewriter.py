@@ -79,6 +79,7 @@ def test_of_a_change_that_is_left_alone_nothing_is_written(cls: type[nn.Module])
     program = program_of(cls().eval())
     before = state_of(program)
     ((conv, norm),) = conv_bn_chains(program)
+    counted_on = program.home(norm.node).baked
     graph = Rewriter(program, {Place("conv", "all that can be written", 0): "it is better as it is"})
     with graph.change("conv", "all that can be written", (conv.node, norm.node)) as change:
         graph.set_tensor(change, conv.weight, torch.zeros(4, 3, 3, 3))
@@ -103,6 +104,7 @@ def test_of_a_change_that_is_left_alone_nothing_is_written(cls: type[nn.Module])
             graph.keep_contiguous(change, conv.module)
     assert change.edits == []
     assert state_of(program) == before
+    assert program.home(norm.node).baked is counted_on
     graph.finish()
     assert state_of(program) == before
     assert (graph.changes, graph.skips, graph.edits) == ([], [Skip("conv", "it is better as it is")], [])
