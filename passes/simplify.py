@@ -82,10 +82,11 @@ class _Simplifier:
 
     def run(self) -> None:
         """Leave out all that can be, if it is worth it."""
-        gain, cost = self._gain(), self._cost()
-        if gain <= cost:
-            if gain:
-                self.graph.skip_module(self.home.path, _NOT_WORTH)
+        gain = self._gain()
+        if not gain:
+            return
+        if gain <= self._cost():
+            self.graph.skip_module(self.home.path, _NOT_WORTH)
             return
         self._leave_out_nothings()
         self._compute_once()
@@ -94,11 +95,9 @@ class _Simplifier:
 
     def _cost(self) -> int:
         """What the graph costs as a forward; nothing where it is one already."""
-        return (
-            0
-            if isinstance(inner_forward(self.home.module), GraphForward)
-            else cost_of(self.home.structure, self.home.baked)
-        )
+        if isinstance(inner_forward(self.home.module), GraphForward):
+            return 0
+        return cost_of(self.home.structure, self.home.baked)
 
     def _gain(self) -> int:
         """About how many tenths of a microsecond what could be left out takes at a call, in Python alone."""
@@ -180,11 +179,8 @@ class _Simplifier:
     def _nothing(self, child: nn.Module) -> str | None:
         """What to say of a module that gives its only input as it is; None for others."""
         if isinstance(child, _DROPOUTS):
-            return (
-                None
-                if child.training or not is_stock(child, _DROPOUTS)
-                else "left out, as dropout does nothing in eval"
-            )
+            is_off = is_stock(child, _DROPOUTS) and not child.training
+            return "left out, as dropout does nothing in eval" if is_off else None
         if is_atom(child):
             return "left out, as an identity does nothing" if is_stock(child, (nn.Identity,)) else None
         inner = self.program.graphs.get(id(child))

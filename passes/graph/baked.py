@@ -238,10 +238,6 @@ class BakedCall(Baked):
             or "forward" in own
         )
 
-    def look(self) -> Callable[[], bool] | None:
-        """None: there is no quicker one."""
-        return None
-
     def of_now(self) -> Baked | None:
         """Itself."""
         return self

@@ -17,8 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from passes.graph.capture import is_atom
 from passes.graph.match import has_hooks, is_parametrized
 from passes.graph.operations import draws_numbers, may_give_memory, schemas
-from passes.graph.program import Program
-from passes.graph.tracing import IS_TENSOR, METADATA, function_name, writes
+from passes.graph.program import Program, operation_name
+from passes.graph.tracing import IS_TENSOR, METADATA, writes
 
 # Functions of Python whose value is that of their arguments; none of them holds memory of these.
 _PLAIN = frozenset({"abs", "bool", "float", "int", "len", "max", "min", "round", "slice", "str", "sum"})
@@ -65,7 +65,7 @@ def is_pure(program: Program, node: fx.Node) -> bool:
 
 def is_repeatable(program: Program, node: fx.Node) -> bool:
     """Whether the node is pure and gives the same value each time."""
-    return is_pure(program, node) and not (node.op != "call_module" and _name_of(node) in _UNWRITTEN)
+    return is_pure(program, node) and not (node.op != "call_module" and operation_name(node) in _UNWRITTEN)
 
 
 def may_share(program: Program, node: fx.Node) -> bool:
@@ -73,7 +73,7 @@ def may_share(program: Program, node: fx.Node) -> bool:
     if node.op == "call_module":
         module = program.module_of(node)
         return module is None or not _makes_memory(module)
-    name = _name_of(node)
+    name = operation_name(node)
     if node.op == "call_function" and _home_of(node) in ("math", "builtins"):
         return name == "getattr" and str(node.args[1]) not in METADATA
     if node.op == "call_function" and _home_of(node) == "_operator":
@@ -96,20 +96,16 @@ def _home_of(node: fx.Node) -> str:
     return getattr(node.target, "__module__", None) or ""
 
 
-def _name_of(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_method" else function_name(node.target)
-
-
 def _is_known(node: fx.Node) -> bool:
     """Whether torch or Python says what the operation does."""
-    name = _name_of(node)
+    name = operation_name(node)
     if name in _ACTING:
         return False
     if node.op == "call_method":
         # What isn't a tensor for certain may have any method: a cache of keys has `update`.
         receiver = node.args[0] if node.args else None
         of_tensor = isinstance(receiver, fx.Node) and IS_TENSOR in receiver.meta
-        return name in METADATA if not of_tensor else name in METADATA or schemas(name) is not None
+        return name in METADATA or (of_tensor and schemas(name) is not None)
     home = _home_of(node)
     if home == "builtins":
         return name in _PLAIN or (name == "getattr" and str(node.args[1]) in METADATA | _VIEWS)
@@ -137,7 +133,7 @@ _OPERATORS = frozenset(name.strip("_") for name in dir(operator)) - {"call", "se
 
 
 def _draws(node: fx.Node) -> bool:
-    name = _name_of(node)
+    name = operation_name(node)
     if name == "scaled_dot_product_attention":
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return not (isinstance(given, int | float) and given == 0)
@@ -152,7 +148,7 @@ def is_dropout_off(node: fx.Node) -> bool:
     Their signatures are `dropout(input, p=0.5, training=True, inplace=False)` in torch.nn.functional, and without defaults
     in torch; `alpha_dropout` and `feature_alpha_dropout` are out of training by default.
     """
-    name = _name_of(node)
+    name = operation_name(node)
     by_default = "alpha" not in name
     train = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", by_default))
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)

@@ -47,13 +47,8 @@ _TENSOR_LAYERS = (
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Dropout, nn.Identity, nn.Flatten, nn.ReLU, nn.GELU, nn.SiLU,
     nn.Sigmoid, nn.Tanh, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase,
 )  # fmt: skip
-_TENSOR_OPERATIONS = {
-    "adaptive_avg_pool2d", "add", "avg_pool2d", "batch_norm", "bmm", "cat", "clone", "contiguous", "conv1d", "conv2d",
-    "conv3d", "detach", "div", "dropout", "einsum", "embedding", "expand", "flatten", "float", "gelu", "group_norm",
-    "half", "interpolate", "layer_norm", "linear", "matmul", "mean", "mul", "pad", "permute", "relu", "repeat", "reshape",
-    "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "squeeze", "stack", "sub", "sum", "tanh", "to",
-    "transpose", "type_as", "unsqueeze", "view",
-}  # fmt: skip
+# Those that torch has no schema of return a tensor too.
+_TENSOR_OPERATIONS = frozenset({"float", "half", "interpolate"})
 
 
 class Untraceable(Exception):
