@@ -23,7 +23,7 @@ from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_buffers, script_buffers
-from optimizer.written_parameters import kept_parameters
+from optimizer.written_parameters import kept_parameters, kept_values
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
@@ -324,10 +324,12 @@ class Pipeline:
     def context(self) -> Context:
         """What the passes may know."""
         calls = tuple((call.args, call.kwargs) for call in self._calls)
-        run_inside, apart = (self._run_inside, self._apart) if calls else (None, None)
         flag = self.copy.root.training
         orders, others = self._orders.get(flag, ()), self._orders.get(not flag)
-        return Context(self.mode, self.device, calls, orders, others, run_inside=run_inside, apart=apart)
+        context = Context(self.mode, self.device, calls, orders, others)
+        if not calls:
+            return context
+        return replace(context, run_inside=self._run_inside, run_compiled=self._run_compiled, apart=self._apart)
 
     def _run_inside(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_inside`."""
@@ -336,6 +338,24 @@ class Pipeline:
             with self._quiet(), private_buffers(root, self.copy.variables), watch:
                 root(*call.args, **call.kwargs)
         except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return None
+
+    def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
+        """As `Context.run_compiled`."""
+        root = self.copy.root
+        written = self._reference.written if self._reference is not None else ()
+        try:
+            # What watches the writes to parameters would be compiled in: those that the original writes to are known.
+            with ExitStack() as stack:
+                for kept in (random_state(0), pinned_settings(), torch.no_grad(), kept_values(root, written)):
+                    stack.enter_context(kept)
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                stack.enter_context(private_buffers(root, self.copy.variables))
+                stack.enter_context(watch)
+                self._outputs()
+        except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
             return f"{type(error).__name__}: {_first_line(error)}"
         return None
 

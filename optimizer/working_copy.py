@@ -20,6 +20,7 @@ from optimizer.kept_functions import FunctionTwins
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
 from optimizer.written_state import may_be_written, state_of
 from passes.graph.capture import ModuleGraph
+from passes.graph.forward import unbound_forward
 from passes.graph.memory import copied_together, groups_of
 from passes.graph.side_effects import REGISTRIES, attributes_of, contents_of, holds_no_module, values_in
 from passes.graph.snapshot import Snapshot
@@ -237,7 +238,7 @@ class _Cloner:
         for name, value in module.__dict__.items():
             # What `compile` made runs the caller's module.
             if name != "_compiled_call_impl":
-                clone.__dict__[name] = self._attribute(module, name, value)
+                clone.__dict__[name] = self._attribute(module, name, unbound_forward(value))
         for name in (slot for cls in type(module).__mro__ for slot in _slots_of(cls)):
             if hasattr(module, name):
                 object.__setattr__(clone, name, self._attribute(module, name, getattr(module, name)))

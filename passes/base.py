@@ -38,6 +38,7 @@ class Context:
             reason. A `Rewriter` that is given them sees to that.
         run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
             no trace; gives the clause why it couldn't, or None. None where nothing is run.
+        run_compiled: the same on each of the calls, where calls that were set to be compiled are compiled.
         apart: a context in which a pass may run the root, with gradients, and leaves no trace; it yields the arguments of the
             first of the calls. None where nothing is run.
     """
@@ -49,6 +50,7 @@ class Context:
     other_orders: tuple[DimOrder | None, ...] | None = None
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
+    run_compiled: RunInside | None = None
     apart: Apart | None = None
 
 

@@ -1,36 +1,70 @@
-"""torch.compile of the whole module, in place of its call."""
+"""torch.compile in place of a module's call: of the whole, or of the blocks that it repeats."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from passes.base import Context, Pass, PassResult
+from passes.compiling.blocks import COMPILED_CALL, Blocks, FusibleWork, repeated_blocks
+from passes.compiling.calls import (
+    BlocksTrial,
+    CompiledCall,
+    FrozenCall,
+    WholeTrial,
+    bound_forwards,
+    entry_of,
+)
+from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 
+# Blocks are compiled one by one where they do this share of what compiling can spare: all else stays as it is.
+_LEAST_SHARE = 0.9
+# These capture the launches of kernels, whose memory is that of the next call of the same code too.
+_CAPTURING = ("reduce-overhead", "max-autotune")
+
 
 @dataclass(frozen=True)
 class TorchCompile(Pass):
-    """Compile the module's call with torch.compile.
+    """Compile the module's call, or those of its equal blocks once for all, with torch.compile.
 
-    The module stays what it is, keys of its state_dict included: `Module.compile()` sets a compiled call on the
-    instance. The compiled code isn't copied or exported: exporters take the module before it.
+        module(x)              ->  compiled code of all that it does          regions="whole"
+        block0, ... blockN(x)  ->  one compiled code for all equal blocks     regions="blocks"
+
+    Equal blocks, as the layers of a transformer, are compiled once: the first call is there in a fraction of the time. What
+    is around them stays as it is. Whether they share their code is seen in a run of torch.compile's front end alone.
+
+    The module stays what it is, keys of its state_dict included: the compiled call is set on the instance, as
+    `Module.compile()` does. It isn't copied or exported: copies and exporters take the module before it. As with any code
+    of torch.compile's, hooks that are set later on modules inside aren't called.
+
+    With `freezing` the weights are part of the code, laid out as its kernels like them. A weight that is written to, moved
+    or replaced is seen at the next call, and the code made anew; torch doesn't tell of writes by `.data`. Calls in which
+    gradients are on take other code.
 
     Attributes:
         mode: as for torch.compile.
         fullgraph: raise at a graph break instead of compiling in parts.
         dynamic: true for one kernel for all sizes, false for one for each, none to decide at the second size.
         backend: a torch.compile backend.
+        freezing: make the weights constants of the code; for inference.
+        regions: "whole"; "blocks", of which there have to be three or more that are equal and beside each other; or "auto":
+            blocks where runs of the example inputs show that they share their code, and do nine tenths or more of what
+            compiling can spare.
     """
 
     name: ClassVar[str] = "torch-compile"
@@ -41,37 +75,139 @@ class TorchCompile(Pass):
     fullgraph: bool = False
     dynamic: bool | None = None
     backend: str = "inductor"
+    freezing: bool = False
+    regions: Literal["auto", "whole", "blocks"] = "auto"
 
     def check(self, context: Context) -> None:
-        """See that there is a compiler for the device.
+        """See that there is a compiler for the device, and that the options go together.
 
         Raises:
-            RequirementNotMet: there is none, or no backend of that name.
+            RequirementNotMet: there is none, or no backend of that name, or an option makes no sense with another.
         """
         super().check(context)
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:
             raise RequirementNotMet(f"torch-compile has no backend {self.backend!r}: use one of {', '.join(known)}.")
-        if self.backend != "inductor" and self.mode != "default":
+        if self.backend != "inductor" and (self.mode != "default" or self.freezing):
+            option = f"mode={self.mode}" if self.mode != "default" else "freezing=true"
+            raise RequirementNotMet(f"torch-compile:{option} is for inductor: leave it out for backend={self.backend}.")
+        if self.freezing and context.mode != "inference":
             raise RequirementNotMet(
-                f"torch-compile:mode={self.mode} is for inductor: leave it out for backend={self.backend}."
+                "torch-compile:freezing=true makes constants of the weights, which are trained here: leave it out."
             )
+        if self.regions == "blocks" and (reason := self._why_whole()):
+            raise RequirementNotMet(f"torch-compile:regions=blocks can't be had with {reason}: leave one of them out.")
         if self.backend == "inductor" and (missing := _missing_compiler(context.device)):
             raise RequirementNotMet(f"torch-compile can't be had here: {missing}.")
 
+    def _why_whole(self) -> str:
+        """The option with which blocks aren't compiled one by one; "" for none."""
+        if self.freezing:
+            return "freezing=true, which makes code for each block's own weights"
+        if self.mode in _CAPTURING:
+            return f"mode={self.mode}, which keeps what a code gives only until it is called again"
+        return ""
+
     def run(self, program: Program, context: Context) -> PassResult:
-        """Set the compiled call on the root; the code is made at the first call."""
+        """Set the compiled calls; the code is made at the first call.
+
+        Raises:
+            RequirementNotMet: `fullgraph` or `regions="blocks"` can't be had for this module.
+        """
         rewriter = Rewriter(program)
         root = program.root
-        if root.__dict__.get("_compiled_call_impl") is not None:
-            rewriter.skip_module("", "its call is compiled already")
+        compiled = [path for path, module in root.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
+        if compiled:
+            rewriter.skip_module(compiled[0], "its call is compiled already")
             return PassResult((), tuple(rewriter.skips), rewriter)
-        compiled = torch.compile(
-            root._call_impl, mode=self.mode, fullgraph=self.fullgraph, dynamic=self.dynamic, backend=self.backend
+        groups = self._blocks(root, context)
+        if self.fullgraph and not groups and context.run_compiled is not None:
+            self._refuse_break(WholeTrial(root), context)
+        record = CompileRecord(
+            "blocks" if groups else "whole", tuple(tuple(path for path, _ in group) for group in groups)
         )
-        with rewriter.change("", f"compiled by {self.backend}") as change:
-            rewriter.set_attribute(change, root, "_compiled_call_impl", compiled)
-        return PassResult(tuple(rewriter.changes), (), rewriter)
+        if groups:
+            for group in groups:
+                self._compile_blocks(rewriter, group, record)
+        else:
+            with rewriter.change("", f"compiled by {self.backend}") as change:
+                rewriter.set_attribute(change, root, COMPILED_CALL, self._whole(root, record))
+        return PassResult(tuple(rewriter.changes), (), rewriter, detail=record)
+
+    def _blocks(self, root: nn.Module, context: Context) -> Sequence[Blocks]:
+        """The groups of blocks to be compiled; none where the whole is."""
+        if self.regions == "whole" or (self.regions == "auto" and (self._why_whole() or context.run_compiled is None)):
+            return ()
+        groups = repeated_blocks(root)
+        if groups and context.run_compiled is not None:
+            trial = BlocksTrial(groups)
+            failed = context.run_compiled(trial.watch())
+            groups = [] if failed else trial.shared(len(context.example_calls))
+        if self.regions == "auto":
+            return groups if _share(groups, context) >= _LEAST_SHARE else ()
+        if not groups:
+            raise RequirementNotMet(
+                "torch-compile:regions=blocks finds no three equal modules beside each other that could share their code:"
+                " leave it out."
+            )
+        return groups
+
+    def _refuse_break(self, trial: WholeTrial, context: Context) -> None:
+        assert context.run_compiled is not None
+        context.run_compiled(trial.watch())
+        if trial.found is not None:
+            raise RequirementNotMet(
+                f"torch-compile:fullgraph=true can't be had: the graph breaks at {trial.found.where}"
+                f" ({trial.found.reason}): change that line, or leave fullgraph out."
+            )
+
+    def _compile_blocks(self, rewriter: Rewriter, group: Blocks, record: CompileRecord) -> None:
+        (first, block), *_, (last, _) = group
+        compiled = self._compiled(record)(entry_of(block))
+        with rewriter.change(first, f"compiled by {self.backend}, for {len(group)} blocks up to {last}") as change:
+            for _, block in group:
+                rewriter.set_attribute(change, block, COMPILED_CALL, CompiledCall(compiled, block))
+            for module, bound in bound_forwards(block for _, block in group):
+                rewriter.set_attribute(change, module, "forward", bound)
+
+    def _whole(self, root: nn.Module, record: CompileRecord) -> Callable[..., Any]:
+        compile = self._compiled(record)
+        if self.freezing:
+            return FrozenCall(root, compile)
+        return CompiledCall(compile(entry_of(root)), root)
+
+    def _compiled(self, record: CompileRecord) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """torch.compile with the options of the pass, noting what it makes."""
+        backend = RecordingBackend(self.backend, self._compiler(), record)
+
+        def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+            compiled: Callable[..., Any] = torch.compile(
+                function, fullgraph=self.fullgraph, dynamic=self.dynamic, backend=backend
+            )
+            return compiled
+
+        return compile
+
+    def _compiler(self) -> Callable[..., Any]:
+        if self.backend == "inductor":
+            with warnings.catch_warnings():
+                # It is imported with parts of TorchScript, which warn of their end: what is made here needs none of them.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                warnings.simplefilter("ignore", FutureWarning)
+                importlib.import_module("torch._inductor.compile_fx")
+        found: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
+        if self.backend != "inductor" or self.mode == "default":
+            return found
+        options = torch._inductor.list_mode_options(self.mode, self.dynamic)
+        return lambda graph, inputs: found(graph, inputs, config_patches=options)
+
+
+def _share(groups: Sequence[Blocks], context: Context) -> float:
+    """How much of what compiling can spare is in the blocks, 0 to 1; 0 where a run doesn't show it."""
+    if not groups or context.run_inside is None:
+        return 0.0
+    work = FusibleWork(groups)
+    return 0.0 if context.run_inside(work) else work.share
 
 
 def _missing_compiler(device: torch.device) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import itertools
 import linecache
 import sys
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,12 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.baked import Baked, BakedShape, found_again, portable
-from passes.graph.guards import FoldedPair, SealedOutput, class_code, inner_forward, opened_from
+from passes.graph.guards import FoldedPair, InstanceForward, SealedOutput, class_code, inner_forward, opened_from
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
 
 _numbers = itertools.count()
+# The functions of graphs, by their text and what it names.
+_known_functions: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 # A quick look at something that a graph counts on, and that itself.
 _Look = tuple[Callable[[], bool] | None, Baked]
 # What is given to a graph without a look at the structure of the call, which most of all calls are.
@@ -82,7 +86,7 @@ class GraphForward:
         """
         for flag, (graph, _) in self.graphs.items():
             if flag not in self._functions:
-                self._functions[flag] = compile_graph(graph, self.path)
+                self._functions[flag] = compile_graph(graph, self._title)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = self.owner.training
@@ -154,7 +158,7 @@ class GraphForward:
         graph, outputs = self.graphs[self.owner.training]
         if not any(node.target is opened_from for node in graph.nodes):
             return pytree.tree_map(_unsealed, self(*args, **kwargs))
-        function = compile_graph(_opening(graph), self.path)
+        function = compile_graph(_opening(graph), self._title)
         leaves = function(self.owner, *self._tensors(args, kwargs))
         return pytree.tree_unflatten([_unsealed(leaf) for leaf in leaves], outputs)
 
@@ -188,6 +192,16 @@ class GraphForward:
         name = "the list of children" if item.name == "_modules" else item.name
         name = f"the shape of {name}" if isinstance(item, BakedShape) else name
         return f"{name} of {'.'.join(filter(None, (self.path, path))) or 'the root'}"
+
+    @property
+    def functions(self) -> Mapping[bool, Callable[..., Any]]:
+        """The function of the graph for each training flag; equal graphs have the same."""
+        self.prepare()
+        return self._functions
+
+    @property
+    def _title(self) -> str:
+        return type(self.owner).__name__
 
     def _name(self) -> str:
         return f"{type(self.owner).__name__} at {self.path or 'the root'}"
@@ -267,16 +281,25 @@ def _copied(item: Baked, memo: dict[int, Any]) -> Baked:
     return item.moved(copy.deepcopy(item.holder, memo)) if isinstance(item.holder, nn.Module) else item
 
 
-def compile_graph(graph: fx.Graph, path: str) -> Callable[..., Any]:
-    """The Python function `f(owner, *tensors) -> list of leaves` of a graph."""
+def compile_graph(graph: fx.Graph, title: str) -> Callable[..., Any]:
+    """The Python function `f(owner, *tensors) -> list of leaves` of a graph, which is one for all equal graphs.
+
+    What is compiled for one of many equal modules is then right for the others too: torch.compile tells functions apart by
+    their code. Tracebacks show the lines of the graph, under the title of the first that it was made for.
+    """
     code = graph.python_code("self")
-    name = f"<graph of {path or 'the root'} {next(_numbers)}>"
-    # Tracebacks show the lines of the graph.
+    key = code.src, tuple((name, id(value)) for name, value in code.globals.items())
+    known = _known_functions.get(key)
+    if known is not None:
+        return known
+    name = f"<graph of {title} {next(_numbers)}>"
     linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
     namespace = dict(code.globals)
     exec(compile(code.src, name, "exec"), namespace)
     function: Callable[..., Any] = namespace["forward"]
     weakref.finalize(function, linecache.cache.pop, name, None)
+    # The function holds its names, so that what the key tells by identity lives as long.
+    _known_functions[key] = function
     return function
 
 
@@ -374,3 +397,27 @@ def prepare_forwards(root: nn.Module) -> None:
         installed = inner_forward(module)
         if isinstance(installed, GraphForward):
             installed.prepare()
+
+
+def bound_forward(forward: Any) -> types.MethodType | None:
+    """The forward of one instance as a method bound to it, by whose code torch.compile goes.
+
+    An object it tells by its identity alone, so that what is compiled for one module is wrong for any other. None where it
+    is no object of ours.
+    """
+    if not isinstance(forward, GraphForward | InstanceForward):
+        return None
+    run = type(forward).__call__
+    function = types.FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    function.__kwdefaults__ = run.__kwdefaults__
+    signature = inspect.Signature.from_callable(forward)  # type: ignore[arg-type]
+    owner = inspect.Parameter("_self", inspect.Parameter.POSITIONAL_ONLY)
+    function.__dict__["__signature__"] = signature.replace(parameters=[owner, *signature.parameters.values()])
+    return types.MethodType(function, forward)
+
+
+def unbound_forward(forward: Any) -> Any:
+    """The reverse of `bound_forward`; anything else as it is."""
+    if type(forward) is not types.MethodType or not isinstance(forward.__self__, GraphForward | InstanceForward):
+        return forward
+    return forward.__self__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.guards import SealedOutput
+
+# The functions made here, by their text and what it names.
+_known_functions: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 # A value of one of these types may be part of what a graph is made for: it is compared at every call.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
@@ -93,8 +97,15 @@ def _function_of(signature: inspect.Signature, line: str, namespace: dict[str, A
         )
         if last_positional_only:
             texts[-1] += ", /"
-    exec(f"def forward({', '.join(texts)}):\n    {line}\n", namespace)
+    text = f"def forward({', '.join(texts)}):\n    {line}\n"
+    # One for all that are equal, as `passes.graph.forward.compile_graph` has it.
+    key = text, tuple((name, id(value)) for name, value in namespace.items())
+    known = _known_functions.get(key)
+    if known is not None:
+        return known
+    exec(text, namespace)
     function: Callable[..., Any] = namespace["forward"]
+    _known_functions[key] = function
     return function
 
 

@@ -1,8 +1,10 @@
 """torch.compile in place of the module's call."""
 
 import copy
+import inspect
 import pickle
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ import pytest
 import torch
 from folding_models import Island, Pair, image
 from pass_contract import captured
+from tiny_models import enliven
 from torch import nn
 
 from optimizer import optimize, report_of
 from optimizer.api import _exportable
 from passes import FoldConvBn, TorchCompile
 from passes.base import Context
+from passes.compiling.blocks import COMPILED_CALL, repeated_blocks
+from passes.compiling.calls import FrozenCall
+from passes.compiling.record import CompileRecord
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.graph.capture import capture
 from passes.graph.guards import is_carried
@@ -48,16 +54,15 @@ def test_the_result_keeps_class_and_keys() -> None:
     assert fast._compiled_call_impl is not None
 
 
-def test_its_code_runs() -> None:
+def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         return lambda *args: ran.append(1) or graph(*args)
 
     program, context = captured(Pair().eval())
-    item = TorchCompile(backend="eager")
-    object.__setattr__(item, "backend", backend)
-    item.run(program, context)
+    monkeypatch.setattr(TorchCompile, "_compiler", lambda self: backend)
+    TorchCompile(backend="eager").run(program, context)
     with torch.no_grad():
         program.root(image())
     assert ran == [1]
@@ -117,6 +122,390 @@ def test_triton_is_needed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequirementNotMet, match="pip install triton"):
         TorchCompile().check(Context("inference", torch.device("cuda")))
+
+
+# ---------------------------------------------------------------------------------------------------------- the blocks
+
+
+class Mixer(nn.Module):
+    """One block of a network of many."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.number = number
+        self.norm = nn.LayerNorm(8)
+        self.dropout = nn.Dropout(0.1)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.outer(torch.relu(self.inner(self.norm(x)))))
+
+
+class Numbered(Mixer):
+    """A block that computes by its own number, and so differs from its equals."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (self.number + 1.5) if self.number % 2 else super().forward(x).tanh() + self.number
+
+
+class Tower(nn.Module):
+    def __init__(self, block: type[Mixer] = Mixer, count: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(block(number) for number in range(count))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tower(block: type[Mixer] = Mixer, count: int = 4) -> Tower:
+    torch.manual_seed(0)
+    return enliven(Tower(block, count)).eval()
+
+
+def rows(count: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def compiled_paths(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
+
+
+def record_of(fast: nn.Module) -> CompileRecord:
+    record = report_of(fast).passes[-1].detail
+    assert isinstance(record, CompileRecord)
+    return record
+
+
+def answers_alike(fast: nn.Module, model: nn.Module, sizes: tuple[int, ...] = (1, 2, 5)) -> bool:
+    with torch.no_grad():
+        return all(torch.allclose(fast(rows(n, n)), model(rows(n, n)), atol=1e-5) for n in sizes)
+
+
+BLOCKS = [f"blocks.{number}" for number in range(4)]
+
+
+def test_equal_blocks_are_compiled_once() -> None:
+    model = tower()
+    fast = optimize(model, [TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert compiled_paths(fast) == BLOCKS
+    record = record_of(fast)
+    # One for the first size, one for all others.
+    assert (record.regions, record.blocks, record.programs) == ("blocks", (tuple(BLOCKS),), 2)
+    assert answers_alike(fast, model)
+    assert record.programs <= 3, "another one for a batch of one row at most"
+    assert list(fast.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("first", ["simplify", "fold-conv-bn"])
+def test_blocks_with_rewritten_forwards_share_their_code_too(first: str) -> None:
+    class Convolving(Mixer):
+        def __init__(self, number: int = 0) -> None:
+            super().__init__(number)
+            self.conv, self.bn = nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.bn(self.conv(x.unsqueeze(-1))).squeeze(-1))
+
+    model = tower(Convolving)
+    fast = optimize(model, [first, TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert compiled_paths(fast) == BLOCKS
+    assert record_of(fast).programs == 2
+    assert answers_alike(fast, model)
+
+
+def test_blocks_that_share_no_code_are_compiled_as_a_whole() -> None:
+    model = tower(Numbered)
+    fast = optimize(model, [TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert compiled_paths(fast) == [""]
+    assert record_of(fast).blocks == ()
+    assert answers_alike(fast, model)
+    with pytest.raises(RequirementNotMet, match="finds no three equal modules beside each other that could share"):
+        optimize(model, [TorchCompile(backend="eager", regions="blocks")], example_inputs=(rows(),))
+
+
+def test_blocks_that_do_little_of_the_work_are_compiled_with_the_whole() -> None:
+    class Heavy(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            for _ in range(20):
+                y = torch.cat([y.tanh(), y.sin()]).view(2, -1, y.shape[-1]).mean(0).repeat(1, 3)[:, : y.shape[-1]]
+            return y
+
+    model = enliven(Heavy()).eval()
+    fast = optimize(model, [TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert compiled_paths(fast) == [""]
+    asked = optimize(model, [TorchCompile(backend="eager", regions="blocks")], example_inputs=(rows(),))
+    assert compiled_paths(asked) == BLOCKS
+    assert answers_alike(asked, model)
+
+
+def test_without_example_inputs_nothing_shows_that_blocks_share_their_code() -> None:
+    assert compiled_paths(optimize(tower(), [TorchCompile(backend="eager")])) == [""]
+    asked = optimize(tower(), [TorchCompile(backend="eager", regions="blocks")])
+    assert compiled_paths(asked) == BLOCKS
+    assert answers_alike(asked, tower())
+
+
+def test_two_equal_modules_are_no_blocks() -> None:
+    assert compiled_paths(optimize(tower(count=2), [TorchCompile(backend="eager")], example_inputs=(rows(),))) == [""]
+    with pytest.raises(RequirementNotMet, match="finds no three equal modules"):
+        optimize(tower(count=2), [TorchCompile(backend="eager", regions="blocks")])
+
+
+def test_layers_and_lists_are_no_blocks() -> None:
+    layers = nn.ModuleDict({f"layer{number}": nn.Linear(4, 4) for number in range(4)})
+    lists = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]) for _ in range(4))
+    assert repeated_blocks(nn.ModuleDict({"layers": layers, "lists": lists})) == []
+
+
+def test_blocks_of_other_shapes_dtypes_or_flags_are_other_blocks() -> None:
+    def groups(change: Callable[[nn.ModuleList], object]) -> list[list[str]]:
+        blocks = nn.ModuleList(Mixer() for _ in range(6))
+        change(blocks)
+        return [[path for path, _ in group] for group in repeated_blocks(blocks)]
+
+    assert groups(lambda blocks: None) == [list("012345")]
+    assert groups(lambda blocks: blocks[2].double()) == [list("01345")]
+    assert groups(lambda blocks: blocks[2].train(False)) == [list("01345")]
+    assert groups(lambda blocks: blocks[2].requires_grad_(False)) == [list("01345")]
+    assert groups(lambda blocks: blocks[2].register_buffer("more", torch.ones(1))) == [list("01345")]
+    assert groups(lambda blocks: setattr(blocks[2], "inner", nn.Linear(8, 16, bias=False))) == [list("01345")]
+    assert groups(lambda blocks: setattr(blocks[2], "forward", lambda x: x)) == [list("01345")]
+
+
+def test_copies_and_exports_of_compiled_blocks_take_what_was_before() -> None:
+    fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
+    simplified = optimize(tower(), ["simplify"], example_inputs=(rows(),))
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), _exportable(fast, torch.device("cpu"))):
+        assert compiled_paths(twin) == []
+        with torch.no_grad():
+            assert torch.equal(twin(rows()), simplified(rows()))
+    exported = _exportable(fast, torch.device("cpu"))
+    assert type(exported.blocks[0].forward) is type(simplified.blocks[0].forward)
+    again = optimize(fast, [TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert compiled_paths(again) == BLOCKS
+    assert record_of(again).programs == 2
+
+
+def test_rewritten_forwards_keep_their_signatures() -> None:
+    fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert list(inspect.signature(fast.blocks[3].forward).parameters) == ["x"]
+    # Called by name, and beside its compiled call.
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        assert torch.allclose(fast.blocks[3].forward(x=x), tower().blocks[3](x), atol=1e-6)
+
+
+def test_new_weights_of_a_compiled_block_count() -> None:
+    fast = optimize(tower(), [TorchCompile(backend="eager")], example_inputs=(rows(),))
+    with torch.no_grad():
+        before = fast(rows())
+        fast.blocks[2].outer.weight.mul_(0.5)
+        by_hand = copy.deepcopy(fast)
+        assert not torch.allclose(fast(rows()), before)
+        assert torch.allclose(fast(rows()), by_hand(rows()), atol=1e-6)
+
+
+def test_a_block_that_is_watched_has_its_own_code() -> None:
+    seen: list[int] = []
+    model = tower()
+    model.blocks[0].inner.register_forward_hook(lambda module, args, output: seen.append(1))
+    fast = optimize(model, [TorchCompile(backend="eager", regions="blocks")], example_inputs=(rows(),))
+    assert compiled_paths(fast) == [path for path in BLOCKS if path != "blocks.0"]
+    seen.clear()
+    with torch.no_grad():
+        fast(rows())
+    assert seen == [1]
+
+
+def test_one_forward_put_in_the_place_of_a_blocks_own_counts() -> None:
+    fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
+    x = torch.randn(2, 8)
+    fast.blocks[3].forward = lambda x: x * 0
+    with torch.no_grad():
+        assert torch.equal(fast.blocks[3](x), x * 0)
+        assert not torch.equal(fast.blocks[2](x), x * 0)
+
+
+def test_compiled_blocks_are_trained() -> None:
+    model = tower().train()
+    for block in model.blocks:
+        block.dropout.p = 0.0
+    fast = optimize(model, [TorchCompile(backend="eager")], example_inputs=(rows(),), mode="training")
+    assert compiled_paths(fast) == BLOCKS, report_of(fast).passes[-1].reason
+    twin = copy.deepcopy(model)
+    fast(rows()).square().sum().backward()
+    twin(rows()).square().sum().backward()
+    for name, parameter in fast.named_parameters():
+        assert torch.allclose(parameter.grad, twin.get_parameter(name).grad, atol=1e-5), name
+
+
+def test_a_module_with_compiled_blocks_can_be_compiled_again_by_hand() -> None:
+    fast = optimize(tower(), [TorchCompile(backend="eager")], example_inputs=(rows(),))
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(fast, backend="eager")(rows()), tower()(rows()), atol=1e-6)
+
+
+def test_a_block_that_is_compiled_already_is_left_alone() -> None:
+    program, context = captured(tower())
+    program.root.blocks[1].compile(backend="eager")
+    result = TorchCompile(backend="eager").run(program, context)
+    assert not result.changes
+    assert [(skip.where, skip.reason) for skip in result.skips] == [("blocks.1", "its call is compiled already")]
+
+
+# --------------------------------------------------------------------------------------------------------- graph breaks
+
+
+class Broken(nn.Module):
+    """Breaks the graph twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 1e9:
+            y = y + 1
+        y = y.sin()
+        torch._dynamo.graph_break()
+        return self.linear(y)
+
+
+def test_graph_breaks_are_counted_and_named_with_their_lines() -> None:
+    fast = optimize(enliven(Broken()).eval(), [TorchCompile(backend="eager", dynamic=True)], example_inputs=(rows(),))
+    record = record_of(fast)
+    source, first = inspect.getsourcelines(Broken.forward)
+    number = first + next(n for n, line in enumerate(source) if "1e9" in line)
+    jump = next(each for each in record.breaks if each.line == "if y.sum() > 1e9:")
+    assert jump.where == f"{__file__}:{number}"
+    assert jump.reason == "Data-dependent branching"
+    assert [each.line for each in record.breaks] == ["if y.sum() > 1e9:", "torch._dynamo.graph_break()"]
+    assert record.programs == 3
+    assert f"graph break at {jump.where}: Data-dependent branching" in str(report_of(fast))
+    assert record.to_json()["graph_breaks"][0] == {
+        "where": jump.where, "line": jump.line, "reason": jump.reason, "count": 1,
+    }  # fmt: skip
+
+
+def test_fullgraph_that_cant_be_had_is_one_sentence_with_the_place() -> None:
+    with pytest.raises(RequirementNotMet) as caught:
+        optimize(enliven(Broken()), [TorchCompile(backend="eager", fullgraph=True)], example_inputs=(rows(),))
+    assert f"{__file__}:" in str(caught.value)
+    assert "the graph breaks at" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    fast = optimize(tower(), [TorchCompile(backend="eager", fullgraph=True)], example_inputs=(rows(),))
+    assert report_of(fast).passes[0].status == "applied"
+
+
+# ------------------------------------------------------------------------------------------------------------- freezing
+
+
+def frozen(model: nn.Module) -> FrozenCall:
+    return FrozenCall(model, lambda function: torch.compile(function, backend="eager"))
+
+
+def test_frozen_code_sees_that_a_weight_changed() -> None:
+    model = tower()
+    twin = copy.deepcopy(model)
+    call = frozen(model)
+    with torch.no_grad():
+        assert torch.allclose(call(rows()), twin(rows()))
+        first = call.compiled
+        assert torch.allclose(call(rows()), twin(rows()))
+        assert call.compiled is first
+        for each in (model, twin):
+            each.head.bias.add_(1)
+        assert torch.allclose(call(rows()), twin(rows()))
+        assert call.compiled is not first
+        for each in (model, twin):
+            each.head.weight = nn.Parameter(torch.ones(3, 8))
+        assert torch.allclose(call(rows()), twin(rows()))
+        for each in (model, twin):
+            each.double()
+        assert torch.allclose(call(rows().double()), twin(rows().double()))
+
+
+def test_freezing_is_given_up_where_weights_keep_changing(caplog: pytest.LogCaptureFixture) -> None:
+    model = tower()
+    twin = copy.deepcopy(model)
+    call = frozen(model)
+    with torch.no_grad():
+        for _ in range(8):
+            for each in (model, twin):
+                each.head.bias.add_(1)
+            assert torch.allclose(call(rows()), twin(rows()))
+    given_up = [record.message for record in caplog.records if "read at each call from now on" in record.message]
+    assert len(given_up) == 1
+
+
+def test_gradients_go_to_weights_that_are_frozen_elsewhere() -> None:
+    model = tower()
+    call = frozen(model)
+    with torch.no_grad():
+        call(rows())
+    call(rows()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("item", "context", "message"),
+    [
+        (TorchCompile(freezing=True), Context("training", torch.device("cpu")), "makes constants of the weights"),
+        (TorchCompile(freezing=True, backend="eager"), CPU, "freezing=true is for inductor"),
+        (TorchCompile(freezing=True, regions="blocks"), CPU, "regions=blocks can't be had with freezing=true"),
+        (
+            TorchCompile(mode="max-autotune", regions="blocks"),
+            CPU,
+            "regions=blocks can't be had with mode=max-autotune",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other(item: TorchCompile, context: Context, message: str) -> None:
+    with pytest.raises(RequirementNotMet, match=message):
+        item.check(context)
+
+
+@pytest.mark.parametrize("item", [TorchCompile(mode="reduce-overhead"), TorchCompile(freezing=True)])
+def test_what_blocks_cant_be_had_with_compiles_the_whole(item: TorchCompile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchCompile, "_compiler", lambda self: lambda graph, inputs: graph.forward)
+    fast = optimize(tower(), [item], example_inputs=(rows(),))
+    assert compiled_paths(fast) == [""]
+    assert answers_alike(fast, tower())
+
+
+def test_the_mode_reaches_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def inductor(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
+        given.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: inductor)
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        torch._dynamo.reset()
+        optimize(Pair(), [TorchCompile(mode=mode)], example_inputs=(image(),))
+    assert given[0] is None
+    assert given[-1]["max_autotune"]
+
+
+@pytest.mark.slow
+def test_inductor_freezes() -> None:
+    model = Pair().eval()
+    fast = optimize(model, [TorchCompile(freezing=True, dynamic=True)], example_inputs=(image(),))
+    assert report_of(fast).passes[-1].status == "applied", report_of(fast).passes[-1].reason
+    with torch.no_grad():
+        assert torch.allclose(fast(image()), model(image()), atol=1e-4)
+        fast.conv.weight.mul_(2)
+        model.conv.weight.mul_(2)
+        assert torch.allclose(fast(image()), model(image()), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""How modules are compiled: which of them, by what code, and what became of it."""

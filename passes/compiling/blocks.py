@@ -1,0 +1,159 @@
+"""Modules of one tree that are built alike, such as the blocks of a transformer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from passes.graph.forward import GraphForward
+from passes.graph.guards import AroundForward
+from passes.graph.match import has_hooks
+
+# Fewer than that spare too little compiling for what it costs to call each by itself.
+FEWEST = 3
+
+# Torch's own name for what a call of a module runs; `Module.compile` sets it.
+COMPILED_CALL = "_compiled_call_impl"
+
+Block = tuple[str, nn.Module]
+Blocks = Sequence[Block]
+
+
+def repeated_blocks(root: nn.Module) -> list[Blocks]:
+    """Groups of modules that are built alike and stand beside each other, the outermost ones, in the order of the tree.
+
+    None of them has a hook inside: compiled code doesn't look whether there is one.
+
+    Alike are modules of the same classes all through, with tensors of the same shapes and dtypes under the same names, whose
+    forwards are those of the classes or come from equal graphs. Their other attributes aren't compared: what is compiled for
+    one looks by itself whether it is right for another.
+    """
+    search = _Search()
+    search.below("", root)
+    return search.found
+
+
+class FusibleWork(TorchDispatchMode):
+    """Counts, in an eager run, the elements that operations write other than products: what compiling can spare.
+
+    A product of matrices and a convolution are the same kernels in compiled code.
+
+    Args:
+        groups: the blocks whose share is asked for.
+    """
+
+    def __init__(self, groups: Iterable[Blocks]) -> None:
+        super().__init__()
+        self.blocks = [block for group in groups for _, block in group]
+        self.total = 0
+        self.in_blocks = 0
+        self._depth = 0
+
+    @property
+    def share(self) -> float:
+        """That of the blocks, 0 to 1."""
+        return self.in_blocks / self.total if self.total else 0.0
+
+    def __enter__(self) -> Self:
+        for block in self.blocks:
+            block.__dict__[COMPILED_CALL] = self._counted(block)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for block in self.blocks:
+            del block.__dict__[COMPILED_CALL]
+
+    def _counted(self, block: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                return block._call_impl(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket not in flop_registry:
+            results = result if isinstance(result, tuple | list) else (result,)
+            for value, declared in zip(results, func._schema.returns, strict=False):
+                is_view = declared.alias_info is not None and not declared.alias_info.is_write
+                if isinstance(value, torch.Tensor) and not is_view:
+                    self.total += value.numel()
+                    self.in_blocks += value.numel() if self._depth else 0
+        return result
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found: list[Blocks] = []
+        self._seen: set[int] = set()
+        self._builds: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
+
+    def below(self, path: str, parent: nn.Module) -> None:
+        alike: dict[Any, list[Block]] = defaultdict(list)
+        for name, child in parent._modules.items():
+            if child is not None and id(child) not in self._seen:
+                self._seen.add(id(child))
+                alike[self._build_of(child)].append((f"{path}.{name}" if path else name, child))
+        for group in alike.values():
+            if len(group) >= FEWEST and all(_is_block(child) for _, child in group):
+                self.found.append(group)
+                continue
+            for where, child in group:
+                self.below(where, child)
+
+    def _build_of(self, module: nn.Module) -> int:
+        """What is equal for two modules that are built alike."""
+        if id(module) not in self._builds:
+            children = tuple((n, None if c is None else self._build_of(c)) for n, c in module._modules.items())
+            tensors = tuple(
+                (
+                    name,
+                    None
+                    if tensor is None or is_lazy(tensor)
+                    else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad),
+                )
+                for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            )
+            # As a number, for a nest of tuples is hashed all through at each look.
+            build = (
+                type(module),
+                module.training,
+                has_hooks(module),
+                _forward_key(module.__dict__.get("forward")),
+                tensors,
+                children,
+            )
+            self._builds[id(module)] = self._numbers.setdefault(build, len(self._numbers))
+        return self._builds[id(module)]
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether it is a module of some size that is called and nobody watches: a list of modules isn't, nor is one layer."""
+    layers = sum(any(True for _ in each.parameters(recurse=False)) for each in module.modules())
+    return layers > 1 and type(module).forward is not nn.Module.forward and not any(map(has_hooks, module.modules()))
+
+
+def _forward_key(forward: Any) -> Any:
+    if isinstance(forward, AroundForward):
+        return type(forward), _forward_key(forward.inner)
+    if isinstance(forward, GraphForward):
+        # Equal graphs have one function.
+        return GraphForward, tuple((flag, id(function)) for flag, function in sorted(forward.functions.items()))
+    if forward is None or type(forward).__module__.startswith("passes."):
+        return type(forward)
+    return id(getattr(forward, "__func__", forward))
