@@ -19,6 +19,7 @@ from passes.graph.guards import inner_forward
 from passes.graph.match import Node, has_hooks, is_stock
 from passes.graph.program import operation_name
 from passes.graph.rewriter import Change, Rewriter
+from passes.graph.subgraph import graph_between
 from passes.graph.tracing import IS_TENSOR
 
 
@@ -271,7 +272,7 @@ class _Simplifier:
         sources = [one for one in way if one.op == "get_attr"]
         if IS_TENSOR not in node.meta or not any(self._computes(one) for one in way if one.op != "get_attr"):
             return
-        constant = Constant(_graph_between(sources, way, node), self.program.where(node))
+        constant = Constant(graph_between(sources, way, node), self.program.where(node))
         tensors = [self._tensor(source) for source in sources]
         with torch.no_grad():
             value = constant.compute(*tensors)
@@ -459,14 +460,3 @@ def _all_behind(node: Node) -> set[Node]:
         found.update(new)
         waiting += new
     return found
-
-
-def _graph_between(sources: Sequence[Node], way: Sequence[Node], last: Node) -> Any:
-    """The graph of the last node's value, whose inputs are the sources."""
-    graph = type(last.graph)()
-    twins = {source: graph.placeholder(f"source_{number}") for number, source in enumerate(sources)}
-    for node in way:
-        if node not in twins:
-            twins[node] = graph.node_copy(node, twins.__getitem__)
-    graph.output(twins[last])
-    return graph

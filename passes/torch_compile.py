@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import shutil
-import sys
-import sysconfig
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,6 +19,7 @@ from passes.compiling.calls import (
     bound_forwards,
     entry_of,
 )
+from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.graph.program import Program
@@ -97,7 +90,7 @@ class TorchCompile(Pass):
             )
         if self.regions == "blocks" and (reason := self._why_whole()):
             raise RequirementNotMet(f"torch-compile:regions=blocks can't be had with {reason}: leave one of them out.")
-        if self.backend == "inductor" and (missing := _missing_compiler(context.device)):
+        if self.backend == "inductor" and (missing := missing_compiler(context.device)):
             raise RequirementNotMet(f"torch-compile can't be had here: {missing}.")
 
     def _why_whole(self) -> str:
@@ -190,11 +183,7 @@ class TorchCompile(Pass):
 
     def _compiler(self) -> Callable[..., Any]:
         if self.backend == "inductor":
-            with warnings.catch_warnings():
-                # It is imported with parts of TorchScript, which warn of their end: what is made here needs none of them.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                warnings.simplefilter("ignore", FutureWarning)
-                importlib.import_module("torch._inductor.compile_fx")
+            import_inductor()
         found: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
         if self.backend != "inductor" or self.mode == "default":
             return found
@@ -208,20 +197,3 @@ def _share(groups: Sequence[Blocks], context: Context) -> float:
         return 0.0
     work = FusibleWork(groups)
     return 0.0 if context.run_inside(work) else work.share
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        found = importlib.util.find_spec("triton") is not None
-        return None if found else "inductor needs triton to make GPU kernels: pip install triton"
-    if device.type != "cpu":
-        return None
-    # Inductor looks for this one compiler and no other.
-    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
-    compiler = os.environ.get("CXX", usual)
-    if shutil.which(compiler) is None:
-        return f"inductor needs a C++ compiler for the CPU, and there is no {compiler!r}: install one or set CXX"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
-        return f"inductor needs the headers of Python to make CPU kernels, and there is no {header}"
-    return None

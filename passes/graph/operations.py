@@ -9,6 +9,10 @@ import torch
 
 # Given another argument, they return something else than their schema says.
 _RETURNING_OTHERS = frozenset({"nonzero", "type"})
+# Methods that are `to` with a dtype.
+_CASTS = frozenset({
+    "bfloat16", "bool", "byte", "cdouble", "cfloat", "chalf", "char", "double", "float", "half", "int", "long", "short",
+})  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -17,6 +21,7 @@ def schemas(name: str) -> tuple[Any, ...] | None:
 
     Those that write to an `out` argument, and those on plain numbers that TorchScript has, are left out.
     """
+    name = "to" if name in _CASTS else name
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
     found = []
     for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():

@@ -355,6 +355,7 @@ class Rewriter:
         function: Callable[..., Any],
         args: Sequence[Any],
         held: Any = None,
+        counted_on: Sequence[Baked] = (),
     ) -> None:
         """Put the call of a function in the place of a run of nodes in one graph, whose value is that of the last one.
 
@@ -364,6 +365,7 @@ class Rewriter:
             function: a function of a module, by whose name it is pickled.
             args: its arguments: nodes, and what else a graph holds.
             held: an object that is its first argument, before those; it comes to stand in the `__dict__` of the module.
+            counted_on: what the function takes for granted, beside what the graph does.
         """
         *_, last = nodes
         self._own(last)
@@ -372,6 +374,7 @@ class Rewriter:
             if held is not None:
                 args = (graph.get_attr(self._hold(change, self.program.home(last).module, held)), *args)
             new = graph.call_function(function, tuple(args))
+        self.program.home(last).baked += tuple(counted_on)
         new.meta.update(last.meta)
         last.replace_all_uses_with(new)
         self._added.append(new)

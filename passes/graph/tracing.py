@@ -483,12 +483,15 @@ def _gives_tensor(node: fx.Node) -> bool:
     """Whether the value of a function or method is a tensor, whatever its arguments are; false where that isn't known."""
     if node.op == "call_method":
         of_tensor = bool(node.args) and isinstance(node.args[0], fx.Node) and IS_TENSOR in node.args[0].meta
-        return of_tensor and _returns_tensor(str(node.target))
+        return of_tensor and (node.target == "where" or _returns_tensor(str(node.target)))
     if node.op != "call_function":
         return False
     home = getattr(node.target, "__module__", None) or ""
     if home == "_operator":
         return any(IS_TENSOR in source.meta for source in node.all_input_nodes)
+    if node.target is torch.where:
+        # Given a condition alone, it returns where that holds.
+        return len(node.args) == 3
     return home.startswith("torch") and _returns_tensor(function_name(node.target))
 
 
@@ -707,9 +710,12 @@ def writes(node: fx.Node) -> bool:
     """Whether a function or method may write to one of its arguments."""
     if node.op not in ("call_function", "call_method"):
         return False
-    if "out" in node.kwargs or node.kwargs.get("inplace") or node.kwargs.get("training"):
-        return True
     name = function_name(node.target) if node.op == "call_function" else str(node.target)
+    if "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    if node.kwargs.get("training") and "dropout" not in name:
+        # What counts statistics.
+        return True
     if name.endswith("_") and not name.endswith("__"):
         return True
     if name in ("batch_norm", "instance_norm"):

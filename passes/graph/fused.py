@@ -1,0 +1,141 @@
+"""A group of pointwise operations that runs as one kernel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from passes.compiling.compiler import import_inductor
+from passes.graph.forward import compile_graph, graph_of, nodes_of
+from passes.graph.pointwise import PointwiseGroup, function_of, name_of_pointwise
+from passes.graph.program import Program
+
+Backend = Literal["torchscript", "inductor"]
+# Of fewer elements, on a CPU, it takes longer to find the kernel than to run its operations one by one.
+_FEWEST_ELEMENTS = 1 << 15
+
+
+class FusedUnit:
+    """A function of tensors, run as one kernel; operation by operation where something looks at the operations.
+
+    That is where the call is traced, exported or compiled with what is around it, where torch's function or dispatch modes
+    watch, and for tensors that are none of the plain ones.
+
+    Args:
+        graph: of the function: its inputs are tensors, its output one.
+        name: what it holds.
+        backend: what makes the kernel.
+    """
+
+    def __init__(self, graph: fx.Graph, name: str, backend: Backend) -> None:
+        self.graph = graph
+        self.name = name
+        self.backend = backend
+        self._plain: Callable[..., Any] = compile_graph(graph, name)
+        self._fused: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, program: Program, group: PointwiseGroup, backend: Backend) -> FusedUnit:
+        """That of a group in a graph."""
+        graph = fx.Graph()
+        twins = {source: graph.placeholder(f"source_{number}") for number, source in enumerate(group.inputs)}
+        for node in group.nodes:
+            module = program.module_of(node)
+            if module is None:
+                twins[node] = graph.node_copy(node, twins.__getitem__)
+                continue
+            found = function_of(module)
+            assert found is not None
+            function, options = found
+            twins[node] = graph.call_function(function, (twins[node.all_input_nodes[0]],), options)
+        graph.output(twins[group.nodes[-1]])
+        return cls(graph, name_of(program, group), backend)
+
+    @property
+    def operations(self) -> int:
+        """How many operations it holds."""
+        return sum(node.op in ("call_function", "call_method") for node in self.graph.nodes)
+
+    def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor
+        if not self._may_fuse(sources):
+            value = self._plain(None, *sources)
+            return value
+        if self._fused is None:
+            self._fused = _KERNELS[self.backend](self)
+        value = self._fused(*sources)
+        return value
+
+    def _may_fuse(self, sources: Sequence[torch.Tensor]) -> bool:
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return False
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return False
+        if self.backend == "torchscript" and torch._C._is_any_autocast_enabled():
+            return False
+        if not all(
+            type(source) in (torch.Tensor, nn.Parameter)
+            and source.layout is torch.strided
+            and not source.is_meta
+            and not torch._C._functorch.is_functorch_wrapped_tensor(source)
+            for source in sources
+        ):
+            return False
+        return any(source.is_cuda for source in sources) or any(s.numel() >= _FEWEST_ELEMENTS for s in sources)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unit_of, (nodes_of(self.graph), self.name, self.backend)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedUnit:
+        # It holds no tensor and never changes.
+        return self
+
+
+def run_fused(unit: FusedUnit, *sources: torch.Tensor) -> torch.Tensor:
+    """What stands in a graph in the place of the group."""
+    return unit(*sources)
+
+
+def name_of(program: Program, group: PointwiseGroup) -> str:
+    """The names of the group's operations, in their order."""
+    names = []
+    for node in group.nodes:
+        module = program.module_of(node)
+        names.append(name_of_pointwise(node) if module is None else type(module).__name__.lower())
+    return "_".join(names)
+
+
+def torchscript_fuses(device: torch.device) -> bool:
+    """Whether this build of torch has a fuser of TorchScript for the device."""
+    if device.type == "cuda":
+        return bool(torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu())
+    return device.type == "cpu" and bool(torch._C._llvm_enabled() and torch._C._jit_can_fuse_on_cpu())
+
+
+def _by_inductor(unit: FusedUnit) -> Callable[..., Any]:
+    import_inductor()
+    # Equal units have one function, and so one code; of all sizes, as each element is computed by itself.
+    compiled = torch.compile(unit._plain, dynamic=True, fullgraph=True, backend="inductor")
+    return lambda *sources: compiled(None, *sources)
+
+
+def _by_torchscript(unit: FusedUnit) -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        # TorchScript is deprecated, and asked for; what it says of annotations is about a class of torch's own.
+        warnings.simplefilter("ignore")
+        scripted: Callable[..., Any] = torch.jit.script(fx.GraphModule(nn.Module(), unit.graph))
+    return scripted
+
+
+_KERNELS: dict[Backend, Callable[[FusedUnit], Callable[..., Any]]] = {
+    "inductor": _by_inductor,
+    "torchscript": _by_torchscript,
+}
+
+
+def _unit_of(nodes: Any, name: str, backend: Backend) -> FusedUnit:
+    return FusedUnit(graph_of(nodes), name, backend)

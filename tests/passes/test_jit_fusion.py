@@ -1,0 +1,386 @@
+"""Groups of pointwise operations as one kernel."""
+
+import copy
+import dataclasses
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from pass_contract import captured
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import export, optimize, report_of
+from optimizer.report import PassRecord
+from passes import ChannelsLast, FoldConvBn, JitFusion, Simplify, TorchCompile
+from passes.base import Context
+from passes.errors import RequirementNotMet
+from passes.graph import fused
+from passes.graph.fused import FusedUnit
+from passes.jit_fusion import FusionRecord
+
+CPU = Context("inference", torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the units that ran fused: their operations one by one stand for the kernel, of any size."""
+    names: list[str] = []
+
+    def kernel(unit: FusedUnit) -> Callable[..., Any]:
+        def run(*sources: torch.Tensor) -> Any:
+            names.append(unit.name)
+            return unit._plain(None, *sources)
+
+        return run
+
+    monkeypatch.setitem(fused._KERNELS, "inductor", kernel)
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    return names
+
+
+class OfFunction(nn.Module):
+    """Computes a function of a linear layer's output, and of a parameter."""
+
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, self.linear(x))
+
+
+def model_of(function: Callable[..., Any], **layers: nn.Module) -> OfFunction:
+    torch.manual_seed(0)
+    return enliven(OfFunction(function, **layers)).eval()
+
+
+def rows(count: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def fused_model(model: nn.Module, *passes: Any, **options: Any) -> tuple[nn.Module, PassRecord]:
+    fast = optimize(model, [*(passes or (JitFusion(),))], example_inputs=(rows(),), **options)
+    record = next(record for record in report_of(fast).passes if record.name == "jit-fusion")
+    return fast, record
+
+
+def units_of(record: PassRecord) -> list[str]:
+    return [] if record.detail is None else [name for _, name, _ in record.detail.units]
+
+
+def same(fast: nn.Module, model: nn.Module, sizes: tuple[int, ...] = (1, 2, 5)) -> bool:
+    with torch.no_grad():
+        return all(torch.equal(fast(rows(n, n)), model(rows(n, n))) for n in sizes)
+
+
+def by_hand_gelu(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+# ------------------------------------------------------------------------------------------------------- what is fused
+
+
+def test_operations_in_a_row_are_one_unit_that_is_named_after_them(ran: list[str]) -> None:
+    model = model_of(by_hand_gelu)
+    fast, record = fused_model(model)
+    assert record.status == "applied"
+    assert units_of(record) == ["mul_div_erf_add_mul"]
+    assert record.changes[0].text == "mul_div_erf_add_mul: 5 kernels become one"
+    ran.clear()
+    assert same(fast, model)
+    assert ran == ["mul_div_erf_add_mul"] * 3
+    detail = record.detail
+    assert isinstance(detail, FusionRecord)
+    assert (detail.kernels_before, len(detail.units)) == (5, 1)
+    assert "5 pointwise kernels -> 1, by inductor" in str(report_of(fast))
+    assert detail.to_json()["units"] == [{"where": "the root (mul)", "name": "mul_div_erf_add_mul", "operations": 5}]
+
+
+FUSED = {
+    "methods and operators": (lambda self, x: (x.sigmoid() * x - 1).clamp(min=-0.5), "sigmoid_mul_sub_clamp"),
+    "parameters": (lambda self, x: torch.relu(x * self.scale + x), "mul_add_relu"),
+    "where and comparisons": (lambda self, x: torch.where(x > 0, x, x.exp() - 1) * 2, "gt_exp_sub_where_mul"),
+    "casts inside": (lambda self, x: (x.double() * 1.5).float() + x, "double_mul_float_add"),
+    "layers": (lambda self, x: self.leaky(self.gelu(x)) + x, "gelu_leakyrelu_add"),
+    "a value that is used twice inside": (lambda self, x: (y := x.tanh()) * y + y, "tanh_mul_add"),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_what_is_fused(kind: str, ran: list[str]) -> None:
+    function, name = FUSED[kind]
+    model = model_of(function, gelu=nn.GELU(approximate="tanh"), leaky=nn.LeakyReLU(0.3))
+    fast, record = fused_model(model)
+    assert units_of(record) == [name], record
+    ran.clear()
+    assert same(fast, model)
+    assert ran == [name] * 3
+
+
+def test_a_value_that_is_used_outside_ends_a_unit(ran: list[str]) -> None:
+    model = model_of(lambda self, x: (y := (x + 1).exp()).sum(-1, keepdim=True) + y.tanh() * 2)
+    fast, record = fused_model(model)
+    assert sorted(units_of(record)) == ["add_exp", "tanh_mul_add"]
+    assert same(fast, model)
+
+
+NOT_FUSED = {
+    "one operation": lambda self, x: x.relu(),
+    "a cast and one operation": lambda self, x: x.double().relu(),
+    "random numbers": lambda self, x: torch.bernoulli(x.sigmoid()) + torch.rand_like(x),
+    "reductions": lambda self, x: x.softmax(-1).cumsum(-1),
+    "views": lambda self, x: x.reshape(-1, 3).transpose(0, 1).contiguous(),
+    "numbers of the call": lambda self, x: (x * x.shape[0]) + x.shape[1] * len(self._modules),
+    "a layer in place": lambda self, x: self.inplace(x * 1.5),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FUSED)
+def test_what_is_not_fused(kind: str, ran: list[str]) -> None:
+    model = model_of(NOT_FUSED[kind], inplace=nn.ReLU(inplace=True))
+    fast, record = fused_model(model)
+    assert units_of(record) == [], record
+    torch.manual_seed(0)
+    got = fast(rows())
+    torch.manual_seed(0)
+    assert torch.equal(got, model(rows()))
+    assert not ran
+
+
+def test_nothing_moves_past_a_write(ran: list[str]) -> None:
+    def writing(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        x.mul_(2)
+        return y * 3 + x
+
+    model = model_of(writing)
+    fast, record = fused_model(model)
+    assert units_of(record) == []
+    assert any("may be written to" in skip.text for skip in record.skips)
+    assert same(fast, model)
+
+
+def test_dropout_that_draws_is_in_no_unit(ran: list[str]) -> None:
+    model = model_of(lambda self, x: F.dropout(x * 2 + 1, 0.5, self.training) * 3 + 1).train()
+    fast, record = fused_model(model, mode="training")
+    assert units_of(record) == ["mul_add", "mul_add"]
+    torch.manual_seed(3)
+    got = fast(rows())
+    torch.manual_seed(3)
+    assert torch.equal(got, model(rows()))
+
+
+# ----------------------------------------------------------------------------------------------------- what comes after
+
+
+def test_the_backward_pass_is_right(ran: list[str]) -> None:
+    model = model_of(FUSED["parameters"][0]).train()
+    fast, record = fused_model(model, mode="training")
+    assert record.status == "applied"
+    twin = copy.deepcopy(model)
+    fast(rows()).square().sum().backward()
+    twin(rows()).square().sum().backward()
+    for name, parameter in fast.named_parameters():
+        assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
+
+
+def test_a_layer_that_is_changed_later_counts(ran: list[str]) -> None:
+    model = model_of(FUSED["layers"][0], gelu=nn.GELU(), leaky=nn.LeakyReLU(0.3))
+    for change in (
+        lambda net: setattr(net.leaky, "negative_slope", 0.9),
+        lambda net: setattr(net, "leaky", nn.Tanh()),
+        lambda net: net.gelu.register_forward_hook(lambda module, args, output: output * 2),
+        lambda net: setattr(net.gelu, "forward", lambda x: x),
+    ):
+        fast, record = fused_model(model)
+        assert units_of(record) == ["gelu_leakyrelu_add"]
+        twin = copy.deepcopy(model)
+        change(fast)
+        change(twin)
+        ran.clear()
+        assert same(fast, twin)
+        assert not ran
+
+
+def test_a_new_parameter_counts(ran: list[str]) -> None:
+    model = model_of(FUSED["parameters"][0])
+    fast, _ = fused_model(model)
+    for net in (fast, model):
+        net.scale = nn.Parameter(torch.full((6,), 3.0))
+    ran.clear()
+    assert same(fast, model)
+    assert ran
+
+
+def test_copies_and_pickles_are_fused_too(ran: list[str]) -> None:
+    model = enliven(nn.Sequential(nn.Linear(4, 4), OfGelu())).eval()
+    fast, record = fused_model(model)
+    assert units_of(record) == ["mul_div_erf_add_mul"]
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        ran.clear()
+        assert same(twin, model)
+        assert len(ran) == 3
+
+
+class OfGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_hand_gelu(self, x)
+
+
+def test_calls_of_few_elements_run_one_by_one(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 6 * 5)
+    model = model_of(by_hand_gelu)
+    fast, _ = fused_model(model)
+    ran.clear()
+    with torch.no_grad():
+        fast(rows(4))
+        assert not ran
+        fast(rows(5))
+    assert len(ran) == 1
+
+
+def test_where_something_looks_at_the_operations_they_run_one_by_one(ran: list[str]) -> None:
+    model = model_of(by_hand_gelu)
+    fast, _ = fused_model(model)
+    ran.clear()
+    with torch.no_grad():
+        torch.compile(fast, backend="eager", fullgraph=True)(rows())
+        torch.vmap(fast)(rows(3).unsqueeze(1))
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            fast(rows())
+        fast.to("meta")(rows().to("meta"))
+    assert not ran
+
+
+def test_the_exports_hold_the_operations(ran: list[str], tmp_path: Path) -> None:
+    model = enliven(nn.Sequential(nn.Linear(4, 4), OfGelu())).eval()
+    fast, _ = fused_model(model)
+    bundle = export(fast, example_inputs=(rows(),), output=tmp_path / "bundle", formats=("torchscript", "onnx"))
+    assert bundle.parity.ok
+    operations = [node.op_type for node in onnx.load(tmp_path / "bundle" / "model.onnx").graph.node]
+    assert operations.count("Erf") == 1
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [Simplify(), JitFusion()],
+        [JitFusion(), Simplify()],
+        [JitFusion(), JitFusion()],
+        [JitFusion(), TorchCompile(backend="eager")],
+    ],
+    ids=lambda passes: "-".join(item.name for item in passes),
+)
+def test_it_may_stand_anywhere_in_the_order(passes: list[Any], ran: list[str]) -> None:
+    model = model_of(lambda self, x: by_hand_gelu(self, self.drop(x)), drop=nn.Dropout())
+    fast, _ = fused_model(model, *passes)
+    assert [record.status for record in report_of(fast).passes if record.name != "jit-fusion"] in (["applied"], [])
+    assert same(fast, model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_it_goes_with_folding_and_channels_last(first: bool, ran: list[str]) -> None:
+    torch.manual_seed(0)
+    model = enliven(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), OfGelu(), nn.Conv2d(8, 8, 3))).eval()
+    others = [FoldConvBn(), ChannelsLast()]
+    x = torch.randn(2, 3, 9, 9)
+    fast = optimize(model, [JitFusion(), *others] if first else [*others, JitFusion()], example_inputs=(x,))
+    assert {record.status for record in report_of(fast).passes} == {"applied"}
+    with torch.no_grad():
+        assert torch.allclose(fast(x), model(x), atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- backends
+
+
+def test_a_build_without_the_fuser_refuses_it_before_work() -> None:
+    if fused.torchscript_fuses(torch.device("cpu")):
+        JitFusion(backend="torchscript").check(CPU)
+        return
+    with pytest.raises(RequirementNotMet) as caught:
+        optimize(model_of(by_hand_gelu), [JitFusion(backend="torchscript")], example_inputs=(rows(),))
+    assert str(caught.value) == (
+        "jit-fusion:backend=torchscript can't be had here: this build of torch has no TorchScript fuser for cpu; use"
+        " backend=inductor, or leave it out."
+    )
+
+
+def test_no_compiler_leaves_the_other_fuser_or_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    with pytest.raises(RequirementNotMet, match=r"backend=inductor can't be had here: inductor needs a C\+\+ compiler"):
+        JitFusion(backend="inductor").check(CPU)
+    monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: False)
+    with pytest.raises(RequirementNotMet, match=r"no TorchScript fuser for cpu, and inductor needs a C\+\+ compiler"):
+        JitFusion().check(CPU)
+    monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
+    JitFusion().check(CPU)
+    assert JitFusion()._backend(CPU.device) == "torchscript"
+
+
+def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    model = enliven(nn.Sequential(nn.Linear(4, 4), OfGelu())).eval()
+    fast, record = fused_model(model, JitFusion(backend="torchscript"))
+    assert record.detail.backend == "torchscript"
+    with torch.no_grad():
+        assert torch.allclose(fast(rows()), model(rows()), atol=1e-6)
+    y = fast(rows()).sum()
+    y.backward()
+    assert all(parameter.grad is not None for parameter in fast.parameters())
+    bundle = export(fast, example_inputs=(rows(),), output=tmp_path / "bundle", formats=("torchscript", "onnx"))
+    assert bundle.parity.ok
+
+
+def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
+    runs: list[int] = []
+    context = dataclasses.replace(CPU, run_compiled=lambda watch: runs.append(1))
+    program, _ = captured(OfGelu())
+    JitFusion(backend="torchscript").run(program, context)
+    # The fuser looks at the first runs, and makes its kernels then.
+    assert len(runs) == 2
+
+
+def test_equal_units_share_one_code() -> None:
+    program, _ = captured(nn.Sequential(*(OfGelu() for _ in range(3))))
+    result = JitFusion().run(program, CPU)
+    units = [edit.new for change in result.changes for edit in change.edits if isinstance(edit.new, FusedUnit)]
+    assert len(units) == 3
+    assert len({unit._plain.__code__ for unit in units}) == 1
+
+
+@pytest.mark.slow
+def test_inductor_makes_one_kernel_and_differentiates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    model = enliven(nn.Sequential(nn.Linear(4, 4), OfGelu())).eval()
+    fast, record = fused_model(model)
+    assert record.status == "applied", record.reason
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    with torch.no_grad():
+        assert torch.allclose(fast(rows(3)), model(rows(3)), atol=1e-5)
+    assert metrics.generated_kernel_count == 1
+    twin = copy.deepcopy(model)
+    fast(rows(3)).square().sum().backward()
+    twin(rows(3)).square().sum().backward()
+    assert torch.allclose(fast[0].weight.grad, twin[0].weight.grad, atol=1e-4)
