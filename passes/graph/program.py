@@ -250,6 +250,10 @@ class Program:
         module = self.module_of(node) or self.home(node).module
         return self.recordings.autocast.get(id(module), node.meta.get(AUTOCAST))
 
+    def autocast_in(self, module: nn.Module) -> torch.dtype | None:
+        """The same for the call of a module, wherever it stands."""
+        return self.recordings.autocast.get(id(module)) if self.recordings is not None else None
+
     def opaque_around(self, node: fx.Node) -> str | None:
         """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""
         parts = self.home(node).path.split(".")

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.forward import GraphForward
 from passes.graph.guards import FoldedConvForward, FoldedNormForward, inner_forward
+from passes.graph.padded import PaddedForward, padded_forward
 from passes.graph.program import Program
 
 
@@ -174,6 +175,8 @@ def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if step.op == "call_method":
         return getattr(args[0], step.target)(*args[1:], **kwargs)
     guard = inner_forward(step.target) if isinstance(step.target, nn.Module) else None
-    if isinstance(guard, FoldedConvForward | FoldedNormForward | GraphForward):
+    if isinstance(guard, FoldedConvForward):
+        guard = padded_forward(step.target) or guard
+    if isinstance(guard, PaddedForward | FoldedConvForward | FoldedNormForward | GraphForward):
         return guard.compute(*args, **kwargs)
     return step.target(*args, **kwargs)

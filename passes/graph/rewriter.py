@@ -59,6 +59,7 @@ from passes.graph.match import (
     opened_between,
 )
 from passes.graph.moved_bias import MovedBias
+from passes.graph.padded import PaddedForward
 from passes.graph.program import Program
 from passes.graph.region import Region
 
@@ -468,6 +469,14 @@ class Rewriter:
     def keep_contiguous(self, change: Change, conv: nn.Module) -> None:
         """Have a convolution compute in contiguous format, whatever format its input comes in."""
         self.set_attribute(change, conv, "forward", ContiguousInput(conv, conv.__dict__.get("forward")))
+
+    @_writes
+    def pad_layer(self, change: Change, layer: nn.Module, inputs: int, outputs: int) -> None:
+        """Have a linear layer or convolution compute with so many more channels, which are zeros; whatever else stands
+        around its forward stands around that."""
+        earlier = layer.__dict__.get("forward")
+        forward = PaddedForward(layer, inner_forward(layer), inputs, outputs)
+        self.set_attribute(change, layer, "forward", _in_place_of(earlier, forward))
 
     @_writes
     def enter_channels_last(self, change: Change, conv: nn.Module) -> None:
