@@ -12,12 +12,16 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from passes.base import Context, GraphPass
+from passes.graph.capture import ModuleGraph
 from passes.graph.formats import FORMATS, is_taken_for_last
+from passes.graph.forward import GraphForward, cost_of
+from passes.graph.guards import inner_forward
 from passes.graph.match import STOCK_CONVOLUTIONS, Node, is_parametrized, is_stock
 from passes.graph.padded import padded_forward
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 from passes.graph.storage import kind_of
+from passes.graph.stretches import stretches_in
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,9 @@ class PadChannels(GraphPass):
                 _pad(graph, layer)
             else:
                 graph.skip_module(layer.path, reason)
+        for home in list(graph.program.graphs.values()) if graph.changes else ():
+            if home.traced:
+                _keep_wide(graph, home)
 
 
 # What a GPU multiplies in the time of one memory access, halved: 60 to 150 for those with tensor cores.
@@ -262,3 +269,34 @@ def _what(layer: _Layer) -> str:
         if added
     ]
     return f"padded with zeros from {' and from '.join(sides)}"
+
+
+# Between layers --------------------------------------------------------------------------------------------------------
+
+# What a cut and a padding take in Python alone, in tenths of a microsecond.
+_LINK = 60
+
+
+def _keep_wide(graph: Rewriter, home: ModuleGraph) -> None:
+    """Leave out cuts and paddings that take each other back, if that is worth a graph."""
+    stretches = list(stretches_in(graph.program, home))
+    if not stretches:
+        return
+    where = home.path or "the root"
+    if (unwatched := home.unwatched()) is not None:
+        text = f"the zeros of {where} are cut off and put back: its forward {unwatched}, and what it answers can't be known"
+        graph.skip_module(home.path, text)
+        return
+    is_graph = isinstance(inner_forward(home.module), GraphForward)
+    if not is_graph and _LINK * sum(stretch.links for stretch in stretches) <= cost_of(home.structure, home.baked):
+        graph.skip_module(home.path, _NOT_WORTH)
+        return
+    for stretch in stretches:
+        first, last = (graph.program.where(node) for node in (stretch.nodes[0], stretch.nodes[-1]))
+        with graph.change(
+            home.path, f"added zeros kept from {first} to {last}", stretch.nodes, gives_way=True
+        ) as change:
+            graph.keep_wide(change, stretch)
+
+
+_NOT_WORTH = "to cut off zeros and put them back between its layers costs less than to see that a graph still holds"

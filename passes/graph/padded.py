@@ -6,6 +6,7 @@ of two zeros, and the channels that come out of it besides are cut off.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from passes.graph.constants import Computed, value_of
 from passes.graph.formats import FORMATS, is_taken_for_last
-from passes.graph.guards import AroundForward, FoldedConvForward
+from passes.graph.guards import AroundForward, FoldedConvForward, SealedOutput
+from passes.graph.match import has_global_hooks, has_hooks
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -100,8 +102,27 @@ class PaddedForward(AroundForward):
         wide = self._compute(owner, widened(input, self.dims, self.inputs), size, named)
         return cut(wide, self.dims, self.made) if self.outputs else wide
 
-    def fits(self, owner: nn.Module, input: Any) -> bool:
-        """Whether the layer can be computed with the channels that are added."""
+    def compute_wide(self, owner: nn.Module, input: torch.Tensor, taken: int, given: int) -> torch.Tensor:
+        """The same, where the input has `taken` channels that were added, of any numbers, and the output is to have `given`."""
+        if not self.fits(owner, input, taken):
+            # Only a value that is of other channels than in the runs that were seen comes here.
+            own = cut(input, self.dims, input.shape[-self.dims - 1] - taken) if taken else input
+            return widened(self.compute_layer(owner, own), self.dims, given)
+        wide = self._cleared(input) if taken else widened(input, self.dims, self.inputs)
+        output = self._compute(owner, wide, (), {})
+        return cut(output, self.dims, self.made) if self.outputs and not given else output
+
+    def _cleared(self, input: torch.Tensor) -> torch.Tensor:
+        """The input with zeros for the channels that were added, where a function may have made anything of them."""
+        own = -self.dims - 1, 0, self.given
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed(input):
+            return widened(input.narrow(*own), self.dims, self.inputs)
+        # Nobody else reads these.
+        input.narrow(-self.dims - 1, self.given, self.inputs).zero_()
+        return input
+
+    def fits(self, owner: nn.Module, input: Any, taken: int = 0) -> bool:
+        """Whether the layer can be computed with the channels that are added; `taken` are added to the input already."""
         if torch.compiler.is_compiling():
             return torch.compiler.is_exporting()
         if torch._C._is_tracing():
@@ -116,7 +137,7 @@ class PaddedForward(AroundForward):
             and input.layout is torch.strided
             and not input.is_nested
             and (input.dim() in (self.dims + 1, self.dims + 2) if self.dims else input.dim() > 0)
-            and input.shape[-self.dims - 1] == self.given
+            and input.shape[-self.dims - 1] == self.given + taken
         )
 
     def _compute(self, owner: Any, wide: torch.Tensor, size: Sequence[Any], named: dict[str, Any]) -> torch.Tensor:
@@ -134,6 +155,55 @@ class PaddedForward(AroundForward):
         padding = owner._output_padding(wide, wanted, *places)
         call = _TRANSPOSED[self.dims]
         return call(wide, weight, bias, owner.stride, owner.padding, padding, owner.groups, owner.dilation)
+
+
+def _is_transformed(value: torch.Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def call_wide(layer: nn.Module, value: torch.Tensor, dims: int, taken: int, given: int) -> Any:
+    """The call of a layer in a graph where values keep the channels that were added.
+
+    A layer that is watched, or isn't the padded one any more, is called with its own channels, by whoever it is.
+
+    Args:
+        layer: the padded layer.
+        value: its input, with `taken` channels more than the layer takes.
+        dims: how many dims there are behind that of the channels.
+        given: how many channels more than the layer makes the output has.
+    """
+    forward = wide_forward(layer)
+    if forward is None or _is_watched(layer) or taken not in (0, forward.inputs) or given not in (0, forward.outputs):
+        own = cut(value, dims, value.shape[-dims - 1] - taken) if taken else value
+        return _with_more(layer(own), dims, given)
+    if forward.inner is None:
+        return forward.compute_wide(layer, value, taken, given)
+    return forward.inner.through(functools.partial(forward.compute_wide, taken=taken, given=given), value)
+
+
+def wide_forward(layer: nn.Module) -> PaddedForward | None:
+    """The layer's forward, where that can take and give channels that were added; None for any other."""
+    forward = layer.__dict__.get("forward")
+    if not isinstance(forward, PaddedForward) or not isinstance(forward.inner, FoldedConvForward | None):
+        return None
+    return forward
+
+
+def _with_more(value: Any, dims: int, count: int) -> Any:
+    if isinstance(value, SealedOutput):
+        return SealedOutput(widened(value.sealed_value, dims, count), value.sealed_by, value.sealed_dim)
+    return widened(value, dims, count)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether more is run by a call of the layer than its forward."""
+    # Compiled code has no need of it: what is added and cut there is no copy.
+    return (
+        (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+        or layer._compiled_call_impl is not None
+        or has_hooks(layer)
+        or has_global_hooks()
+    )
 
 
 def widened(value: torch.Tensor, dims: int, count: int) -> torch.Tensor:

@@ -143,6 +143,11 @@ class Program:
         owner, name = self._owner(self.home(node), node)
         self._reads[(id(owner), name)].append(node)
 
+    def note_call(self, node: fx.Node, module: nn.Module) -> None:
+        """Know likewise of a node that calls a module."""
+        self._modules[node] = module
+        self._calls[id(module)].append(node)
+
     def _owner(self, graph: ModuleGraph, node: fx.Node) -> tuple[nn.Module, str]:
         if not graph.traced:
             return node.meta["owner"], str(node.target)

@@ -858,3 +858,298 @@ def test_a_real_model_of_odd_sizes_computes_the_same(make: Any, count: int, dtyp
     assert (record.status, len(layers), record.skips) == ("applied", count, ())
     assert sum(padded_forward(module) is not None for module in fast.modules()) == count
     assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+
+
+# Between layers --------------------------------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Two layers and what is done in between."""
+
+    def __init__(self, function: Callable[..., Any], **children: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.beside = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+        self.weight = nn.Parameter(torch.randn(7))
+        for name, child in children.items():
+            setattr(self, name, child)
+        enliven(self)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+class Gate(nn.Module):
+    """An activation as models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.scale * x)
+
+
+def kept(done: PassResult) -> list[tuple[str, str]]:
+    return [(change.where, change.what) for change in done.changes if not change.what.startswith("padded")]
+
+
+KEPT: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "nothing": (lambda self, x: self.second(self.first(x)), {}),
+    "a function": (lambda self, x: self.second(F.gelu(self.first(x), approximate="tanh")), {}),
+    "in place": (lambda self, x: self.second(F.relu(self.first(x), inplace=True)), {}),
+    "a method": (lambda self, x: self.second(self.first(x).tanh().clamp(-0.5, 0.5)), {}),
+    "a layer": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.SiLU(inplace=True)}),
+    "dropout": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.Dropout(0.5)}),
+    "a function of dropout": (lambda self, x: self.second(F.dropout(self.first(x), 0.5, self.training)), {}),
+    "an activation of its own": (lambda self, x: self.second(self.act(self.first(x))), {"act": Gate()}),
+    "numbers": (lambda self, x: self.second(1 - self.first(x) * 2 + 3), {}),
+    "two values": (lambda self, x: self.second(F.silu(self.first(x)) * self.beside(x)), {}),
+    "one value twice": (lambda self, x: self.second(self.first(x) + self.first(x).relu()), {}),
+    "what zeros make NaN of": (lambda self, x: self.second(self.first(x).abs().log().reciprocal()), {}),
+    "what zeros make infinite": (lambda self, x: self.second(1 / (self.first(x) ** 2)), {}),
+    "two that take it": (lambda self, x: self.second(h := self.first(x).relu()) + self.second(h * 2), {}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_zeros_stay_between_layers(name: str) -> None:
+    function, children = KEPT[name]
+    model, x = Between(function, **children).eval(), torch.randn(4, 5)
+    done = check_pass(ANYWHERE, model, (x,))
+    assert kept(done) == [("", "added zeros kept from first to second")]
+    assert all(change.before is not None and change.after is not None for change in done.changes if change.region)
+    assert done.changes[-1].region
+    fast = padded(model, x)
+    copies = ("pad", "contiguous", "cut", "widened")
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(fast(x), model(x))
+    assert set(weights_of(fast, x)) == {(8, 8)}
+    assert not any(word in str(node.target) for node in fast.forward.graphs[False][0].nodes for word in copies)
+
+
+NARROW: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "softmax": (lambda self, x: self.second(self.first(x).softmax(-1)), {}),
+    "a norm": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.LayerNorm(7)}),
+    "a sum": (lambda self, x: self.second(self.first(x) + self.first(x).sum(-1, keepdim=True)), {}),
+    "a parameter": (lambda self, x: self.second(self.first(x) * self.weight), {}),
+    "another value": (lambda self, x: self.second(self.first(x) + x.mean(-1, keepdim=True)), {}),
+    "a look at its shape": (lambda self, x: self.second(h := self.first(x)) * h.shape[-1], {}),
+    "a return of it": (lambda self, x: (self.second(h := self.first(x)), h), {}),
+    "a part of it": (lambda self, x: self.second(h := self.first(x)) + h[:, :3], {}),
+    "another layer": (
+        lambda self, x: self.second(h := self.first(x)) + self.act(h),
+        {"act": nn.Linear(7, 3).double().float()},
+    ),
+    "an order": (lambda self, x: self.second(self.first(x).flip(-1)), {}),
+    "a row of all": (lambda self, x: self.second(self.first(x).cumsum(-1)), {}),
+    "a layer that weighs channels": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.PReLU(7)}),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_zeros_are_cut_off_where_something_else_would_see_them(name: str) -> None:
+    function, children = NARROW[name]
+    model, x = Between(function, **children).eval(), torch.randn(4, 5)
+    done = check_pass(ANYWHERE, model, (x,))
+    assert kept(done) == []
+    assert len(done.changes) >= 2
+
+
+def test_zeros_stay_around_a_residual_stream() -> None:
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Conv2d(3, 9, 1)
+            self.blocks = nn.ModuleList(nn.Conv2d(9, 9, 3, padding=1) for _ in range(3))
+            self.leave = nn.Conv2d(9, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = x + block(x.relu())
+            return self.leave(x)
+
+    model, x = enliven(Stream()).eval(), torch.randn(2, 3, 6, 6)
+    for order in ([ANYWHERE], ["channels-last", ANYWHERE], [ANYWHERE, "channels-last"]):
+        fast = optimize(model, order, example_inputs=(x,))
+        record = next(record for record in report_of(fast).passes if record.name == "pad-channels")
+        assert [str(change.text) for change in record.changes][5:] == ["added zeros kept from enter to leave"]
+        assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+        assert fast(x).stride() == model(x).stride()
+        assert weights_of(fast, x)[1] == (16, 16, 3, 3)
+
+
+def test_zeros_go_through_a_batch_norm_that_its_convolution_carries() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 9, 3)
+            self.norm = nn.BatchNorm2d(9)
+            self.second = nn.Conv2d(9, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.norm(self.first(x)).relu())
+
+    model, x = enliven(Block()).eval(), torch.randn(2, 3, 8, 8)
+    fast = optimize(model, ["fold-conv-bn", ANYWHERE], example_inputs=(x,))
+    assert [change.text for change in report_of(fast).passes[1].changes][2:] == [
+        "added zeros kept from first to second"
+    ]
+    assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+    for watched in (fast.norm, fast.first):
+        twin = copy.deepcopy(fast)
+        seen = []
+        layer = twin.get_submodule("norm" if watched is fast.norm else "first")
+        layer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.shape[1]))
+        torch.testing.assert_close(twin(x), model(x), rtol=1e-4, atol=1e-5)
+        assert seen == [9]
+
+
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+@pytest.fixture
+def row() -> tuple[nn.Module, nn.Module, Tensor]:
+    model = whole_numbers(Row()).eval()
+    x = torch.randint(-3, 4, (4, 5)).float()
+    fast = padded(model)
+    assert "added zeros" in report_of(fast).passes[0].changes[-1].text
+    return model, fast, x
+
+
+@pytest.mark.parametrize("name", ["first", "act", "second"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_hook_in_between_sees_the_channels_of_the_layers(row: Any, name: str, copied: bool) -> None:
+    model, fast, x = row
+    fast = copied_by_pickle(copy.deepcopy(fast)) if copied else fast
+    seen = []
+    fast.get_submodule(name).register_forward_hook(
+        lambda module, args, output: seen.append((args[0].shape, output.shape))
+    )
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    wanted = {"first": ((4, 5), (4, 7)), "act": ((4, 7), (4, 7)), "second": ((4, 7), (4, 3))}
+    assert seen == [wanted[name]]
+
+
+def test_hooks_of_all_modules_see_the_channels_of_the_layers(row: Any) -> None:
+    _, fast, x = row
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(output.shape) if isinstance(module, nn.Linear) else None
+    )
+    try:
+        with torch.no_grad():
+            fast(x)
+    finally:
+        handle.remove()
+    assert seen == [(4, 7), (4, 3)]
+
+
+@pytest.mark.parametrize(("name", "child"), [
+    ("act", nn.Softmax(-1)), ("act", nn.LayerNorm(7)), ("first", nn.Linear(5, 7)), ("second", nn.Linear(7, 11)),
+    ("first", nn.Sequential(nn.Linear(5, 7), nn.Softmax(-1))),
+])  # fmt: skip
+def test_a_layer_that_is_put_in_between_computes_as_it_does(row: Any, name: str, child: nn.Module) -> None:
+    model, fast, x = row
+    for each in (model, fast):
+        setattr(each, name, child)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_nan_and_infinity_stay_in_their_rows_between_layers(row: Any) -> None:
+    model, fast, x = row
+    x[0, 0], x[1, 1], x[2] = float("nan"), float("inf"), -float("inf")
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_done_to_parameters_between_layers_is_seen(row: Any) -> None:
+    model, fast, x = row
+    with torch.no_grad():
+        fast(x)
+        for each in (model, fast):
+            each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()}, assign=True)
+        assert torch.equal(fast(x), model(x))
+        for each in (model, fast):
+            each.first.weight, each.first.bias = nn.Parameter(torch.ones(7, 5)), None
+        assert torch.equal(fast(x), model(x))
+        assert torch.equal(fast.double()(x.double()), model.double()(x.double()))
+
+
+def test_gradients_between_layers_are_those_of_the_layers(row: Any) -> None:
+    model, fast, x = row
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    for each, one in zip((model, fast), given, strict=True):
+        each(one).square().sum().backward()
+    assert torch.equal(given[0].grad, given[1].grad)
+    assert torch.equal(model.first.weight.grad, fast.first.weight.grad)
+
+
+def test_values_between_layers_are_wide_and_cleared_in_place(row: Any) -> None:
+    _, fast, x = row
+
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, Any]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") in ("pad", "relu", "zero_", "contiguous", "linear"):
+                self.calls.append((func.__name__, tuple(args[0].shape)))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Seen() as seen:
+        fast(x)
+    of_values = [call for call in seen.calls if call[0] != "pad" or call[1] == (4, 5)]
+    assert of_values == [
+        ("pad", (4, 5)), ("linear", (4, 8)), ("relu", (4, 8)), ("zero_", (4, 1)), ("linear", (4, 8)), ("contiguous", (4, 3)),
+    ]  # fmt: skip
+
+
+def test_transforms_of_functions_see_the_layers_between(row: Any) -> None:
+    model, fast, x = row
+    with torch.no_grad():
+        rows = torch.stack([x, x + 1])
+        assert torch.equal(torch.vmap(fast)(rows), torch.vmap(model)(rows))
+        with warnings.catch_warnings():
+            # Its first use compiles formulas by torch.jit.script.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pairs = zip(*(torch.func.jvp(each, (x,), (x,)) for each in (fast, model)), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_compiled_traced_and_exported_rows_of_layers_compute_the_same(row: Any) -> None:
+    model, fast, x = row
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for each in (compiled, torch.jit.trace(fast, (x,)), torch.export.export(fast, (x,)).module()):
+            assert torch.equal(each(x), model(x))
+
+
+def test_a_forward_that_gains_less_than_its_graph_costs_is_left_alone() -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+            self.numbers = list(range(100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu()) * sum(self.numbers[:2])
+
+    done = check_pass(ANYWHERE, enliven(Read()).eval(), (torch.randn(4, 5),))
+    assert len(done.changes) == 2
+    text = "to cut off zeros and put them back between its layers costs less than to see that a graph still holds"
+    assert skips(done) == [("", text)]
