@@ -36,6 +36,14 @@ class PadChannels(GraphPass):
     parameter was written to, moved, cast or replaced (torch doesn't tell of writes by `.data`). They take their memory
     once more.
 
+    Where a value goes from padded layers to padded layers, over what does the same to each of its numbers (activations, sums
+    and products of such values, a BatchNorm that was folded into its convolution), it keeps the channels that were added:
+
+        h = act(W1 x + b1); y = W2 h        ->   h' = act(W1' x' + b1'), zeros behind the channels of h, y = (W2' h')[:out]
+
+    They are made zeros again in the layer that takes them, as an activation may make infinity of a zero. The graph stands
+    in for the forward then, and gives way to it where it doesn't hold: for a hook on an activation, say.
+
     Padding is done where it can pay, by these rules:
 
     - Tensor cores of an NVIDIA GPU take float16 (from Volta on) and bfloat16 (from Ampere on), best in multiples of 8,
@@ -62,7 +70,8 @@ class PadChannels(GraphPass):
     Does not handle: grouped and depthwise convolutions, whose groups would be padded one by one; layers whose weight is
     computed at every call (parametrizations), is quantized or sparse, of a class of its own or not initialised; layers that
     are never called, such as those that nn.MultiheadAttention reads; functional calls; layers of other classes, such as
-    GPT-2's Conv1D.
+    GPT-2's Conv1D. Zeros are cut off in front of all that looks at more than one channel (softmax, norms, sums, views), and
+    at the borders of modules.
     """
 
     multiple: int = 8
