@@ -1,9 +1,11 @@
 """Layers in multiples of 8 channels: the same numbers, where that can pay, and nothing else."""
 
 import copy
+import functools
 import io
 import itertools
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from optimizer import check_parity, export, optimize, report_of
 from passes import PadChannels, PassResult
 from passes.errors import PassOptionError
 from passes.graph.padded import PaddedTensor, padded_forward
-from passes.registry import parse_pass
+from passes.registry import parse_pass, pass_named
 
 ANYWHERE = PadChannels(force=True)
 PRODUCTS = {
@@ -1153,3 +1155,45 @@ def test_a_forward_that_gains_less_than_its_graph_costs_is_left_alone() -> None:
     assert len(done.changes) == 2
     text = "to cut off zeros and put them back between its layers costs less than to see that a graph still holds"
     assert skips(done) == [("", text)]
+
+
+def test_a_forward_that_asks_a_clock_cuts_zeros_off() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) * (1 if time.time() > 0 else 2)
+
+    done = check_pass(ANYWHERE, Between(function).eval(), (torch.randn(4, 5),))
+    assert kept(done) == []
+    (skip,) = done.skips
+    assert skip.reason.startswith("the zeros of the root are cut off and put back: its forward ")
+    assert skip.reason.endswith(", and what it answers can't be known")
+
+
+class Chosen(nn.Module):
+    """An activation that something else may become."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chosen(x) * 2
+
+
+def test_an_activation_that_becomes_another_function_computes_that() -> None:
+    model, x = Between(lambda self, x: self.second(self.act(self.first(x))), act=Chosen()).eval(), torch.randn(4, 5)
+    fast = padded(model, x)
+    assert "added zeros" in report_of(fast).passes[0].changes[-1].text
+    for each in (model, fast):
+        each.act.chosen = functools.partial(torch.softmax, dim=-1)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_folded_convolution_is_checked_as_it_is_padded() -> None:
+    model, x = enliven(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))).eval(), torch.randn(2, 3, 6, 6)
+    program, context = captured(model, (x,))
+    pass_named("fold-conv-bn")().run(program, context)
+    (change,) = ANYWHERE.run(program, context).changes
+    assert change.after is not None
+    with Weights() as seen, torch.no_grad():
+        change.after(x)
+    assert seen.shapes == [(8, 8, 3, 3)]
