@@ -1070,6 +1070,13 @@ def test_a_layer_that_is_put_in_between_computes_as_it_does(row: Any, name: str,
     torch.testing.assert_close(fast(x), model(x))
 
 
+def test_an_activation_that_gets_a_forward_of_its_own_computes_by_that(row: Any) -> None:
+    model, fast, x = row
+    for each in (model, fast):
+        each.act.forward = functools.partial(torch.softmax, dim=-1)
+    torch.testing.assert_close(fast(x), model(x))
+
+
 def test_nan_and_infinity_stay_in_their_rows_between_layers(row: Any) -> None:
     model, fast, x = row
     x[0, 0], x[1, 1], x[2] = float("nan"), float("inf"), -float("inf")
