@@ -29,6 +29,7 @@ from torch.fx.experimental.optimization import fuse
 from optimizer import optimize, report_of
 from optimizer.collection import rare_collection
 from optimizer.working_copy import working_copy
+from passes import PadChannels
 from passes.base import Context
 from passes.graph.capture import capture
 from passes.graph.program import Program
@@ -45,6 +46,9 @@ HELD_ONCE = 1.05
 # glibc keeps freed blocks of up to 32 MiB for later ones that may not fit; below a fixed threshold of this it doesn't.
 # Other allocators don't read it.
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+# The passes that are asked for by name, behind those of the preset.
+BY_NAME = (PadChannels(force=True),)
 
 TRACE = "symbolic_trace"
 COPY = "working copy"
@@ -68,6 +72,9 @@ def steps_of(model: nn.Module) -> dict[str, float]:
         for item in make_passes(None, "inference"):
             with watch(PASSES), watch(item.name):
                 item.run(program, context)
+        for item in BY_NAME:
+            with watch(item.name):
+                item.run(program, context)
     return watch.seconds
 
 
@@ -77,7 +84,8 @@ def counts_of(model: nn.Module) -> dict[str, Any]:
     program = Program.of(capture(root), None, "inference")
     graphs, islands = len(program.graphs), len(program.islands)
     context = Context("inference", torch.device("cpu"), (((example_of_graph(),), {}),))
-    changes = {item.name: len(item.run(program, context).changes) for item in make_passes(None, "inference")}
+    passes = (*make_passes(None, "inference"), *BY_NAME)
+    changes = {item.name: len(item.run(program, context).changes) for item in passes}
     traced = torch.fx.symbolic_trace(model).graph.nodes
     return {
         "operations": sum(node.op.startswith("call_") for node in traced),
@@ -217,7 +225,7 @@ def misses(
         found += [
             f"{shape}: one operation of {name} gets {grown[name]['per_operation']:.2f} times as dear from the smallest"
             f" graph to the largest; the goal is {LINEAR:g}"
-            for name in (CAPTURE, PASSES, WHOLE)
+            for name in (CAPTURE, PASSES, *(item.name for item in BY_NAME if item.name in grown), WHOLE)
             if grown[name]["per_operation"] > LINEAR
         ]
     for result in memory:

@@ -7,6 +7,7 @@ from passes.fold_conv_bn import FoldConvBn
 from passes.graph.rewriter import Change, Rewriter, Skip
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
+from passes.pad_channels import PadChannels
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
@@ -20,6 +21,7 @@ __all__ = [
     "GraphPass",
     "InsertCheckpoints",
     "JitFusion",
+    "PadChannels",
     "Pass",
     "PassResult",
     "Rewriter",

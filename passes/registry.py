@@ -17,6 +17,7 @@ from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
+from passes.pad_channels import PadChannels
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
@@ -29,6 +30,7 @@ _OWN: tuple[type[Pass], ...] = (
     ChannelsLast,
     Simplify,
     JitFusion,
+    PadChannels,
     SyncBatchNorm,
     InsertCheckpoints,
     TorchCompile,

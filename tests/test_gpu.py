@@ -85,3 +85,44 @@ def test_two_gpus_train_as_one_process_does_on_the_whole_batch(tmp_path: Path) -
         assert all(rank["verified"] and set(rank["status"]) == {"applied"} for rank in ranks)
         assert all(rank["warned"] == [] for rank in ranks)
         synced_steps.check_ranks(ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_of_odd_sizes_are_padded_for_tensor_cores(dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        return
+    torch.manual_seed(0)
+    head = [torch.nn.AdaptiveAvgPool2d(8), torch.nn.Flatten(2), torch.nn.Linear(64, 1001), torch.nn.GELU()]
+    layers = [torch.nn.Conv2d(3, 60, 7), torch.nn.ReLU(), torch.nn.Conv2d(60, 90, 3), *head, torch.nn.Linear(1001, 999)]
+    model = torch.nn.Sequential(*layers).cuda().to(dtype).eval()
+    x = torch.randn(8, 3, 40, 40, device="cuda", dtype=dtype)
+    fast = optimize(model, ["channels-last", "pad-channels"], example_inputs=(x,), device="cuda")
+    record = fast.report.passes[1]
+    assert fast.report.verified
+    # The first one reads images, for which cuDNN has kernels; the third one's product is too small for copies to pay.
+    assert [change.where for change in record.changes][:2] == ["2", "7"]
+    assert {skip.where for skip in record.skips} <= {"0", "5"}
+    assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5), device="cuda").ok
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        wanted = model(x)
+        assert torch.isclose(fast(x), wanted, rtol=1e-2, atol=1e-2).all()
+        assert fast(x).stride() == wanted.stride()
+
+
+def test_layers_under_autocast_are_padded_for_tensor_cores_and_those_in_float32_are_not() -> None:
+    class Cast(torch.nn.Module):
+        def __init__(self, dtype: torch.dtype | None) -> None:
+            super().__init__()
+            self.dtype = dtype
+            self.linear = torch.nn.Linear(1001, 999)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", self.dtype, enabled=self.dtype is not None):
+                return self.linear(x)
+
+    x = torch.randn(512, 1001, device="cuda")
+    for dtype, status in ((torch.float16, "applied"), (None, "unchanged")):
+        model = Cast(dtype).cuda().eval()
+        fast = optimize(model, ["pad-channels"], example_inputs=(x,), device="cuda")
+        assert fast.report.passes[0].status == status
+        assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5), device="cuda").ok

@@ -1,12 +1,13 @@
-"""Thirty architectures through optimize, both exporters and verify, and all others that hold a BatchNorm through optimize;
-minutes long, so `make zoo` runs it."""
+"""Thirty architectures through optimize, both exporters and verify, all others that hold a BatchNorm through optimize, and
+all of them in multiples of 8 channels; minutes long, so `make zoo` runs it."""
 
 import pytest
 import torch
 from architectures import NORMED, ZOO, member
 
 from exporters import ExportError
-from optimizer import export, optimize, verify_bundle
+from optimizer import check_parity, export, optimize, verify_bundle
+from passes import PadChannels
 
 REFUSED = {
     # Its trace holds the call of an autograd.Function, which TorchScript has no form for.
@@ -50,3 +51,25 @@ def test_a_member_with_batch_norms_is_optimized(name):
     assert report.verified
     assert not [record for record in report.passes if record.status in ("rolled-back", "failed")]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [*ZOO, *NORMED])
+def test_a_member_computes_in_multiples_of_channels(name):
+    model, kwargs = member(name)
+    fast = optimize(model, [PadChannels(force=True)], example_kwargs=kwargs)
+    (record,) = fast.report.passes
+    assert fast.report.verified
+    assert record.status in ("applied", "unchanged")
+    assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("other", ["fold-conv-bias", "fold-conv-bn", "channels-last", "simplify"])
+def test_a_member_computes_in_multiples_of_channels_beside_another_pass(name, other):
+    for order in ([PadChannels(force=True), other], [other, PadChannels(force=True)]):
+        model, kwargs = member(name)
+        fast = optimize(model, order, example_kwargs=kwargs)
+        assert {record.status for record in fast.report.passes} <= {"applied", "unchanged"}
+        assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok

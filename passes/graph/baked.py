@@ -249,6 +249,39 @@ class BakedCall(Baked):
         return self
 
 
+@dataclass(frozen=True)
+class BakedLayer(BakedCall):
+    """A call of a child that is given more channels than it has, as it does the same to each number: it is of its class, with
+    the kind of forward that it had, and nobody watches it."""
+
+    @classmethod
+    def of_child(cls, holder: nn.Module, path: tuple[str, ...]) -> BakedLayer:
+        """The child at the end of the path, as it is now."""
+        *above, name = path
+        found = cls(holder, name, None, None, "_modules", tuple(above))
+        child = found.now()
+        return dataclasses.replace(found, value=type(child), print=_state_of(child))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the child still does the same to each number."""
+        child = self.now()
+        if child is None or child is ABSENT or type(child) is not self.value or _state_of(child) != self.print:
+            return False
+        own = child.__dict__
+        return not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or own.get("_compiled_call_impl")
+        )
+
+
+def _state_of(child: nn.Module) -> tuple[str, bool]:
+    return type(child.__dict__.get("forward")).__name__, child.training
+
+
 def _registered(module: nn.Module, registry: str, name: str) -> Any:
     held = getattr(module, registry)
     if name not in held:

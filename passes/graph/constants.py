@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -12,12 +13,26 @@ from torch import fx, nn
 from passes.graph.forward import compile_graph, graph_of, nodes_of
 
 
-class Constant:
+class Computed(ABC):
     """A function of parameters and buffers, whose value is kept as long as these are what they were.
 
     A tensor that was written to, moved, cast or replaced is seen at the next call; only a write by its `.data` isn't, which
     torch doesn't count. The value is computed anew, and not kept, where more than the numbers counts: where gradients go
     to the tensors, under autocast, while something traces or watches the call.
+
+    Attributes:
+        under_autocast: whether the value is the same under autocast, and kept there too.
+    """
+
+    under_autocast: ClassVar[bool] = False
+
+    @abstractmethod
+    def compute(self, *sources: torch.Tensor) -> torch.Tensor:
+        """The value of these tensors."""
+
+
+class Constant(Computed):
+    """A `Computed` that a graph computes.
 
     Args:
         graph: its inputs are the tensors, its output the value.
@@ -75,12 +90,12 @@ class _Kept:
 
 
 # Not in the constants themselves, which stand in modules: nothing that a call changes is to be seen there.
-_kept: weakref.WeakKeyDictionary[Constant, _Kept] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Computed, _Kept] = weakref.WeakKeyDictionary()
 
 
-def value_of(constant: Constant, *sources: torch.Tensor) -> torch.Tensor:
+def value_of(constant: Computed, *sources: torch.Tensor) -> torch.Tensor:
     """The value of these tensors, which no one may write to."""
-    if not _may_keep(sources):
+    if not _may_keep(sources, constant.under_autocast):
         return constant.compute(*sources)
     kept = _kept.get(constant)
     if kept is None or not kept.holds_for(sources):
@@ -93,14 +108,14 @@ def value_of(constant: Constant, *sources: torch.Tensor) -> torch.Tensor:
     return kept.value
 
 
-def _may_keep(sources: tuple[torch.Tensor, ...]) -> bool:
+def _may_keep(sources: tuple[torch.Tensor, ...], under_autocast: bool) -> bool:
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._is_any_autocast_enabled() or (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    ):
+    if torch._C._is_any_autocast_enabled() and not under_autocast:
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     gradients = torch.is_grad_enabled()
     return all(

@@ -338,17 +338,21 @@ class FoldedConvForward(InstanceForward):
         self.has_bias = owner._parameters.get("bias") is not None
 
     def __call__(self, input: Any, *size: Any, **named: Any) -> Any:
+        return self.through(type(self.owner).forward, input, *size, **named)
+
+    def through(self, layer: Callable[..., Any], input: Any, *size: Any, **named: Any) -> Any:
+        """The convolution as `layer(owner, input, …)` computes it, with the checks of where its values go."""
         # The way of every call of every pair: as few steps as there can be. Transposed ones may be given an output size.
         owner, pair, front = self.owner, self.pair, self.front
         if front is not None:
             input = opened_from(input, front, front.dims)
         if pair is None:
-            return type(owner).forward(owner, input, *size, **named)
+            return layer(owner, input, *size, **named)
         if not self.has_bias and owner._parameters.get("bias") is not None:
             raise pair.other_tensors(pair.conv_path)
         if pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
-        return SealedOutput(type(owner).forward(owner, input, *size, **named), pair, input.dim() - pair.dims - 1)
+        return SealedOutput(layer(owner, input, *size, **named), pair, input.dim() - pair.dims - 1)
 
     def compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The convolution alone, with nobody looking where its output goes."""

@@ -143,6 +143,11 @@ class Program:
         owner, name = self._owner(self.home(node), node)
         self._reads[(id(owner), name)].append(node)
 
+    def note_call(self, node: fx.Node, module: nn.Module) -> None:
+        """Know likewise of a node that calls a module."""
+        self._modules[node] = module
+        self._calls[id(module)].append(node)
+
     def _owner(self, graph: ModuleGraph, node: fx.Node) -> tuple[nn.Module, str]:
         if not graph.traced:
             return node.meta["owner"], str(node.target)
@@ -249,6 +254,10 @@ class Program:
             return None
         module = self.module_of(node) or self.home(node).module
         return self.recordings.autocast.get(id(module), node.meta.get(AUTOCAST))
+
+    def autocast_in(self, module: nn.Module) -> torch.dtype | None:
+        """The same for the call of a module, wherever it stands."""
+        return self.recordings.autocast.get(id(module)) if self.recordings is not None else None
 
     def opaque_around(self, node: fx.Node) -> str | None:
         """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""

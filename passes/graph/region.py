@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.graph.forward import GraphForward
-from passes.graph.guards import FoldedConvForward, FoldedNormForward, inner_forward
+from passes.graph.guards import FoldedConvForward, FoldedNormForward, SealedOutput, inner_forward
+from passes.graph.padded import PaddedForward, call_wide, padded_forward
 from passes.graph.program import Program
 
 
@@ -174,6 +175,10 @@ def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if step.op == "call_method":
         return getattr(args[0], step.target)(*args[1:], **kwargs)
     guard = inner_forward(step.target) if isinstance(step.target, nn.Module) else None
-    if isinstance(guard, FoldedConvForward | FoldedNormForward | GraphForward):
+    if isinstance(guard, FoldedConvForward):
+        guard = padded_forward(step.target) or guard
+    if isinstance(guard, PaddedForward | FoldedConvForward | FoldedNormForward | GraphForward):
         return guard.compute(*args, **kwargs)
-    return step.target(*args, **kwargs)
+    output = step.target(*args, **kwargs)
+    # As above: what a layer computes, with nobody looking where that goes.
+    return output.sealed_value if step.target is call_wide and type(output) is SealedOutput else output

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 import torch
 from torch import fx, nn
 
-from passes.graph.baked import Baked, BakedCall
+from passes.graph.baked import Baked, BakedCall, BakedLayer
 from passes.graph.capture import RANK, ModuleGraph
 from passes.graph.edits import (
     AttributeEdit,
@@ -59,8 +59,10 @@ from passes.graph.match import (
     opened_between,
 )
 from passes.graph.moved_bias import MovedBias
+from passes.graph.padded import PaddedForward, call_wide
 from passes.graph.program import Program
 from passes.graph.region import Region
+from passes.graph.stretches import Stretch
 
 
 @dataclass(frozen=True)
@@ -471,6 +473,49 @@ class Rewriter:
     def keep_contiguous(self, change: Change, conv: nn.Module) -> None:
         """Have a convolution compute in contiguous format, whatever format its input comes in."""
         self.set_attribute(change, conv, "forward", ContiguousInput(conv, conv.__dict__.get("forward")))
+
+    @_writes
+    def pad_layer(self, change: Change, layer: nn.Module, inputs: int, outputs: int) -> None:
+        """Have a linear layer or convolution compute with so many more channels, which are zeros; whatever else stands
+        around its forward stands around that."""
+        earlier = layer.__dict__.get("forward")
+        forward = PaddedForward(layer, inner_forward(layer), inputs, outputs)
+        self.set_attribute(change, layer, "forward", _in_place_of(earlier, forward))
+
+    @_writes
+    def keep_wide(self, change: Change, stretch: Stretch) -> None:
+        """Leave the channels that padded layers add to the values of a stretch in them, up to the layers that take them."""
+        if change is not self._open:
+            raise RuntimeError("a graph is written to outside of its change")
+        for node in stretch.nodes:
+            self._own(node)
+            new = self._call_of_layer(node, stretch) if node in stretch.layers else self._same_again(node)
+            node.replace_all_uses_with(new)
+            node.graph.erase_node(node)
+            self._gone[node] = new
+            self._added.append(new)
+
+    def _call_of_layer(self, node: fx.Node, stretch: Stretch) -> fx.Node:
+        taken, given = stretch.layers[node]
+        graph = node.graph
+        with graph.inserting_before(node):
+            layer = graph.get_attr(str(node.target))
+            new = graph.call_function(call_wide, (layer, node.all_input_nodes[0], stretch.dims, taken, given))
+        new.meta.update(node.meta)
+        self.program.note_reader(layer)
+        return new
+
+    def _same_again(self, node: fx.Node) -> fx.Node:
+        """What is checked of a rewrite is what it put in, in order: also what stays as it is in between."""
+        home, child = self.program.home(node), self.program.module_of(node)
+        with node.graph.inserting_before(node):
+            new = node.graph.node_copy(node, lambda source: source)
+        if child is not None:
+            self.program.note_call(new, child)
+            inner = self.program.graphs.get(id(child))
+            found = BakedLayer.of_child(home.module, tuple(str(node.target).split(".")))
+            home.baked += (found, *(inner.baked if inner is not None else ()))
+        return new
 
     @_writes
     def enter_channels_last(self, change: Change, conv: nn.Module) -> None:

@@ -1,12 +1,17 @@
 """The benchmark of the overhead at a tiny size: what it counts is exact, what it times is there."""
 
+import importlib
 import json
 import math
+import sys
+import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 from benchmark_runs import run_benchmark
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 run = partial(run_benchmark, "overhead", timeout=120)
 
 
@@ -31,8 +36,8 @@ def test_counts_what_stands_in_the_graphs(done):
 def test_the_passes_do_their_work_on_every_block(done, shape):
     figures, _, _ = done
     small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
-    assert small["changes"] == {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15}
-    assert large["changes"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30}
+    assert small["changes"] == {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15, "pad-channels": 15}
+    assert large["changes"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30, "pad-channels": 30}
     # Without example inputs nothing shows that a memory format may change.
     assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 0}
 
@@ -40,12 +45,13 @@ def test_the_passes_do_their_work_on_every_block(done, shape):
 def test_times_every_step_in_every_round(done):
     figures, _, _ = done
     steps = {"symbolic_trace", "fuse", "working copy", "capture", "fold-conv-bias", "fold-conv-bn", "channels-last"}
-    steps |= {"all passes", "optimize()"}
+    steps |= {"pad-channels", "all passes", "optimize()"}
     for graph in figures["graphs"]:
         assert set(graph["seconds"]) == set(graph["to_symbolic_trace"]) == steps
         assert all(len(seconds["values"]) == 1 and seconds["median"] > 0 for seconds in graph["seconds"].values())
         assert graph["to_symbolic_trace"]["symbolic_trace"]["median"] == 1
-        passes = sum(graph["seconds"][name]["median"] for name in graph["changes"])
+        preset = graph["changes_of_optimize"]
+        passes = sum(graph["seconds"][name]["median"] for name in preset)
         # The one time is taken around the others.
         assert graph["seconds"]["all passes"]["median"] >= passes * 0.999
 
@@ -67,6 +73,23 @@ def test_memory_counts_the_tensors_of_the_result_that_are_new(done):
     # The folded weight and its bias.
     assert (case["new_tensors"], case["new_bytes"]) == (2 * layers, layers * (weight + per_channel))
     assert case["live_peak_bytes"] > layers * weight / 2
+
+
+def test_passes_that_are_asked_for_by_name_have_to_be_linear_too():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        with warnings.catch_warnings():
+            # What it compares with imports torch.jit.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            overhead = importlib.import_module("overhead")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    grown = {name: {"per_operation": 1.0} for name in ("capture", "all passes", "optimize()", "pad-channels")}
+    assert overhead.misses([], {"flat": grown}) == []
+    grown["pad-channels"]["per_operation"] = 1.51
+    assert overhead.misses([], {"flat": grown}) == [
+        "flat: one operation of pad-channels gets 1.51 times as dear from the smallest graph to the largest; the goal is 1.5"
+    ]
 
 
 def test_writes_the_tables_as_markdown_and_shows_them(done):

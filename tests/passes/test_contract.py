@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(5, 5)
+        self.linear = nn.Linear(8, 8)
         enliven(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ RAISES_WHERE_THERE_IS_NOTHING = {"sync-batch-norm": "sync-batch-norm finds no Ba
 
 @pytest.mark.parametrize("name", [name for name in pass_names() if pass_named(name).needs_graph])
 def test_changes_nothing_where_there_is_nothing(name: str) -> None:
-    item, model, x, mode = made(name), Plain().eval(), torch.randn(2, 5), pass_named(name).modes[0]
+    item, model, x, mode = made(name), Plain().eval(), torch.randn(2, 8), pass_named(name).modes[0]
     if name not in RAISES_WHERE_THERE_IS_NOTHING:
         assert check_pass(item, model, (x,), mode=mode).changes == ()
         return
@@ -154,4 +154,4 @@ class _Scales(passes.GraphPass):
 )
 def test_the_contract_finds_who_breaks_it(how: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_pass(_Scales(how), Plain().eval(), (torch.randn(4, 5),))
+        check_pass(_Scales(how), Plain().eval(), (torch.randn(4, 8),))

@@ -1,0 +1,1207 @@
+"""Layers in multiples of 8 channels: the same numbers, where that can pay, and nothing else."""
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from pass_contract import captured, check_pass
+from real_models import lively
+from tiny_models import enliven
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
+
+from optimizer import check_parity, export, optimize, report_of
+from passes import PadChannels, PassResult
+from passes.errors import PassOptionError
+from passes.graph.padded import PaddedTensor, padded_forward
+from passes.registry import parse_pass, pass_named
+
+ANYWHERE = PadChannels(force=True)
+PRODUCTS = {
+    *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+}  # fmt: skip
+
+
+class Weights(TorchFunctionMode):
+    """The shapes of the weights that linear layers and convolutions compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in PRODUCTS:
+            self.shapes.append(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def weights_of(model: nn.Module, *args: Any) -> list[tuple[int, ...]]:
+    with Weights() as seen, torch.no_grad():
+        model(*args)
+    return seen.shapes
+
+
+def changes(done: PassResult) -> list[tuple[str, str]]:
+    return [(change.where, change.what) for change in done.changes]
+
+
+def skips(done: PassResult) -> list[tuple[str, str]]:
+    return [(skip.where, skip.reason) for skip in done.skips]
+
+
+def padded(model: nn.Module, x: Tensor | None = None) -> nn.Module:
+    """The result, which is padded; with an input, it has been compared with the model."""
+    fast = optimize(model.eval(), [ANYWHERE], example_inputs=None if x is None else (x,))
+    assert report_of(fast).passes[0].status == "applied"
+    assert report_of(fast).verified == (x is not None)
+    return fast
+
+
+def whole_numbers(model: nn.Module) -> nn.Module:
+    """The model with small whole numbers for weights: sums of them are exact in any order."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape) * 2 - 1
+            parameter.copy_((signs * torch.randint(1, 4, parameter.shape)).to(parameter))
+    return model
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(5, 3), (4, 5), (8, 8)),
+    "linear of rows": (lambda: nn.Linear(5, 3), (4, 2, 6, 5), (8, 8)),
+    "inputs alone": (lambda: nn.Linear(5, 16), (4, 5), (16, 8)),
+    "outputs alone": (lambda: nn.Linear(16, 3), (4, 16), (8, 16)),
+    "without a bias": (lambda: nn.Linear(9, 17, bias=False), (4, 9), (24, 16)),
+    "one": (lambda: nn.Linear(1, 1), (4, 1), (8, 8)),
+    "conv1d": (lambda: nn.Conv1d(3, 5, 3, padding=1), (4, 3, 9), (8, 8, 3)),
+    "conv2d": (lambda: nn.Conv2d(3, 5, 3, stride=2, dilation=2), (4, 3, 9, 11), (8, 8, 3, 3)),
+    "same": (lambda: nn.Conv2d(3, 5, 3, padding="same"), (4, 3, 6, 5), (8, 8, 3, 3)),
+    "conv3d": (lambda: nn.Conv3d(3, 5, (1, 2, 3), bias=False), (4, 3, 4, 5, 6), (8, 8, 1, 2, 3)),
+    "circular": (lambda: nn.Conv2d(3, 5, 3, padding=1, padding_mode="circular"), (4, 3, 6, 6), (8, 8, 3, 3)),
+    "reflect": (lambda: nn.Conv1d(3, 16, 3, padding=2, padding_mode="reflect"), (4, 3, 6), (16, 8, 3)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(3, 5, 2, stride=2), (4, 3, 6), (8, 8, 2)),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(3, 16, 3, stride=2, output_padding=1), (4, 3, 6, 5), (8, 16, 3, 3)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(8, 5, 2, dilation=2), (4, 8, 3, 4, 5), (8, 8, 2, 2, 2)),
+}
+
+
+# What is computed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_computes_in_multiples_of_eight(name: str) -> None:
+    make, shape, weight = LAYERS[name]
+    model = nn.Sequential(enliven(make()), nn.Tanh()).eval()
+    x = torch.randn(shape)
+    (change,) = check_pass(ANYWHERE, model, (x,)).changes
+    assert change.where == "0"
+    fast = padded(model, x)
+    assert weights_of(fast, x) == [weight]
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    assert all(mine is not None and mine.shape == model.get_parameter(n).shape for n, mine in fast.named_parameters())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_sums_are_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    make, shape, _ = LAYERS[name]
+    model, x = whole_numbers(make()).to(dtype).eval(), torch.randint(-3, 4, shape).to(dtype)
+    fast = padded(model)
+    for size in (1, 2, 4):
+        assert torch.equal(fast(x[:size]), model(x[:size]))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_output_lies_in_memory_as_before(name: str) -> None:
+    make, shape, _ = LAYERS[name]
+    model, x = make().eval(), torch.randn(shape)
+    fast = padded(model)
+    assert fast(x).stride() == model(x).stride()
+    assert fast(x).view(len(x), -1).shape == model(x).view(len(x), -1).shape
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv3d", "transposed 2d"])
+@pytest.mark.parametrize("order", list(itertools.permutations(["channels-last", ANYWHERE])))
+def test_maps_in_channels_last_stay_so(name: str, order: list[Any]) -> None:
+    make, shape, weight = LAYERS[name]
+    model, x = nn.Sequential(nn.ReLU(), enliven(make()), nn.ReLU()).eval(), torch.randn(shape)
+    fast = optimize(model, order, example_inputs=(x,))
+    assert {record.status for record in report_of(fast).passes} == {"applied"}
+    layer = fast[1]
+    assert weights_of(fast, x) == [weight]
+    wanted = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+    assert layer(x.contiguous(memory_format=wanted)).is_contiguous(memory_format=wanted)
+    assert fast(x).stride() == model(x).stride()
+    assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_nan_and_infinity_come_through_as_before(name: str) -> None:
+    make, shape, _ = LAYERS[name]
+    model, plain = whole_numbers(make()).eval(), torch.randint(-3, 4, shape).float()
+    fast = padded(model)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x = plain.clone()
+        x[0].view(-1)[0] = value
+        x[-1] = value
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
+            # The two have one memory.
+            model.weight.view(-1)[0] = value
+            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(fast(plain), model(plain), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_was_done_is_told() -> None:
+    model = nn.Sequential(nn.Linear(5, 16), nn.Linear(16, 3), nn.Linear(3, 9), nn.Linear(9, 16).requires_grad_(False))
+    done = check_pass(ANYWHERE, model, (torch.randn(2, 5),))
+    assert changes(done) == [
+        ("0", "padded with zeros from 5 to 8 inputs"),
+        ("1", "padded with zeros from 3 to 8 outputs"),
+        ("2", "padded with zeros from 3 to 8 inputs and from 9 to 16 outputs"),
+        ("3", "padded with zeros from 9 to 16 inputs"),
+        ("", "added zeros kept from 1 to 3"),
+    ]
+    assert skips(done) == []
+
+
+def test_the_multiple_is_an_option() -> None:
+    x = torch.randn(2, 5)
+    fast = optimize(nn.Linear(5, 70), "pad-channels:multiple=64:force=true", example_inputs=(x,))
+    assert weights_of(fast, x) == [(128, 64)]
+
+
+@pytest.mark.parametrize("multiple", [1, 0, -8])
+def test_a_multiple_of_less_than_two_is_refused(multiple: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple is a number of channels from 2 on, not {multiple}"):
+        PadChannels(multiple=multiple)
+    with pytest.raises(
+        PassOptionError, match=f"pad-channels: multiple is a number of channels from 2 on, not {multiple}"
+    ):
+        parse_pass(f"pad-channels:multiple={multiple}")
+
+
+def test_a_transposed_convolution_gives_the_size_that_is_asked_for() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = enliven(nn.ConvTranspose2d(3, 5, 3, stride=2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x, output_size=[14, 14]) + self.up(x, [14, 14])
+
+    model, x = Sized().eval(), torch.randn(2, 3, 6, 6)
+    fast = padded(model, x)
+    assert fast(x).shape == (2, 5, 14, 14)
+    assert weights_of(fast, x) == [(8, 8, 3, 3)] * 2
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d", "transposed 2d"])
+def test_an_input_without_a_batch_is_padded_too(name: str) -> None:
+    make, shape, weight = LAYERS[name]
+    model, x = whole_numbers(make()).eval(), torch.randint(-3, 4, shape).float()
+    fast = padded(model)
+    assert torch.equal(fast(x[0]), model(x[0]))
+    assert weights_of(fast, x[0]) == [weight]
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "transposed 2d"])
+def test_an_input_that_does_not_fit_raises_as_before(name: str) -> None:
+    make, shape, _ = LAYERS[name]
+    model = make().eval()
+    fast = padded(model)
+    channel = 1 if len(shape) == 4 else -1
+    for x in (
+        torch.randn(shape).narrow(channel, 0, 2),
+        torch.randn(8, 8),
+        torch.randn(()),
+        torch.randn(shape).double(),
+    ):
+        messages = []
+        for each in (model, fast):
+            with pytest.raises(RuntimeError) as raised:
+                each(x)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+
+
+def test_nested_input_is_computed_as_before() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = torch.nested.nested_tensor([torch.randn(2, 5), torch.randn(3, 5)])
+        model = nn.Linear(5, 3).eval()
+        fast = padded(model)
+        for mine, theirs in zip(fast(rows).unbind(), model(rows).unbind(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_gradients_are_those_of_the_layer() -> None:
+    model, x = whole_numbers(nn.Linear(5, 3)).eval(), torch.randint(-3, 4, (4, 5)).float()
+    fast = padded(model, x)
+    for each in (model, fast):
+        each.zero_grad()
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    for each, one in zip((model, fast), given, strict=True):
+        each(one).square().sum().backward()
+    assert torch.equal(given[0].grad, given[1].grad)
+    assert torch.equal(model.weight.grad, fast.weight.grad)
+    assert torch.equal(model.bias.grad, fast.bias.grad)
+
+
+def test_transforms_of_functions_see_the_layer() -> None:
+    model, x = whole_numbers(nn.Conv2d(3, 5, 3)).eval(), torch.randint(-3, 4, (4, 2, 3, 6, 6)).float()
+    fast = padded(model, x[0])
+    assert torch.equal(torch.vmap(fast)(x), torch.vmap(model)(x))
+    other = {"weight": torch.randn(5, 3, 3, 3), "bias": torch.randn(5)}
+    torch.testing.assert_close(*(torch.func.functional_call(each, other, (x[0],)) for each in (fast, model)))
+
+
+# What it is computed with ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def paddings() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the tensors that are padded for good."""
+    found: list[tuple[int, ...]] = []
+    compute = PaddedTensor.compute
+
+    def noted(self: PaddedTensor, *sources: Tensor) -> Tensor:
+        found.append(tuple(sources[0].shape))
+        return compute(self, *sources)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PaddedTensor, "compute", noted)
+        yield found
+
+
+@pytest.fixture
+def both() -> tuple[nn.Module, nn.Module, Tensor]:
+    model = nn.Sequential(whole_numbers(nn.Linear(5, 3)), nn.ReLU()).eval()
+    x = torch.randint(-3, 4, (4, 5)).float()
+    return model, padded(model), x
+
+
+def test_a_weight_is_padded_once(both: Any) -> None:
+    _, fast, x = both
+    with torch.no_grad():
+        fast(x)
+        with paddings() as found:
+            for _ in range(3):
+                fast(x)
+        assert found == []
+        with paddings() as found, torch.autocast("cpu", torch.bfloat16):
+            fast(x)
+        assert found == []
+        fast[0].weight.mul_(2)
+        with paddings() as found:
+            fast(x)
+            fast(x)
+    assert found == [(3, 5)]
+
+
+def write(fast: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for each in (fast, model):
+            each[0].weight.copy_(torch.arange(15.0).view(3, 5))
+            each[0].bias[1] = 7
+
+
+def load(fast: nn.Module, model: nn.Module) -> None:
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    for each in (fast, model):
+        each.load_state_dict(state)
+
+
+def assign(fast: nn.Module, model: nn.Module) -> None:
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    for each in (fast, model):
+        each.load_state_dict(state, assign=True)
+
+
+def put(fast: nn.Module, model: nn.Module) -> None:
+    weight = torch.arange(15.0).view(3, 5)
+    for each in (fast, model):
+        each[0].weight = nn.Parameter(weight)
+        each[0].bias = None
+
+
+def swap(fast: nn.Module, model: nn.Module) -> None:
+    """Another number of outputs, which nothing in the class of a layer forbids."""
+    weight = torch.arange(20.0).view(4, 5)
+    for each in (fast, model):
+        each[0].weight, each[0].bias = nn.Parameter(weight), nn.Parameter(torch.ones(4))
+
+
+def exchange(fast: nn.Module, model: nn.Module) -> None:
+    layer = whole_numbers(nn.Linear(5, 9))
+    for each in (fast, model):
+        each[0] = layer
+
+
+def parametrize(fast: nn.Module, model: nn.Module) -> None:
+    for each in (fast, model):
+        nn.utils.parametrize.register_parametrization(each[0], "weight", nn.Softshrink(1.0))
+
+
+@pytest.mark.parametrize("change", [write, load, assign, put, swap, exchange, parametrize])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_done_to_a_parameter_is_seen(both: Any, change: Callable[..., None], gradients: bool) -> None:
+    model, fast, x = both
+    with torch.set_grad_enabled(gradients):
+        before = fast(x)
+        with torch.enable_grad():
+            change(fast, model)
+        after = fast(x)
+        assert torch.equal(after, model(x))
+    assert after.shape != before.shape or not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_cast_is_seen(both: Any, dtype: torch.dtype) -> None:
+    model, fast, x = both
+    with torch.no_grad():
+        fast(x)
+        assert torch.equal(fast.to(dtype)(x.to(dtype)), model.to(dtype)(x.to(dtype)))
+        assert weights_of(fast, x.to(dtype)) == [(8, 8)]
+
+
+def copied_by_pickle(module: nn.Module) -> nn.Module:
+    found: nn.Module = pickle.loads(pickle.dumps(module))
+    return found
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
+def test_a_copy_has_weights_of_its_own(both: Any, copied: Callable[..., nn.Module]) -> None:
+    model, fast, x = both
+    with torch.no_grad():
+        fast(x)
+        twin = copied(fast)
+        assert torch.equal(twin(x), model(x))
+        assert weights_of(twin, x) == [(8, 8)]
+        twin[0].weight.zero_()
+        assert torch.equal(fast(x), model(x))
+        assert torch.equal(twin(x), model[0].bias.relu().expand(4, 3))
+
+
+def test_checkpoints_go_both_ways_and_hold_nothing_twice(both: Any) -> None:
+    model, fast, x = both
+    with torch.no_grad():
+        fast(x)
+    sizes = []
+    for each in (model, fast):
+        file = io.BytesIO()
+        torch.save(each.state_dict(), file)
+        sizes.append(file.getbuffer().nbytes)
+    assert sizes[0] == sizes[1]
+    other = whole_numbers(nn.Sequential(nn.Linear(5, 3), nn.ReLU())).eval()
+    fast.load_state_dict(other.state_dict())
+    assert torch.equal(fast(x), other(x))
+    other.load_state_dict({name: value * 2 for name, value in fast.state_dict().items()})
+    assert torch.equal(other[0].weight, fast[0].weight * 2)
+    assert list(fast.state_dict()) == ["0.weight", "0.bias"]
+    assert fast[0].weight.is_contiguous()
+
+
+def test_hooks_see_the_channels_of_the_layer(both: Any) -> None:
+    _, fast, x = both
+    seen = []
+    fast[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    fast[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    fast(x)
+    assert seen == [(4, 5), (4, 3)]
+
+
+def test_the_callers_model_is_not_held_twice(both: Any) -> None:
+    model, fast, _ = both
+    for mine, theirs in zip(fast.parameters(), model.parameters(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+
+
+# Where it isn't done -----------------------------------------------------------------------------------------------------
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class OwnCall(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+
+def with_forward(layer: nn.Module) -> nn.Module:
+    layer.forward = lambda x, inner=layer.forward: inner(x) * 2
+    return layer
+
+
+class OtherWeight(Tensor):
+    """A class of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OtherWeight":
+        return self.detach().clone()
+
+
+def of_class(layer: nn.Linear) -> nn.Module:
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(OtherWeight))
+    return layer
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "grouped": (
+        lambda: nn.Conv2d(6, 9, 3, groups=3),
+        (2, 6, 5, 5),
+        "its channels are in 3 groups, of which each would have to be padded: that only costs",
+    ),
+    "depthwise": (
+        lambda: nn.Conv1d(5, 5, 3, groups=5),
+        (2, 5, 5),
+        "its channels are in 5 groups, of which each would have to be padded: that only costs",
+    ),
+    "a forward of its class": (lambda: OwnLinear(5, 3), (2, 5), "its OwnLinear computes in a way of its own"),
+    "a call of its class": (lambda: OwnCall(5, 3), (2, 5), "its OwnCall computes in a way of its own"),
+    "a forward of its own": (
+        lambda: with_forward(nn.Linear(5, 3)),
+        (2, 5),
+        "its Linear computes in a way of its own",
+    ),
+    "parametrized": (
+        lambda: parametrizations.weight_norm(nn.Linear(5, 3)),
+        (2, 5),
+        "its weight is computed at every call, and would be padded at every call: that only costs",
+    ),
+    "a weight of a class": (
+        lambda: of_class(nn.Linear(5, 3)),
+        (2, 5),
+        "its weight is a OtherWeight, which has an arithmetic of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layer_that_can_not_be_padded_stays(name: str) -> None:
+    make, shape, reason = REFUSED[name]
+    model = nn.Sequential(make(), nn.ReLU()).eval()
+    program, context = captured(model, (torch.randn(shape),))
+    done = ANYWHERE.run(program, context)
+    assert (changes(done), skips(done)) == ([], [("0", reason)])
+
+
+def test_a_weight_that_hooks_compute_stays() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 3))).eval()
+    done = check_pass(ANYWHERE, model, (torch.randn(2, 5),))
+    assert skips(done) == [
+        ("0", "its weight is computed at every call, and would be padded at every call: that only costs")
+    ]
+    assert not done.changes
+
+
+def test_layers_without_numbers_stay() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(5, 3, device="meta"), nn.Linear(5, 3))
+    model[2].weight = nn.Parameter(model[2].weight.detach().to_sparse())
+    program, context = captured(model)
+    assert skips(ANYWHERE.run(program, context)) == [
+        ("0", "its weight is not initialised yet: run the model once first"),
+        ("1", "its weight is on the meta device and has no values"),
+        ("2", "its weight is sparse"),
+    ]
+
+
+def test_a_layer_that_another_one_reads_stays() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    done = check_pass(ANYWHERE, enliven(Attends()).eval(), (torch.randn(2, 3, 6),))
+    assert (changes(done), skips(done)) == ([], [("attention.out_proj", "no recorded run calls it")])
+
+
+def test_what_is_in_multiples_needs_nothing() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 24)).eval()
+    done = check_pass(ANYWHERE, model, (torch.randn(2, 8),))
+    assert (done.changes, done.skips) == ((), ())
+
+
+def test_a_layer_in_an_island_is_padded() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if x.sum() > 0 else self.layer(x).relu()
+
+    model, x = enliven(Branches()).eval(), torch.randn(4, 5)
+    assert changes(check_pass(ANYWHERE, model, (x,))) == [
+        ("layer", "padded with zeros from 5 to 8 inputs and from 3 to 8 outputs")
+    ]
+    assert weights_of(padded(model, x), x) == [(8, 8)]
+
+
+def test_tied_weights_and_shared_layers_are_padded() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(11, 6)
+            self.layer = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(self.layer(self.words(x))))
+
+    model, x = enliven(Tied()).eval(), torch.randint(0, 11, (4, 3))
+    check_pass(ANYWHERE, model, (x,))
+    fast = padded(model, x)
+    assert fast.head.weight is fast.words.weight
+    with torch.no_grad():
+        for each in (fast, model):
+            each.words.weight.mul_(2)
+        torch.testing.assert_close(fast(x), model(x))
+    assert weights_of(fast, x) == [(8, 8), (8, 8), (16, 8)]
+
+
+# Where it pays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Stands for a GPU, of which the pass asks nothing but what it can do."""
+
+    def of(major: int, minor: int = 0) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    of(8)
+    return of
+
+
+def on_a_gpu(model: nn.Module, x: Tensor | None = None) -> PassResult:
+    program, context = captured(model.eval(), None if x is None else (x,))
+    item = PadChannels()
+    item.check(context)
+    return item.run(program, replace(context, device=torch.device("cuda")))
+
+
+def test_nothing_is_padded_for_a_cpu() -> None:
+    reason = "the model is on a device without tensor cores (cpu), where padding only costs"
+    model = nn.Sequential(nn.Linear(101, 99).bfloat16()).eval()
+    done = check_pass(PadChannels(), model, (torch.randn(16, 101).bfloat16(),))
+    assert (changes(done), skips(done)) == ([], [("", reason)])
+    assert report_of(optimize(model, ["pad-channels"])).passes[0].status == "unchanged"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((6, 1), torch.float16, "the model is on a device without tensor cores (cuda), where padding only costs"),
+        (
+            (7, 0),
+            torch.bfloat16,
+            "its layers compute in bfloat16, and the tensor cores of cuda take float16 in multiples",
+        ),
+        (
+            (8, 0),
+            torch.float32,
+            "its layers compute in float32, and the tensor cores of cuda take float16 and bfloat16 in multiples",
+        ),
+        ((7, 0), torch.float16, None),
+        ((8, 0), torch.bfloat16, None),
+        ((9, 0), torch.float16, None),
+    ],
+)
+def test_tensor_cores_and_the_dtype_decide(
+    ampere: Any, capability: tuple[int, int], dtype: torch.dtype, reason: str | None
+) -> None:
+    ampere(*capability)
+    done = on_a_gpu(nn.Sequential(nn.Linear(1001, 999, dtype=dtype)))
+    assert skips(done) == ([] if reason is None else [("", reason)])
+    assert len(done.changes) == (reason is None)
+
+
+def test_other_gpus_have_no_tensor_cores(ampere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    done = on_a_gpu(nn.Linear(1001, 999, dtype=torch.float16))
+    assert skips(done) == [("", "the model is on a device without tensor cores (cuda), where padding only costs")]
+
+
+def test_the_dtype_is_that_of_autocast(ampere: Any) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(500, 501)
+            self.outside = nn.Linear(501, 500)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.inside(x)
+            return self.outside(x.float())
+
+    done = on_a_gpu(Cast(), torch.randn(500, 500))
+    assert changes(done) == [("inside", "padded with zeros from 500 to 504 inputs and from 501 to 504 outputs")]
+    assert skips(done) == [("outside", "it computes in float32, which gains nothing by multiples")]
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "reason"),
+    [
+        (nn.Linear(1001, 999), 512, None),
+        (nn.Linear(1001, 999), None, None),
+        (nn.Linear(1001, 999), 2, "it multiplies 2 times for each number"),
+        (nn.Linear(90, 90), None, "it multiplies 45 times for each number"),
+        (nn.Linear(3, 100_000), None, "padded, it would multiply 2.7 times as much, mostly by zeros"),
+        (nn.Linear(4000, 1), None, "padded, it would multiply 8.0 times as much, mostly by zeros"),
+    ],
+)
+def test_a_linear_layer_is_padded_where_it_computes_much(
+    ampere: Any, layer: nn.Linear, rows: int | None, reason: str | None
+) -> None:
+    x = None if rows is None else torch.randn(rows, layer.in_features).bfloat16()
+    done = on_a_gpu(nn.Sequential(layer.bfloat16()), x)
+    assert len(done.changes) == (reason is None)
+    assert [skip.reason.startswith(reason or "") for skip in done.skips] == [True] * (reason is not None)
+
+
+LAST = torch.channels_last
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Conv2d(60, 60, 3).to(memory_format=LAST), None),
+        (nn.ConvTranspose2d(60, 60, 3).to(memory_format=LAST), None),
+        (nn.Conv3d(60, 60, 3).to(memory_format=torch.channels_last_3d), None),
+        (
+            nn.Conv2d(60, 60, 3),
+            "its maps are contiguous, and cuDNN pads those itself: put channels-last in front of this pass",
+        ),
+        (nn.Conv1d(60, 60, 3), "its maps are contiguous, and cuDNN pads those itself"),
+        (
+            nn.Conv2d(3, 64, 7).to(memory_format=LAST),
+            "its input has 3 channels, and cuDNN has kernels for such images",
+        ),
+        (
+            nn.Conv2d(9, 9, 3).to(memory_format=LAST),
+            "padded, it would multiply 3.2 times as much, mostly by zeros",
+        ),
+        (
+            nn.Conv2d(60, 60, 1).to(memory_format=LAST),
+            "it multiplies 25 times for each number that it reads and writes, where copies of its inputs and outputs cost"
+            " more than a faster product saves (from 64 on they don't)",
+        ),
+    ],
+)
+def test_a_convolution_is_padded_where_cudnn_does_not_do_it(ampere: Any, layer: Any, reason: str | None) -> None:
+    size = (9,) * (layer.weight.dim() - 2)
+    done = on_a_gpu(nn.Sequential(layer.half()), torch.randn(2, layer.in_channels, *size).half())
+    assert len(done.changes) == (reason is None)
+    assert skips(done) == ([] if reason is None else [("0", reason)])
+
+
+def test_what_only_costs_is_done_where_it_is_asked_for() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 9, 1), nn.Flatten(), nn.Linear(9, 1)).eval()
+    assert len(check_pass(ANYWHERE, model, (torch.randn(2, 3, 1, 1),)).changes) == 2
+
+
+# With all else -------------------------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Something for every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.act = nn.ReLU()
+        self.up = nn.ConvTranspose2d(6, 5, 2, stride=2)
+        self.drop = nn.Dropout()
+        self.front = nn.BatchNorm2d(5)
+        self.point = nn.Conv2d(5, 7, 1)
+        self.first = nn.Linear(7, 9)
+        self.second = nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.conv(x)))
+        x = self.point(self.front(self.drop(self.up(x))))
+        x = x.mean((2, 3))
+        return x + self.second(F.gelu(self.first(x)))
+
+
+OTHERS = ["fold-conv-bias", "fold-conv-bn", "channels-last", "simplify"]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("first", [True, False])
+def test_it_goes_with_every_other_pass_in_both_orders(other: str, first: bool) -> None:
+    model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
+    order = [ANYWHERE, other] if first else [other, ANYWHERE]
+    fast = optimize(model, order, example_inputs=(x,))
+    assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
+    assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+    shapes = weights_of(fast, x)
+    assert len(shapes) == 5
+    assert all(size % 8 == 0 for out, given, *_ in shapes for size in (out, given))
+    twin = copied_by_pickle(copy.deepcopy(fast))
+    assert torch.equal(twin(x), fast(x))
+
+
+def test_a_folded_convolution_still_checks_where_its_output_goes() -> None:
+    model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
+    for order in (["fold-conv-bn", ANYWHERE], [ANYWHERE, "fold-conv-bn"]):
+        fast = optimize(model, order, example_inputs=(x,))
+        with pytest.raises(RuntimeError, match="conv was folded together with norm"):
+            fast.conv(x) + 1
+
+
+def test_an_onnx_file_holds_padded_weights(tmp_path: Any) -> None:
+    model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
+    fast = optimize(model, ["fold-conv-bn", "channels-last", ANYWHERE], example_inputs=(x,))
+    bundle = export(fast, example_inputs=(x,), output=tmp_path / "bundle", formats=("onnx",))
+    assert bundle.parity.ok
+    graph = onnx.load(tmp_path / "bundle" / "model.onnx").graph
+    held = sorted(tuple(item.dims) for item in graph.initializer if len(item.dims) > 1)
+    assert held == [(8, 8, 1, 1), (8, 8, 2, 2), (8, 8, 3, 3), (8, 16), (16, 8)]
+
+
+def test_a_torchscript_file_computes_the_same(tmp_path: Any) -> None:
+    model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
+    fast = optimize(model, [ANYWHERE, "fold-conv-bn", "channels-last"], example_inputs=(x,))
+    bundle = export(fast, example_inputs=(x,), output=tmp_path / "bundle", formats=("torchscript",))
+    assert bundle.parity.ok
+
+
+def test_a_trace_pads_the_weights_that_it_has(both: Any) -> None:
+    model, fast, x = both
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(fast, (x,)).eval()
+        assert torch.equal(traced(x[:3]), model(x[:3]))
+        assert str(traced.inlined_graph).count("aten::pad") == 3
+        frozen = torch.jit.freeze(traced)
+        # Of the input alone.
+        assert str(frozen.inlined_graph).count("aten::pad") == 1
+        assert torch.equal(frozen(x[:3]), model(x[:3]))
+    with torch.no_grad():
+        for each in (traced, model):
+            each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()})
+        assert torch.equal(traced(x), model(x))
+
+
+def test_an_exported_program_computes_in_multiples(both: Any) -> None:
+    model, fast, x = both
+    exported = torch.export.export(fast, (x,)).module()
+    assert torch.equal(exported(x), model(x))
+    (product,) = (node for node in exported.graph.nodes if node.target is torch.ops.aten.linear.default)
+    assert [tuple(argument.meta["val"].shape) for argument in product.args] == [(4, 8), (8, 8), (8,)]
+
+
+def test_the_compiler_pads_by_itself(both: Any) -> None:
+    model, fast, x = both
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(fast, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+    assert torch._C._nn.linear in seen
+    assert torch._C._nn.pad not in seen
+
+
+# Real models ---------------------------------------------------------------------------------------------------------------
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = BertConfig(
+        vocab_size=51, hidden_size=30, num_hidden_layers=2, num_attention_heads=3, intermediate_size=37, num_labels=3
+    )
+    ids = torch.randint(0, 51, (2, 7), generator=torch.Generator().manual_seed(0))
+    return lively(BertForSequenceClassification(config).eval()), {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = ResNetConfig(embedding_size=6, hidden_sizes=[10, 14, 18, 22], depths=[1, 1, 1, 1], layer_type="basic")
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return lively(ResNetForImageClassification(config).eval()), {"pixel_values": x}
+
+
+@pytest.mark.parametrize(("make", "count", "dtype"), [(bert, 14, torch.bfloat16), (resnet, 14, torch.float32)])
+def test_a_real_model_of_odd_sizes_computes_the_same(make: Any, count: int, dtype: torch.dtype) -> None:
+    model, kwargs = make()
+    model = model.to(dtype)
+    kwargs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in kwargs.items()}
+    fast = optimize(model, [ANYWHERE], example_kwargs=kwargs)
+    (record,) = report_of(fast).passes
+    layers = [change for change in record.changes if change.text.startswith("padded with zeros")]
+    assert (record.status, len(layers), record.skips) == ("applied", count, ())
+    assert sum(padded_forward(module) is not None for module in fast.modules()) == count
+    assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+
+
+# Between layers --------------------------------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Two layers and what is done in between."""
+
+    def __init__(self, function: Callable[..., Any], **children: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.beside = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+        self.weight = nn.Parameter(torch.randn(7))
+        for name, child in children.items():
+            setattr(self, name, child)
+        enliven(self)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+class Gate(nn.Module):
+    """An activation as models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.scale * x)
+
+
+def kept(done: PassResult) -> list[tuple[str, str]]:
+    return [(change.where, change.what) for change in done.changes if not change.what.startswith("padded")]
+
+
+KEPT: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "nothing": (lambda self, x: self.second(self.first(x)), {}),
+    "a function": (lambda self, x: self.second(F.gelu(self.first(x), approximate="tanh")), {}),
+    "in place": (lambda self, x: self.second(F.relu(self.first(x), inplace=True)), {}),
+    "a method": (lambda self, x: self.second(self.first(x).tanh().clamp(-0.5, 0.5)), {}),
+    "a layer": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.SiLU(inplace=True)}),
+    "dropout": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.Dropout(0.5)}),
+    "a function of dropout": (lambda self, x: self.second(F.dropout(self.first(x), 0.5, self.training)), {}),
+    "an activation of its own": (lambda self, x: self.second(self.act(self.first(x))), {"act": Gate()}),
+    "numbers": (lambda self, x: self.second(1 - self.first(x) * 2 + 3), {}),
+    "two values": (lambda self, x: self.second(F.silu(self.first(x)) * self.beside(x)), {}),
+    "one value twice": (lambda self, x: self.second(self.first(x) + self.first(x).relu()), {}),
+    "what zeros make NaN of": (lambda self, x: self.second(self.first(x).abs().log().reciprocal()), {}),
+    "what zeros make infinite": (lambda self, x: self.second(1 / (self.first(x) ** 2)), {}),
+    "two that take it": (lambda self, x: self.second(h := self.first(x).relu()) + self.second(h * 2), {}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_zeros_stay_between_layers(name: str) -> None:
+    function, children = KEPT[name]
+    model, x = Between(function, **children).eval(), torch.randn(4, 5)
+    done = check_pass(ANYWHERE, model, (x,))
+    assert kept(done) == [("", "added zeros kept from first to second")]
+    assert all(change.before is not None and change.after is not None for change in done.changes if change.region)
+    assert done.changes[-1].region
+    fast = padded(model, x)
+    copies = ("pad", "contiguous", "cut", "widened")
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(fast(x), model(x))
+    assert set(weights_of(fast, x)) == {(8, 8)}
+    assert not any(word in str(node.target) for node in fast.forward.graphs[False][0].nodes for word in copies)
+
+
+NARROW: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "softmax": (lambda self, x: self.second(self.first(x).softmax(-1)), {}),
+    "a norm": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.LayerNorm(7)}),
+    "a sum": (lambda self, x: self.second(self.first(x) + self.first(x).sum(-1, keepdim=True)), {}),
+    "a parameter": (lambda self, x: self.second(self.first(x) * self.weight), {}),
+    "another value": (lambda self, x: self.second(self.first(x) + x.mean(-1, keepdim=True)), {}),
+    "a look at its shape": (lambda self, x: self.second(h := self.first(x)) * h.shape[-1], {}),
+    "a return of it": (lambda self, x: (self.second(h := self.first(x)), h), {}),
+    "a part of it": (lambda self, x: self.second(h := self.first(x)) + h[:, :3], {}),
+    "another layer": (
+        lambda self, x: self.second(h := self.first(x)) + self.act(h),
+        {"act": OwnLinear(7, 3)},
+    ),
+    "an order": (lambda self, x: self.second(self.first(x).flip(-1)), {}),
+    "a row of all": (lambda self, x: self.second(self.first(x).cumsum(-1)), {}),
+    "a layer that weighs channels": (lambda self, x: self.second(self.act(self.first(x))), {"act": nn.PReLU(7)}),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_zeros_are_cut_off_where_something_else_would_see_them(name: str) -> None:
+    function, children = NARROW[name]
+    model, x = Between(function, **children).eval(), torch.randn(4, 5)
+    done = check_pass(ANYWHERE, model, (x,))
+    assert kept(done) == []
+    assert len(done.changes) >= 2
+
+
+def test_zeros_stay_around_a_residual_stream() -> None:
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Conv2d(3, 9, 1)
+            self.blocks = nn.ModuleList(nn.Conv2d(9, 9, 3, padding=1) for _ in range(3))
+            self.leave = nn.Conv2d(9, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = x + block(x.relu())
+            return self.leave(x)
+
+    model, x = enliven(Stream()).eval(), torch.randn(2, 3, 6, 6)
+    for order in ([ANYWHERE], ["channels-last", ANYWHERE], [ANYWHERE, "channels-last"]):
+        fast = optimize(model, order, example_inputs=(x,))
+        record = next(record for record in report_of(fast).passes if record.name == "pad-channels")
+        assert [str(change.text) for change in record.changes][5:] == ["added zeros kept from enter to leave"]
+        assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+        assert fast(x).stride() == model(x).stride()
+        assert weights_of(fast, x)[1] == (16, 16, 3, 3)
+
+
+def test_zeros_go_through_a_batch_norm_that_its_convolution_carries() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 9, 3)
+            self.norm = nn.BatchNorm2d(9)
+            self.second = nn.Conv2d(9, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.norm(self.first(x)).relu())
+
+    model, x = enliven(Block()).eval(), torch.randn(2, 3, 8, 8)
+    fast = optimize(model, ["fold-conv-bn", ANYWHERE], example_inputs=(x,))
+    assert [change.text for change in report_of(fast).passes[1].changes][2:] == [
+        "added zeros kept from first to second"
+    ]
+    assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+    for watched in (fast.norm, fast.first):
+        twin = copy.deepcopy(fast)
+        seen = []
+        layer = twin.get_submodule("norm" if watched is fast.norm else "first")
+        layer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.shape[1]))
+        torch.testing.assert_close(twin(x), model(x), rtol=1e-4, atol=1e-5)
+        assert seen == [9]
+
+
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+@pytest.fixture
+def row() -> tuple[nn.Module, nn.Module, Tensor]:
+    model = whole_numbers(Row()).eval()
+    x = torch.randint(-3, 4, (4, 5)).float()
+    fast = padded(model)
+    assert "added zeros" in report_of(fast).passes[0].changes[-1].text
+    return model, fast, x
+
+
+@pytest.mark.parametrize("name", ["first", "act", "second"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_hook_in_between_sees_the_channels_of_the_layers(row: Any, name: str, copied: bool) -> None:
+    model, fast, x = row
+    fast = copied_by_pickle(copy.deepcopy(fast)) if copied else fast
+    seen = []
+    fast.get_submodule(name).register_forward_hook(
+        lambda module, args, output: seen.append((args[0].shape, output.shape))
+    )
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    wanted = {"first": ((4, 5), (4, 7)), "act": ((4, 7), (4, 7)), "second": ((4, 7), (4, 3))}
+    assert seen == [wanted[name]]
+
+
+def test_hooks_of_all_modules_see_the_channels_of_the_layers(row: Any) -> None:
+    _, fast, x = row
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(output.shape) if isinstance(module, nn.Linear) else None
+    )
+    try:
+        with torch.no_grad():
+            fast(x)
+    finally:
+        handle.remove()
+    assert seen == [(4, 7), (4, 3)]
+
+
+@pytest.mark.parametrize(("name", "child"), [
+    ("act", nn.Softmax(-1)), ("act", nn.LayerNorm(7)), ("first", nn.Linear(5, 7)), ("second", nn.Linear(7, 11)),
+    ("first", nn.Sequential(nn.Linear(5, 7), nn.Softmax(-1))),
+])  # fmt: skip
+def test_a_layer_that_is_put_in_between_computes_as_it_does(row: Any, name: str, child: nn.Module) -> None:
+    model, fast, x = row
+    for each in (model, fast):
+        setattr(each, name, child)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_an_activation_that_gets_a_forward_of_its_own_computes_by_that(row: Any) -> None:
+    model, fast, x = row
+    for each in (model, fast):
+        each.act.forward = functools.partial(torch.softmax, dim=-1)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_nan_and_infinity_stay_in_their_rows_between_layers(row: Any) -> None:
+    model, fast, x = row
+    x[0, 0], x[1, 1], x[2] = float("nan"), float("inf"), -float("inf")
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_done_to_parameters_between_layers_is_seen(row: Any) -> None:
+    model, fast, x = row
+    with torch.no_grad():
+        fast(x)
+        for each in (model, fast):
+            each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()}, assign=True)
+        assert torch.equal(fast(x), model(x))
+        for each in (model, fast):
+            each.first.weight, each.first.bias = nn.Parameter(torch.ones(7, 5)), None
+        assert torch.equal(fast(x), model(x))
+        assert torch.equal(fast.double()(x.double()), model.double()(x.double()))
+
+
+def test_gradients_between_layers_are_those_of_the_layers(row: Any) -> None:
+    model, fast, x = row
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    for each, one in zip((model, fast), given, strict=True):
+        each(one).square().sum().backward()
+    assert torch.equal(given[0].grad, given[1].grad)
+    assert torch.equal(model.first.weight.grad, fast.first.weight.grad)
+
+
+def test_values_between_layers_are_wide_and_cleared_in_place(row: Any) -> None:
+    _, fast, x = row
+
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, Any]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") in ("pad", "relu", "zero_", "contiguous", "linear"):
+                self.calls.append((func.__name__, tuple(args[0].shape)))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Seen() as seen:
+        fast(x)
+    of_values = [call for call in seen.calls if call[0] != "pad" or call[1] == (4, 5)]
+    assert of_values == [
+        ("pad", (4, 5)), ("linear", (4, 8)), ("relu", (4, 8)), ("zero_", (4, 1)), ("linear", (4, 8)), ("contiguous", (4, 3)),
+    ]  # fmt: skip
+
+
+def test_transforms_of_functions_see_the_layers_between(row: Any) -> None:
+    model, fast, x = row
+    with torch.no_grad():
+        rows = torch.stack([x, x + 1])
+        assert torch.equal(torch.vmap(fast)(rows), torch.vmap(model)(rows))
+        with warnings.catch_warnings():
+            # Its first use compiles formulas by torch.jit.script.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pairs = zip(*(torch.func.jvp(each, (x,), (x,)) for each in (fast, model)), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_compiled_traced_and_exported_rows_of_layers_compute_the_same(row: Any) -> None:
+    model, fast, x = row
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for each in (compiled, torch.jit.trace(fast, (x,)), torch.export.export(fast, (x,)).module()):
+            assert torch.equal(each(x), model(x))
+
+
+def test_a_forward_that_gains_less_than_its_graph_costs_is_left_alone() -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+            self.numbers = list(range(100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu()) * sum(self.numbers[:2])
+
+    done = check_pass(ANYWHERE, enliven(Read()).eval(), (torch.randn(4, 5),))
+    assert len(done.changes) == 2
+    text = "to cut off zeros and put them back between its layers costs less than to see that a graph still holds"
+    assert skips(done) == [("", text)]
+
+
+def test_a_forward_that_asks_a_clock_cuts_zeros_off() -> None:
+    def function(self: Any, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) * (1 if time.time() > 0 else 2)
+
+    done = check_pass(ANYWHERE, Between(function).eval(), (torch.randn(4, 5),))
+    assert kept(done) == []
+    *_, skip = done.skips
+    assert skip.reason.startswith("the zeros of the root are cut off and put back: its forward ")
+    assert skip.reason.endswith(", and what it answers can't be known")
+
+
+class Chosen(nn.Module):
+    """An activation that something else may become."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chosen(x) * 2
+
+
+def test_an_activation_that_becomes_another_function_computes_that() -> None:
+    model, x = Between(lambda self, x: self.second(self.act(self.first(x))), act=Chosen()).eval(), torch.randn(4, 5)
+    fast = padded(model, x)
+    assert "added zeros" in report_of(fast).passes[0].changes[-1].text
+    for each in (model, fast):
+        each.act.chosen = functools.partial(torch.softmax, dim=-1)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_folded_convolution_is_checked_as_it_is_padded() -> None:
+    model, x = enliven(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))).eval(), torch.randn(2, 3, 6, 6)
+    program, context = captured(model, (x,))
+    pass_named("fold-conv-bn")().run(program, context)
+    (change,) = ANYWHERE.run(program, context).changes
+    assert change.after is not None
+    with Weights() as seen, torch.no_grad():
+        change.after(x)
+    assert seen.shapes == [(8, 8, 3, 3)]
