@@ -6,6 +6,7 @@ from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.graph.rewriter import Change, Rewriter, Skip
 from passes.insert_checkpoints import InsertCheckpoints
+from passes.merge_linears import MergeLinears
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
@@ -18,6 +19,7 @@ __all__ = [
     "FoldConvBn",
     "GraphPass",
     "InsertCheckpoints",
+    "MergeLinears",
     "Pass",
     "PassResult",
     "Rewriter",

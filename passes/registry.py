@@ -16,6 +16,7 @@ from passes.errors import DuplicatePass, PassOptionError, PassOrderError, Unknow
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.insert_checkpoints import InsertCheckpoints
+from passes.merge_linears import MergeLinears
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
@@ -27,6 +28,7 @@ _OWN: tuple[type[Pass], ...] = (
     FoldConvBn,
     ChannelsLast,
     Simplify,
+    MergeLinears,
     SyncBatchNorm,
     InsertCheckpoints,
     TorchCompile,
