@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from passes.base import Context, GraphPass
 from passes.graph.capture import ModuleGraph
-from passes.graph.effects import Aliases, may_share
 from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
+from passes.graph.effects import Aliases, may_share
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
@@ -254,14 +254,14 @@ def _why_not_around(program: Program, home: ModuleGraph) -> str | None:
     if not isinstance(around.__dict__.get("_apply"), JoiningApply | None):
         return f"the module around it, {where}, has a way of its own to be moved"
     for module in around.modules():
-        if _counts_on_strides(type(module), function_of(module)):
+        if _counts_on_strides(function_of(module), type(module)):  # type: ignore[arg-type]
             path = program.paths[id(module)][0] if id(module) in program.paths else type(module).__name__
             return f"the code of {path or 'the root'} names as_strided, which may go by how its output lies in memory"
     return None
 
 
 @functools.lru_cache(maxsize=4096)
-def _counts_on_strides(cls: type, function: Any) -> bool:
+def _counts_on_strides(function: Any, cls: type) -> bool:
     helpers = () if cls.__module__.startswith("torch.") else with_helpers(function, cls)
     return any("as_strided" in names_in(helper.__code__) for helper in helpers)
 

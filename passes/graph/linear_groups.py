@@ -12,7 +12,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,9 +22,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from passes.graph.guards import AroundForward, InstanceForward
-
-# Where what a kernel has been given to do is known to be done before what it is given next, or the queue can be told.
-_DEVICES = frozenset({"cpu", "cuda"})
 
 
 class _Part(NamedTuple):
@@ -48,8 +45,8 @@ class _Part(NamedTuple):
 class LinearGroup:
     """Some Linear layers on one input, whose weights are consecutive rows of one tensor, and whose biases are of another.
 
-    Where they aren't any more, as parameters were replaced or cast one by one, nothing is computed together. Copied,
-    pickled, moved and cast with the module around it, they are brought together again.
+    Where they aren't any more, as parameters were replaced or cast one by one, nothing is computed together from then on.
+    Copied, pickled, moved and cast with the module around them, they are brought together again.
 
     Attributes:
         layers: the layers, in the order of their rows.
@@ -149,7 +146,7 @@ class LinearGroup:
 
         Only for parameters that nobody else computes with at the moment: fresh copies, or those that are being moved.
         """
-        if self.link() or not all(map(_is_plain, self.layers)) or not _are_alike(self.layers):
+        if self.holds or self.link() or not all(map(_is_plain, self.layers)) or not _are_alike(self.layers):
             return
         for layer, name, new in self.joined():
             layer._parameters[name].data = new.data  # type: ignore[union-attr]
@@ -160,15 +157,16 @@ class LinearGroup:
         """Whether the parameters of the layers are still the parts that they were."""
         return self._weight is not None and all(part.is_there for part in self._parts)
 
-    def versions(self, index: int) -> tuple[int, int]:
-        """How often the weight and the bias of one layer were written to."""
-        weight, bias = self._parts[2 * index].parameter, self._parts[2 * index + 1].parameter
-        assert weight is not None
-        return weight._version, 0 if bias is None else bias._version
-
-    def is_there(self, index: int) -> bool:
-        """Whether one layer has its parameters still where they lay."""
-        return self._parts[2 * index].is_there and self._parts[2 * index + 1].is_there
+    def versions(self, index: int) -> tuple[int, ...]:
+        """What tells the values that a layer has now from those of earlier or later."""
+        own = self.layers[index]._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        return (
+            id(weight),
+            -1 if weight is None else weight._version,
+            id(bias),
+            -1 if bias is None else bias._version,
+        )
 
     def compute(self, input: torch.Tensor) -> Sequence[torch.Tensor]:
         """What each layer gives for the input, as parts of one tensor that don't overlap."""
@@ -193,21 +191,25 @@ class LinearGroup:
         return _are_alike(self.layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unlinked_group, (), self.layers
+        return _unlinked_group, (), (self.layers, self.holds)
 
-    def __setstate__(self, layers: tuple[nn.Linear, ...]) -> None:
+    def __setstate__(self, state: tuple[tuple[nn.Linear, ...], bool]) -> None:
+        layers, held = state
         self.__init__(layers)  # type: ignore[misc]
-        self.bring_together()
+        if held:
+            self.bring_together()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearGroup:
         twin = LinearGroup(copy.deepcopy(self.layers, memo))
         memo[id(self)] = twin
-        if not twin.link() and all(map(_is_plain, twin.layers)) and self._is_apart_from(twin):
+        if self.holds and not twin.link() and self._is_apart_from(twin):
             twin.bring_together()
         return twin
 
     def _is_apart_from(self, twin: LinearGroup) -> bool:
         """Whether the other one's parameters are copies in memory of their own, which may be laid anew."""
+        if not all(map(_is_plain, twin.layers)):
+            return False
         pairs = [
             (one._parameters.get(name), other._parameters.get(name))
             for one, other in zip(self.layers, twin.layers, strict=True)
@@ -294,7 +296,7 @@ def _computed(
     weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int], input: torch.Tensor
 ) -> Sequence[torch.Tensor]:
     # Parts that know of each other as views can't be written to where gradients are on; those of this split can.
-    return torch.unsafe_split_with_sizes(F.linear(input, weight, bias), sizes, -1)  # type: ignore[arg-type]
+    return torch.unsafe_split_with_sizes(F.linear(input, weight, bias), sizes, -1)
 
 
 class _Linears(torch.autograd.Function):
@@ -340,12 +342,14 @@ class _Kept(NamedTuple):
     input: weakref.ref[torch.Tensor]
     version: int
     state: tuple[Any, ...]
-    versions: list[tuple[int, int]]
+    versions: list[tuple[int, ...]]
     shares: list[torch.Tensor | None]
 
 
 class _Shares:
     """The shares of one group for the time of one run of the forward around it."""
+
+    __slots__ = ("group", "is_over", "kept")
 
     def __init__(self, group: LinearGroup) -> None:
         self.group = group
@@ -355,55 +359,56 @@ class _Shares:
 
     def of(self, index: int, input: Any) -> torch.Tensor | None:
         """What the layer of this number gives for the input; None where it has to compute that by itself."""
-        if self.is_over:
+        if torch._C._len_torch_function_stack():
+            # A mode that watches what is computed has nothing to see in looks.
+            kept = self._seen(index, input, torch._C.DisableTorchFunction())
+        else:
+            kept = self._seen(index, input, None)
+        if kept is None:
             return None
+        if self.kept is not kept:
+            group = self.group
+            kept.shares[:] = group.compute_in_export(input) if _is_exported() else group.compute(input)
+            self.kept = kept
+        share, kept.shares[index] = kept.shares[index], None
+        return share
+
+    def _seen(self, index: int, input: Any, unwatched: Any) -> _Kept | None:
+        """What is kept, or about to be computed, with a share for the layer; None where there is none."""
         kept = self.kept
-        if kept is None or kept.input() is not input:
+        try:
+            if unwatched is not None:
+                unwatched.__enter__()
+            if kept is not None and kept.input() is input and input is not None:
+                return kept if self._can_be_taken(kept, index, input) else None
+            if self.is_over:
+                return None
             if kept is not None and any(share is not None for share in kept.shares):
                 # Another branch than was seen: to compute for the others is for nothing here.
                 self.is_over, self.kept = True, None
                 return None
-            return self._computed(index, input)
-        return self._taken(kept, index, input)
+            return self._about_to_be_computed(input)
+        finally:
+            if unwatched is not None:
+                unwatched.__exit__(None, None, None)
 
-    def _taken(self, kept: _Kept, index: int, input: torch.Tensor) -> torch.Tensor | None:
-        share = kept.shares[index]
-        if share is None:
-            return None
-        with torch._C.DisableTorchFunction():
-            is_same = (
-                input._version == kept.version
-                and _state(input) == kept.state
-                and (_is_exported() or self.group.is_there(index))
-                and self._versions(index) == kept.versions[index]
-            )
-        if not is_same:
-            return None
-        kept.shares[index] = None
-        return share
+    def _can_be_taken(self, kept: _Kept, index: int, input: torch.Tensor) -> bool:
+        return (
+            kept.shares[index] is not None
+            and input._version == kept.version
+            and self.group.versions(index) == kept.versions[index]
+            and _state(input) == kept.state
+        )
 
-    def _computed(self, index: int, input: Any) -> torch.Tensor | None:
+    def _about_to_be_computed(self, input: Any) -> _Kept | None:
         group = self.group
-        is_exported = _is_exported()
-        with torch._C.DisableTorchFunction():
-            if is_exported:
-                if not isinstance(input, torch.Tensor) or input.is_inference() or not group.can_be_exported():
-                    return None
-            elif not _may_share(input) or not group.holds:
+        if _is_exported():
+            if not isinstance(input, torch.Tensor) or input.is_inference() or not group.can_be_exported():
                 return None
-            version, state = input._version, _state(input)
-            versions = [self._versions(number) for number in range(len(group.layers))]
-        shares: list[torch.Tensor | None] = []
-        shares += group.compute_in_export(input) if is_exported else group.compute(input)
-        share, shares[index] = shares[index], None
-        self.kept = _Kept(weakref.ref(input), version, state, versions, shares)
-        return share
-
-    def _versions(self, index: int) -> tuple[int, int]:
-        if not _is_exported():
-            return self.group.versions(index)
-        layer = self.group.layers[index]
-        return layer.weight._version, 0 if layer.bias is None else layer.bias._version
+        elif not _may_share(input) or not group.holds:
+            return None
+        versions = [group.versions(number) for number in range(len(group.layers))]
+        return _Kept(weakref.ref(input), input._version, _state(input), versions, [])
 
 
 def _is_exported() -> bool:
@@ -417,64 +422,77 @@ def _may_share(input: Any) -> bool:
         type(input) is torch.Tensor
         and not input.is_inference()
         and input.layout is torch.strided
-        and input.device.type in _DEVICES
+        and not input.is_nested
+        and (input.is_cpu or input.is_cuda)
         and not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         # What is cast for the forward would have to be cast for the backward pass too.
-        and not (torch.is_grad_enabled() and torch.is_autocast_enabled(input.device.type))
+        and not (torch._C._is_any_autocast_enabled() and torch.is_grad_enabled())
     )
 
 
 def _state(input: torch.Tensor) -> tuple[Any, ...]:
     """What else than the numbers a result depends on, and who may read it."""
-    kind = input.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        kind = input.device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     queue = torch._C._cuda_getCurrentRawStream(input.device.index) if input.is_cuda else 0
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, queue
+    return torch.is_grad_enabled(), input.requires_grad, torch.is_inference_mode_enabled(), autocast, queue
+
+
+class _Scope:
+    """One run of a forward around groups of Linears.
+
+    Attributes:
+        places: for each layer, by identity, the number of its group and its own number there.
+        outer: the run that this one is part of, in the same thread.
+    """
+
+    __slots__ = ("groups", "outer", "places", "shares")
+
+    def __init__(
+        self, groups: Sequence[LinearGroup], places: Mapping[int, tuple[int, int]], outer: _Scope | None
+    ) -> None:
+        self.groups = groups
+        self.places = places
+        self.outer = outer
+        self.shares: list[_Shares | None] = [None] * len(groups)
+
+    def share(self, place: tuple[int, int], input: Any) -> torch.Tensor | None:
+        """What the layer of this place gives for the input; None where it has to compute that by itself."""
+        number, index = place
+        shares = self.shares[number]
+        if shares is None:
+            shares = self.shares[number] = _Shares(self.groups[number])
+        return shares.of(index, input)
 
 
 class _Open(threading.local):
-    """For each layer, by identity, whose group computes together in this thread now: its shares and its number."""
+    """The innermost run of a forward around groups of Linears, in this thread."""
 
-    def __init__(self) -> None:
-        self.places: dict[int, tuple[_Shares, int]] = {}
+    scope: _Scope | None = None
 
 
 _open = _Open()
 
 
+def _places_in(groups: Sequence[LinearGroup]) -> dict[int, tuple[int, int]]:
+    return {id(layer): (number, n) for number, group in enumerate(groups) for n, layer in enumerate(group.layers)}
+
+
 @contextmanager
 def computing_together(groups: Sequence[LinearGroup]) -> Iterator[None]:
     """Inside, the layers of the groups that are called by this thread compute for each other."""
-    places = _open.places
-    before = _enter(places, groups)
+    outer = _open.scope
+    _open.scope = _Scope(groups, _places_in(groups), outer)
     try:
         yield
     finally:
-        _leave(places, before)
-
-
-def _enter(places: dict[int, Any], groups: Sequence[LinearGroup]) -> dict[int, Any]:
-    """Open new shares for the groups; gives what stood there."""
-    before: dict[int, Any] = {}
-    for group in groups:
-        shares = _Shares(group)
-        for number, layer in enumerate(group.layers):
-            key = id(layer)
-            before[key] = places.get(key)
-            places[key] = (shares, number)
-    return before
-
-
-def _leave(places: dict[int, Any], before: dict[int, Any]) -> None:
-    for key, place in before.items():
-        if place is None:
-            del places[key]
-        else:
-            places[key] = place
+        _open.scope = outer
 
 
 class SharedLinearForward(InstanceForward):
@@ -487,13 +505,19 @@ class SharedLinearForward(InstanceForward):
 
     def __call__(self, input: Any) -> torch.Tensor:
         owner = self.owner
-        # torch.compile sees what is written in the class, and its compiler may well join the three.
-        if not torch.compiler.is_dynamo_compiling() and (place := _open.places.get(id(owner))) is not None:
-            shares, number = place
-            share = shares.of(number, input)
-            if share is not None:
-                return share
-        output: torch.Tensor = type(owner).forward(owner, input)  # type: ignore[arg-type]
+        # torch.compile sees what is written in the class, and its compiler may well join them by itself.
+        if not torch.compiler.is_dynamo_compiling():
+            scope = _open.scope
+            while scope is not None:
+                place = scope.places.get(id(owner))
+                if place is None:
+                    scope = scope.outer
+                    continue
+                share = scope.share(place, input)
+                if share is not None:
+                    return share
+                break
+        output: torch.Tensor = type(owner).forward(owner, input)
         return output
 
 
@@ -508,17 +532,24 @@ class SharingForward(AroundForward):
         self.owner = owner
         self.groups = tuple(groups)
         self.inner = inner
+        self._places: dict[int, tuple[int, int]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._inner_forward(*args, **kwargs)
+        if self._places is None:
+            self._places = _places_in(self.groups)
         # As `computing_together`, in fewer steps: it stands around every call.
-        places = _open.places
-        before = _enter(places, self.groups)
+        outer = _open.scope
+        _open.scope = _Scope(self.groups, self._places, outer)
         try:
             return self._inner_forward(*args, **kwargs)
         finally:
-            _leave(places, before)
+            _open.scope = outer
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The layers of a copy are others.
+        return {**self.__dict__, "_places": None}
 
 
 class JoiningApply:
@@ -534,10 +565,11 @@ class JoiningApply:
         self.groups = tuple(groups)
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # What came apart before, as somebody gave a layer another weight, is left so: it may be tied to others.
+        held = [group for group in self.groups if group.holds]
         applied: nn.Module = type(self.owner)._apply(self.owner, fn, recurse)
-        for group in self.groups:
-            if not group.holds:
-                group.bring_together()
+        for group in held:
+            group.bring_together()
         return applied
 
 
