@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -254,7 +255,8 @@ def _why_not_around(program: Program, home: ModuleGraph) -> str | None:
     if not isinstance(around.__dict__.get("_apply"), JoiningApply | None):
         return f"the module around it, {where}, has a way of its own to be moved"
     for module in around.modules():
-        if _counts_on_strides(function_of(module), type(module)):  # type: ignore[arg-type]
+        kept = [value for value in vars(module).values() if type(value) is FunctionType]
+        if any(_counts_on_strides(each, type(module)) for each in (function_of(module), *kept)):  # type: ignore[arg-type]
             path = program.paths[id(module)][0] if id(module) in program.paths else type(module).__name__
             return f"the code of {path or 'the root'} names as_strided, which may go by how its output lies in memory"
     return None
