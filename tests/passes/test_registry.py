@@ -59,7 +59,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names() -> None:
-    own = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "sync-batch-norm", "insert-checkpoints")
+    own = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "merge-linears", "sync-batch-norm")
     assert pass_names()[:6] == own
     assert make_passes(None, "inference") == [FoldConvBias(), FoldConvBn(), ChannelsLast()]
     assert [item.name for item in make_passes(None, "training")] == ["fold-conv-bias"]
