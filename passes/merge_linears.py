@@ -125,7 +125,7 @@ class _Candidate:
     def edits(self) -> Iterator[Edit]:
         """What makes the layers compute together."""
         around = self.home.module
-        for layer, name, parameter in self.group.joined():
+        for layer, name, parameter in self.group.joined().parts:
             yield TensorEdit(layer, name, parameter)
         for layer in self.layers:
             yield AttributeEdit(layer, "forward", SharedLinearForward(layer))

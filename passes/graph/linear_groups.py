@@ -42,6 +42,20 @@ class _Part(NamedTuple):
         return now.data_ptr() == self.pointer and (now.shape, now.stride(), now.dtype) == self.like
 
 
+class Joined(NamedTuple):
+    """Weights of several layers in one.
+
+    Attributes:
+        weight: (sum of out, in).
+        bias: (sum of out,), or None.
+        parts: for each layer and each of its two names, the parameter that is a part of it.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    parts: Sequence[tuple[nn.Linear, str, nn.Parameter]]
+
+
 class LinearGroup:
     """Some Linear layers on one input, whose weights are consecutive rows of one tensor, and whose biases are of another.
 
@@ -67,20 +81,22 @@ class LinearGroup:
         """The joint weight, (sum of out, in); None while the layers' own aren't parts of one."""
         return self._weight
 
-    def joined(self) -> list[tuple[nn.Linear, str, nn.Parameter]]:
-        """A new place for all weights and biases: for each layer and name, the parameter that is a part of it."""
-        found: list[tuple[nn.Linear, str, nn.Parameter]] = []
+    def joined(self) -> Joined:
+        """A new place for all weights and biases."""
+        parts: list[tuple[nn.Linear, str, nn.Parameter]] = []
         with torch.no_grad():
             weight = torch.cat([layer.weight for layer in self.layers])
             bias = self._joint_bias([layer.bias for layer in self.layers], weight)
-        for joint, name in ((weight, "weight"), (bias, "bias")):
-            for (start, stop), layer in zip(self._rows(), self.layers, strict=True):
-                old = layer._parameters.get(name)
-                if joint is not None and old is not None:
-                    new = nn.Parameter(joint[start:stop], requires_grad=old.requires_grad)
-                    new.__dict__.update(old.__dict__)
-                    found.append((layer, name, new))
-        return found
+            for joint, name in ((weight, "weight"), (bias, "bias")):
+                if joint is None:
+                    continue
+                for (start, stop), layer in zip(self._rows(), self.layers, strict=True):
+                    old = layer._parameters.get(name)
+                    if old is not None:
+                        new = nn.Parameter(joint[start:stop], requires_grad=old.requires_grad)
+                        new.__dict__.update(old.__dict__)
+                        parts.append((layer, name, new))
+        return Joined(weight, bias, parts)
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         return itertools.pairwise(itertools.accumulate((len(layer.weight) for layer in self.layers), initial=0))
@@ -107,6 +123,11 @@ class LinearGroup:
             bias = self._bias_behind(biases, weight)
             if bias is None:
                 return False
+        self.take(weight, bias)
+        return True
+
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Compute with these, of which the layers' parameters are parts."""
         self._weight, self._bias = weight, bias
         self._sizes = [len(layer.weight) for layer in self.layers]
         parameters = (
@@ -118,7 +139,6 @@ class LinearGroup:
             else _Part(layer, name, one, one.data_ptr(), (one.shape, one.stride(), one.dtype))
             for layer, name, one in parameters
         )
-        return True
 
     def _bias_behind(self, biases: Sequence[torch.Tensor | None], weight: torch.Tensor) -> torch.Tensor | None:
         """The joint bias that these are parts of; a layer without one has zeros there, which nobody else reads."""
@@ -148,9 +168,10 @@ class LinearGroup:
         """
         if self.holds or self.link() or not all(map(_is_plain, self.layers)) or not _are_alike(self.layers):
             return
-        for layer, name, new in self.joined():
+        weight, bias, parts = self.joined()
+        for layer, name, new in parts:
             layer._parameters[name].data = new.data  # type: ignore[union-attr]
-        self.link()
+        self.take(weight, bias)
 
     @property
     def holds(self) -> bool:

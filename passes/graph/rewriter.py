@@ -500,9 +500,10 @@ class Rewriter:
     @_writes
     def share_input(self, change: Change, around: nn.Module, group: LinearGroup) -> None:
         """Have some Linears on one input compute together as long as the forward of the module around them runs."""
-        for layer, name, parameter in group.joined():
+        weight, bias, parts = group.joined()
+        for layer, name, parameter in parts:
             self.set_tensor(change, TensorRef(layer, name), parameter)
-        group.link()
+        group.take(weight, bias)
         for layer in group.layers:
             self.set_forward(change, layer, SharedLinearForward(layer))
         groups = (*shared_by(around), group)

@@ -345,7 +345,7 @@ def test_a_wrong_joint_weight_is_found_where_it_was_made(monkeypatch: pytest.Mon
     def wrong(self: LinearGroup) -> Any:
         found = joined(self)
         with torch.no_grad():
-            found[1][2].mul_(1.01)
+            found.parts[1][2].mul_(1.01)
         return found
 
     monkeypatch.setattr(LinearGroup, "joined", wrong)
