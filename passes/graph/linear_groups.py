@@ -33,14 +33,6 @@ class _Part(NamedTuple):
     pointer: int
     like: tuple[Any, ...]
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the layer has it still, where it lay. It is asked at every call: the cheapest first."""
-        now = self.layer._parameters.get(self.name)
-        if now is None or now is not self.parameter:
-            return now is None and self.parameter is None
-        return now.data_ptr() == self.pointer and (now.shape, now.stride(), now.dtype) == self.like
-
 
 class Joined(NamedTuple):
     """Weights of several layers in one.
@@ -64,6 +56,7 @@ class LinearGroup:
 
     Attributes:
         layers: the layers, in the order of their rows.
+        own: the weight and the bias of each layer, as they were when they became parts of one.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -75,6 +68,7 @@ class LinearGroup:
         self._bias: torch.Tensor | None = None
         self._parts: tuple[_Part, ...] = ()
         self._sizes: list[int] = []
+        self.own: list[torch.Tensor | None] = []
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -139,6 +133,7 @@ class LinearGroup:
             else _Part(layer, name, one, one.data_ptr(), (one.shape, one.stride(), one.dtype))
             for layer, name, one in parameters
         )
+        self.own = self.parameters()
 
     def _bias_behind(self, biases: Sequence[torch.Tensor | None], weight: torch.Tensor) -> torch.Tensor | None:
         """The joint bias that these are parts of; a layer without one has zeros there, which nobody else reads."""
@@ -176,18 +171,29 @@ class LinearGroup:
     @property
     def holds(self) -> bool:
         """Whether the parameters of the layers are still the parts that they were."""
-        return self._weight is not None and all(part.is_there for part in self._parts)
+        return self.versions() is not None
 
-    def versions(self, index: int) -> tuple[int, ...]:
-        """What tells the values that a layer has now from those of earlier or later."""
-        own = self.layers[index]._parameters
-        weight, bias = own.get("weight"), own.get("bias")
-        return (
-            id(weight),
-            -1 if weight is None else weight._version,
-            id(bias),
-            -1 if bias is None else bias._version,
-        )
+    def versions(self) -> list[int] | None:
+        """How often the weight and the bias of each layer were written to; None where they are no parts any more."""
+        if self._weight is None:
+            return None
+        found = []
+        # Asked for at every call: the cheapest first.
+        for layer, name, parameter, pointer, like in self._parts:
+            now = layer._parameters.get(name)
+            if now is not parameter:
+                return None
+            if now is None:
+                found.append(0)
+                continue
+            if now.data_ptr() != pointer or (now.shape, now.stride(), now.dtype) != like:
+                return None
+            found.append(now._version)
+        return found
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        """The weight and the bias of each layer, as they are now."""
+        return [layer._parameters.get(name) for layer in self.layers for name in ("weight", "bias")]
 
     def compute(self, input: torch.Tensor) -> Sequence[torch.Tensor]:
         """What each layer gives for the input, as parts of one tensor that don't overlap."""
@@ -358,12 +364,21 @@ class _Linears(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """What one layer computed for all: the input, weakly, what held then, and the shares, each until it is taken."""
+    """What one layer computed for all.
+
+    Attributes:
+        input: what it was given, weakly.
+        version: how often that had been written to.
+        state: as `_state` gives it.
+        parameters, versions: the weight and the bias of each layer, and how often they had been written to.
+        shares: what is each layer's, until it is taken.
+    """
 
     input: weakref.ref[torch.Tensor]
     version: int
     state: tuple[Any, ...]
-    versions: list[tuple[int, ...]]
+    parameters: list[torch.Tensor | None]
+    versions: list[int]
     shares: list[torch.Tensor | None]
 
 
@@ -382,54 +397,52 @@ class _Shares:
         """What the layer of this number gives for the input; None where it has to compute that by itself."""
         if torch._C._len_torch_function_stack():
             # A mode that watches what is computed has nothing to see in looks.
-            kept = self._seen(index, input, torch._C.DisableTorchFunction())
+            with torch._C.DisableTorchFunction():
+                kept = self._found(index, input)
         else:
-            kept = self._seen(index, input, None)
+            kept = self._found(index, input)
         if kept is None:
             return None
         if self.kept is not kept:
-            group = self.group
-            kept.shares[:] = group.compute_in_export(input) if _is_exported() else group.compute(input)
+            compute = self.group.compute_in_export if _is_exported() else self.group.compute
+            kept.shares.extend(compute(input))
             self.kept = kept
         share, kept.shares[index] = kept.shares[index], None
         return share
 
-    def _seen(self, index: int, input: Any, unwatched: Any) -> _Kept | None:
+    def _found(self, index: int, input: Any) -> _Kept | None:
         """What is kept, or about to be computed, with a share for the layer; None where there is none."""
         kept = self.kept
-        try:
-            if unwatched is not None:
-                unwatched.__enter__()
-            if kept is not None and kept.input() is input and input is not None:
-                return kept if self._can_be_taken(kept, index, input) else None
-            if self.is_over:
-                return None
-            if kept is not None and any(share is not None for share in kept.shares):
-                # Another branch than was seen: to compute for the others is for nothing here.
-                self.is_over, self.kept = True, None
-                return None
-            return self._about_to_be_computed(input)
-        finally:
-            if unwatched is not None:
-                unwatched.__exit__(None, None, None)
-
-    def _can_be_taken(self, kept: _Kept, index: int, input: torch.Tensor) -> bool:
-        return (
-            kept.shares[index] is not None
-            and input._version == kept.version
-            and self.group.versions(index) == kept.versions[index]
-            and _state(input) == kept.state
-        )
-
-    def _about_to_be_computed(self, input: Any) -> _Kept | None:
-        group = self.group
-        if _is_exported():
-            if not isinstance(input, torch.Tensor) or input.is_inference() or not group.can_be_exported():
-                return None
-        elif not _may_share(input) or not group.holds:
+        if kept is not None and kept.input() is input:
+            return kept if self._can_be_taken(kept, index, input) else None
+        if self.is_over:
             return None
-        versions = [group.versions(number) for number in range(len(group.layers))]
-        return _Kept(weakref.ref(input), input._version, _state(input), versions, [])
+        if kept is not None and any(share is not None for share in kept.shares):
+            # Another branch than was seen: to compute for the others is for nothing here.
+            self.is_over, self.kept = True, None
+            return None
+        group = self.group
+        if not _is_exported():
+            versions = group.versions() if _may_share(input) else None
+            if versions is None:
+                return None
+            parameters = group.own
+        elif isinstance(input, torch.Tensor) and not input.is_inference() and group.can_be_exported():
+            parameters = group.parameters()
+            versions = [0 if one is None else one._version for one in parameters]
+        else:
+            return None
+        return _Kept(weakref.ref(input), input._version, _state(input), parameters, versions, [])
+
+    def _can_be_taken(self, kept: _Kept, index: int, input: Any) -> bool:
+        if input is None or input._version != kept.version or _state(input) != kept.state:
+            return False
+        own = self.group.layers[index]._parameters
+        for place, name in enumerate(("weight", "bias"), 2 * index):
+            now = own.get(name)
+            if now is not kept.parameters[place] or (now is not None and now._version != kept.versions[place]):
+                return False
+        return True
 
 
 def _is_exported() -> bool:
