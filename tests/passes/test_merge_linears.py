@@ -800,7 +800,7 @@ def test_gradients_of_gradients() -> None:
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_a_weight_written_to_before_the_backward_pass_is_seen(is_trained: bool) -> None:
-    fast = merged(Attention().eval().requires_grad_(is_trained))
+    fast = copy.deepcopy(merged(Attention().eval().requires_grad_(is_trained)))
     output = fast(image_of().requires_grad_())
     with torch.no_grad():
         fast.value.weight.add_(1)
