@@ -29,7 +29,7 @@ from torch.fx.experimental.optimization import fuse
 from optimizer import optimize, report_of
 from optimizer.collection import rare_collection
 from optimizer.working_copy import working_copy
-from passes import PadChannels
+from passes import JitFusion, MergeLinears, PadChannels, Pass, Simplify
 from passes.base import Context
 from passes.graph.capture import capture
 from passes.graph.program import Program
@@ -47,8 +47,8 @@ HELD_ONCE = 1.05
 # Other allocators don't read it.
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
-# The passes that are asked for by name, behind those of the preset.
-BY_NAME = (PadChannels(force=True),)
+# The passes of graphs that are asked for by name, one behind another, behind those of the preset.
+BY_NAME: tuple[Pass, ...] = (Simplify(), MergeLinears(), PadChannels(force=True), JitFusion())
 
 TRACE = "symbolic_trace"
 COPY = "working copy"
@@ -243,7 +243,7 @@ def misses(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=numbers, default=[1000, 4000, 16000], help="operations of the synthetic graphs")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="flat, nested or both")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="some of: %(default)s")
     parser.add_argument("--repeat", type=positive, default=5, help="rounds")
     parser.add_argument("--memory-mb", type=int, default=1024, help="MiB of weights to measure memory with; 0 for none")
     parser.add_argument(

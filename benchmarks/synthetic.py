@@ -11,6 +11,7 @@ from torch.nn import functional
 # Operations of one block: convolution, BatchNorm, activation, addition.
 OPERATIONS = 4
 _CHANNELS = 2
+_WIDTH = 4
 _BLOCKS_OF_A_STAGE = 8
 
 
@@ -66,7 +67,21 @@ class Nested(nn.Module):
         return self.body(x)
 
 
-SHAPES: dict[str, Callable[[int], nn.Module]] = {"flat": Flat, "nested": Nested}
+class Parallel(nn.Module):
+    """Blocks of two linear layers on one input, their product and an addition, all in one forward."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(blocks))
+        self.values = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate, value in zip(self.gates, self.values, strict=True):
+            x = x + gate(x) * value(x)
+        return x
+
+
+SHAPES: dict[str, Callable[[int], nn.Module]] = {"flat": Flat, "nested": Nested, "parallel": Parallel}
 
 
 def graph_of(shape: str, operations: int) -> nn.Module:
@@ -76,7 +91,7 @@ def graph_of(shape: str, operations: int) -> nn.Module:
 
 def example_of_graph() -> torch.Tensor:
     """An input of the smallest size that the blocks take."""
-    return torch.randn(2, _CHANNELS, 4, 4, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, _CHANNELS, _WIDTH, _WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Weights(nn.Module):

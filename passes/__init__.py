@@ -7,6 +7,7 @@ from passes.fold_conv_bn import FoldConvBn
 from passes.graph.rewriter import Change, Rewriter, Skip
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
+from passes.merge_linears import MergeLinears
 from passes.pad_channels import PadChannels
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
@@ -21,6 +22,7 @@ __all__ = [
     "GraphPass",
     "InsertCheckpoints",
     "JitFusion",
+    "MergeLinears",
     "PadChannels",
     "Pass",
     "PassResult",

@@ -17,6 +17,7 @@ from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
+from passes.merge_linears import MergeLinears
 from passes.pad_channels import PadChannels
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
@@ -29,8 +30,9 @@ _OWN: tuple[type[Pass], ...] = (
     FoldConvBn,
     ChannelsLast,
     Simplify,
-    JitFusion,
+    MergeLinears,
     PadChannels,
+    JitFusion,
     SyncBatchNorm,
     InsertCheckpoints,
     TorchCompile,

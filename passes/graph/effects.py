@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from passes.graph.capture import is_atom
+from passes.graph.linear_groups import SharedLinearForward
 from passes.graph.match import has_hooks, is_parametrized
 from passes.graph.operations import draws_numbers, may_give_memory, schemas
 from passes.graph.program import Program, operation_name
@@ -185,7 +186,9 @@ def _is_pure_module(program: Program, module: nn.Module | None, around: frozense
 
 def _is_pure_layer(module: nn.Module) -> bool:
     home = type(module).__module__
-    if not home.startswith("torch.nn.modules.") or "forward" in module.__dict__ or is_parametrized(module):
+    # One that computes together with others gives what it gives alone.
+    is_own = not isinstance(module.__dict__.get("forward"), SharedLinearForward | None)
+    if not home.startswith("torch.nn.modules.") or is_own or is_parametrized(module):
         return False
     if getattr(module, "inplace", False) or getattr(module, "max_norm", None) is not None:
         return False

@@ -24,6 +24,7 @@ from passes.graph.guards import (
     opened_from,
     sealed_for,
 )
+from passes.graph.linear_groups import SharedLinearForward
 from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.graph.program import Program
 
@@ -523,6 +524,8 @@ def _unlike(module: nn.Module) -> str | None:
     name = type(module).__name__
     if _is_quantized(type(module)):
         return f"the {name} of torch.ao, which works with quantized numbers"
+    if isinstance(inner_forward(module), SharedLinearForward):
+        return "computed together with others on its input: put merge-linears last"
     if isinstance(module, _ConvNd | nn.Linear) and not is_stock(module, (*STOCK_CONVOLUTIONS, nn.Linear)):
         return f"of the class {name}, which computes in a way of its own"
     return None

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.forward import GraphForward
 from passes.graph.guards import FoldedConvForward, FoldedNormForward, SealedOutput, inner_forward
+from passes.graph.linear_groups import computing_together, shared_by
 from passes.graph.padded import PaddedForward, call_wide, padded_forward
 from passes.graph.program import Program
 
@@ -46,23 +47,28 @@ class Region:
     """Some nodes in the order of the run, with their arguments as they stood when the region was taken.
 
     Calling it with the values of `inputs` runs the nodes on the modules and tensors of now and gives the value of
-    `output`.
+    `output`, or of several nodes where it has more.
 
     Attributes:
         inputs: the nodes outside the region whose values it needs.
         output: the last node, or what whoever used its value uses now.
+        more: further nodes whose values it gives, in front of that; a rewrite leaves them where they are.
+        around: the modules whose forwards the nodes stand in.
     """
 
     steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]
     output: fx.Node
+    more: tuple[fx.Node, ...] = ()
+    around: tuple[nn.Module, ...] = ()
 
     @classmethod
-    def of(cls, program: Program, nodes: Sequence[fx.Node]) -> Region:
-        """The region of one node or more."""
+    def of(cls, program: Program, nodes: Sequence[fx.Node], *, all_outputs: bool = False) -> Region:
+        """The region of one node or more, which gives the value of the last one, or of all."""
         reader = _Reader(program, set(nodes))
         steps = tuple(reader.step(node) for node in nodes)
-        return cls(steps, tuple(reader.inputs), nodes[-1])
+        around = tuple({id(home.module): home.module for home in map(program.home, nodes)}.values())
+        return cls(steps, tuple(reader.inputs), nodes[-1], tuple(nodes[:-1]) if all_outputs else (), around)
 
     def rewritten(
         self, program: Program, gone: Mapping[fx.Node, fx.Node], added: Sequence[fx.Node] = ()
@@ -83,7 +89,9 @@ class Region:
             output = program.producer(output)
         if any(node not in self.inputs for node in reader.inputs) or output not in (*nodes, *self.inputs):
             return None
-        return Region(steps, self.inputs, output)
+        if any(node not in nodes for node in self.more):
+            return None
+        return Region(steps, self.inputs, output, self.more, self.around)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -115,11 +123,13 @@ class Region:
 
     def __call__(self, *values: Any) -> Any:
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
-        for step in self.steps:
-            args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), lambda a: _value(a, known))
-            with _autocast(step, (args, kwargs)):
-                known[step.node] = _run(step, args, kwargs)
-        return known[self.output]
+        # As in the forwards that the nodes stand in.
+        with computing_together([group for module in self.around for group in shared_by(module)]):
+            for step in self.steps:
+                args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), lambda a: _value(a, known))
+                with _autocast(step, (args, kwargs)):
+                    known[step.node] = _run(step, args, kwargs)
+        return (*(known[node] for node in self.more), known[self.output]) if self.more else known[self.output]
 
 
 class _Reader:

@@ -46,6 +46,13 @@ from passes.graph.guards import (
     refuse_checkpoint,
     sealed_for,
 )
+from passes.graph.linear_groups import (
+    JoiningApply,
+    LinearGroup,
+    SharedLinearForward,
+    SharingForward,
+    shared_by,
+)
 from passes.graph.match import (
     Affine,
     BatchNorm,
@@ -113,7 +120,7 @@ class Change:
         what: what was done, in a few words.
         number: of the changes of the pass with these words, counted from 0.
         region: the nodes that the rewrite replaces, in the order of the run; the first one's inputs go in, the last
-            one's value comes out, and it is there that the rewrite is checked.
+            one's value comes out, or those of all, and it is there that the rewrite is checked.
         edits: what was done to the modules.
         before, after: how the region's value is computed without the rewrite, and with it; both None without a region,
             `after` also where the rewrite takes more than the region's inputs.
@@ -208,9 +215,15 @@ class Rewriter:
 
     @contextmanager
     def change(
-        self, where: str, what: str, region: Sequence[fx.Node] = (), *, gives_way: bool = False
+        self,
+        where: str,
+        what: str,
+        region: Sequence[fx.Node] = (),
+        *,
+        gives_way: bool = False,
+        all_outputs: bool = False,
     ) -> Iterator[Change]:
-        """Record what is written in the block as one change.
+        """Record what is written in the block as one change, checked at the last output of the region, or at all.
 
         One that `gives_way` writes to graphs and to no tensor: the forwards of the classes answer what the graphs of such
         changes alone don't hold for.
@@ -229,7 +242,9 @@ class Rewriter:
         self._words[where, what] += 1
         reason = self.left_alone.get(change.place)
         change.left_alone = reason is not None
-        change.before = Region.of(self.program, region) if region and reason is None else None
+        change.before = None
+        if region and reason is None:
+            change.before = Region.of(self.program, region, all_outputs=all_outputs)
         self._open, self._added = change, []
         try:
             yield change
@@ -457,7 +472,10 @@ class Rewriter:
         """Bring the root's arguments of these names into channels_last; the outputs' order goes around that."""
         root = self.program.root
         with self.change("", f"input {' and '.join(names)} brought into channels_last once") as change:
-            forward = ChannelsLastInputs(root, frozenset(names), inner_forward(root))
+            inner = root.__dict__.get("forward")
+            while isinstance(inner, FormattedForward | ChannelsLastInputs):
+                inner = inner.inner
+            forward = ChannelsLastInputs(root, frozenset(names), inner)
             self.set_attribute(change, root, "forward", forward)
         return change
 
@@ -526,6 +544,22 @@ class Rewriter:
     def draw_in_order(self, change: Change, module: nn.Module) -> None:
         """Have a module draw random numbers for maps in channels_last as for contiguous ones."""
         self.set_attribute(change, module, "forward", DrawsInOrder(module, module.__dict__.get("forward")))
+
+    @_writes
+    def share_input(self, change: Change, around: nn.Module, group: LinearGroup) -> None:
+        """Have some Linears on one input compute together as long as the forward of the module around them runs."""
+        weight, bias, parts = group.joined()
+        for layer, name, parameter in parts:
+            self.set_tensor(change, TensorRef(layer, name), parameter)
+        group.take(weight, bias)
+        for layer in group.layers:
+            self.set_forward(change, layer, SharedLinearForward(layer))
+        groups = (*shared_by(around), group)
+        installed = around.__dict__.get("forward")
+        if isinstance(installed, SharingForward):
+            installed = installed.inner
+        self.set_attribute(change, around, "forward", SharingForward(around, groups, installed))
+        self.set_attribute(change, around, "_apply", JoiningApply(around, groups))
 
     @_writes
     def carry_norm(self, change: Change, conv: Convolution, norm: Affine) -> None:

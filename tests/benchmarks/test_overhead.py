@@ -29,7 +29,8 @@ def test_counts_what_stands_in_the_graphs(done):
     figures, _, _ = done
     found = {(graph["shape"], graph["operations"]): (graph["graphs"], graph["islands"]) for graph in figures["graphs"]}
     # 15 blocks in 2 stages in a body in the root; 30 blocks in 4 stages.
-    assert found == {("flat", 60): (1, 0), ("flat", 120): (1, 0), ("nested", 60): (19, 0), ("nested", 120): (36, 0)}
+    flat = {(shape, size): (1, 0) for shape in ("flat", "parallel") for size in (60, 120)}
+    assert found == {**flat, ("nested", 60): (19, 0), ("nested", 120): (36, 0)}
 
 
 @pytest.mark.parametrize("shape", ["flat", "nested"])
@@ -40,6 +41,13 @@ def test_the_passes_do_their_work_on_every_block(done, shape):
     assert large["changes"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30, "pad-channels": 30}
     # Without example inputs nothing shows that a memory format may change.
     assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 0}
+
+
+def test_merge_linears_does_its_work_on_every_block(done):
+    figures, _, _ = done
+    changes = [graph["changes"] for graph in figures["graphs"] if graph["shape"] == "parallel"]
+    assert [each["merge-linears"] for each in changes] == [15, 30]
+    assert not any(count for each in changes for name, count in each.items() if name != "merge-linears")
 
 
 def test_times_every_step_in_every_round(done):
@@ -98,7 +106,7 @@ def test_writes_the_tables_as_markdown_and_shows_them(done):
         assert f"### {title}" in markdown
         assert title in shown
     assert figures["environment"]["versions"]["torch"] in markdown
-    assert markdown.count("\n| flat |") == markdown.count("\n| nested |") == 2
+    assert markdown.count("\n| flat |") == markdown.count("\n| nested |") == markdown.count("\n| parallel |") == 2
 
 
 def test_missed_goals_are_told(done):

@@ -29,13 +29,15 @@ class Mixed(nn.Module):
         self.residual = nn.Conv2d(4, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.gate, self.value = nn.Linear(5, 5), nn.Linear(5, 5)
         enliven(self)
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
         y = self.island(self.direct(self.stem(x)))
         kept = self.residual(y)
         y = self.norm(kept) + kept
-        return {"features": y, "logits": (self.head(y), 3)}
+        logits = self.head(y)
+        return {"features": y, "logits": (self.gate(logits).sigmoid() * self.value(logits), 3)}
 
 
 class Plain(nn.Module):

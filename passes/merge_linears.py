@@ -1,0 +1,393 @@
+"""Linears on one input are one Linear, whose outputs lie side by side."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.base import Context, GraphPass
+from passes.graph.capture import ModuleGraph
+from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
+from passes.graph.effects import Aliases, may_share
+from passes.graph.forward import GraphForward
+from passes.graph.guards import InstanceForward, inner_forward
+from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
+from passes.graph.match import Node, TensorRef, has_hooks, is_parametrized, is_stock
+from passes.graph.program import Program, operation_name
+from passes.graph.rewriter import Rewriter
+from passes.graph.side_effects import names_in, with_helpers
+from passes.graph.storage import kind_of
+from passes.graph.tracing import function_name, function_of
+
+
+@dataclass(frozen=True)
+class MergeLinears(GraphPass):
+    """Compute linear layers on one input as one: query, key and value, or the gate of a gated unit.
+
+        q = x @ Wq.T + bq;  k = x @ Wk.T + bk;  v = x @ Wv.T + bv      3 products
+        q, k, v  ==  split(x @ W.T + b)      W = [Wq; Wk; Wv],  b = [bq; bk; bv]      1 product, and 3 views
+
+    The weights stay under their names, in both directions: Wq, Wk and Wv become consecutive rows of one tensor, which holds
+    their values once. Checkpoints of the original can be loaded and the reverse, writes to one weight reach the joint one,
+    hooks fire, and a layer called on its own computes what it did. A layer without a bias has zeros in the joint one.
+
+    The first of the layers that is called computes for all as long as the forward around them runs. Another one takes its
+    part if it is given the very same tensor and nothing was written to that, or to its weight, since; else it computes by
+    itself. So forwards that can't be traced may go any way: the worst is that something is computed for nothing, once.
+    Where weights were replaced (`load_state_dict(assign=True)`, a parametrization, a cast of one layer alone), all compute by
+    themselves from then on. Copies, and what is moved or cast as a whole (`.to()`, `.half()`), are joined anew.
+
+    The parts lie in rows of the wider result. A layer stays as it is where that shows: its output leaves the forward, or a
+    `view` on the way takes no such tensor, as one run shows.
+
+    By themselves compute: what torch.compile makes, whose compiler sees the layers as they were; calls under
+    torch.inference_mode whose input was made there, as torch counts no writes to it; what is traced, but for ONNX files, which
+    hold one product with the weights behind each other; calls under vmap and the like, and with gradients under autocast.
+    Pickled without torch.save, each weight is written with all of the joint one.
+
+    Does not handle: linear layers that are functions, or of a class with a forward of its own (LoRA, quantized layers); layers
+    with hooks or parametrizations, called twice in one forward, under two names, or with tied weights; other dtypes or
+    devices than those beside; layers on one input in two modules; code that names `as_strided`.
+    """
+
+    name: ClassVar[str] = "merge-linears"
+    modes: ClassVar[tuple[str, ...]] = ("inference",)
+
+    def rewrite(self, graph: Rewriter) -> None:
+        """Merge where the graphs alone show that it can be done."""
+        self._merge(graph, None)
+
+    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
+        """Merge every group of layers that can be merged."""
+        self._merge(graph, context)
+
+    def _merge(self, graph: Rewriter, context: Context | None) -> None:
+        found = [found for home in list(graph.program.graphs.values()) for found in _candidates(graph, home)]
+        if context is None or context.run_inside is None:
+            found = [fit for each in found if (fit := _without_strict_readers(graph, each)) is not None]
+        else:
+            found = _fit(graph, context, found)
+        for each in found:
+            home = each.home
+            with graph.change(home.path, each.what(graph.program), each.nodes, all_outputs=True) as change:
+                for layer in each.layers:
+                    refs = (TensorRef(layer, name) for name in ("weight", "bias"))
+                    change.sources += [ref for ref in refs if ref.value is not None]
+                graph.share_input(change, home.module, each.group)
+
+
+@dataclass
+class _Candidate:
+    """Layers that one forward gives the same value.
+
+    Attributes:
+        home: the graph of the forward.
+        nodes: the calls, in order.
+        layers: for each call, the layer.
+    """
+
+    home: ModuleGraph
+    nodes: tuple[Node, ...]
+    layers: tuple[nn.Linear, ...]
+
+    def __post_init__(self) -> None:
+        self.group = LinearGroup(self.layers)
+
+    def what(self, program: Program) -> str:
+        """What is done to them."""
+        prefix = f"{self.home.path}." if self.home.path else ""
+        *names, last = (program.where(node).removeprefix(prefix) for node in self.nodes)
+        return f"{', '.join(names)} and {last} computed together"
+
+    def without(self, numbers: Sequence[int]) -> _Candidate | None:
+        """The same without some of the layers; None where no two are left."""
+        if not numbers:
+            return self
+        kept = [number for number in range(len(self.nodes)) if number not in numbers]
+        if len(kept) < 2:
+            return None
+        return _Candidate(
+            self.home, tuple(self.nodes[number] for number in kept), tuple(self.layers[number] for number in kept)
+        )
+
+    def edits(self) -> Iterator[Edit]:
+        """What makes the layers compute together."""
+        around = self.home.module
+        for layer, name, parameter in self.group.joined().parts:
+            yield TensorEdit(layer, name, parameter)
+        for layer in self.layers:
+            yield AttributeEdit(layer, "forward", SharedLinearForward(layer))
+        groups, installed = (*shared_by(around), self.group), around.__dict__.get("forward")
+        yield AttributeEdit(around, "forward", SharingForward(around, groups, installed))
+
+
+# Which layers take one value ------------------------------------------------------------------------------------------
+
+
+def _candidates(graph: Rewriter, home: ModuleGraph) -> Iterator[_Candidate]:
+    """The layers of one graph that can be merged; the others that share an input are skipped."""
+    program = graph.program
+    by_input: dict[Node, list[Node]] = defaultdict(list)
+    for node in home.graph.nodes:
+        if (source := _linear_input(program, node)) is not None:
+            by_input[source].append(node)
+    groups = [nodes for nodes in by_input.values() if len(nodes) > 1]
+    if not groups:
+        return
+    aliases, around = Aliases(program, home.graph), _why_not_around(program, home)
+    for nodes in groups:
+        judged = [(node, _why_not(program, node, aliases) or around) for node in nodes]
+        for node, reason in judged:
+            if reason:
+                graph.skip(node, reason)
+        kept = [node for node, reason in judged if reason is None]
+        for alike in _by_kind(graph, kept):
+            yield _Candidate(home, tuple(alike), tuple(_layer_of(program, node) for node in alike))
+
+
+def _linear_input(program: Program, node: Node) -> Node | None:
+    """What a linear layer is given, of whatever class or spelling; None for other nodes."""
+    module = program.module_of(node)
+    if module is not None:
+        if not isinstance(module, nn.Linear) or isinstance(inner_forward(module), SharedLinearForward):
+            return None
+    elif node.op != "call_function" or node.target is not F.linear:
+        return None
+    given = (*node.args, *node.kwargs.values())
+    return given[0] if given and isinstance(given[0], Node) else None
+
+
+def _layer_of(program: Program, node: Node) -> nn.Linear:
+    module = program.module_of(node)
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def _by_kind(graph: Rewriter, nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """The calls in groups of two or more whose weights can be rows of one."""
+    kinds: dict[Any, list[Node]] = defaultdict(list)
+    for node in nodes:
+        weight = _layer_of(graph.program, node).weight
+        kinds[weight.dtype, weight.device, weight.shape[1]].append(node)
+    for alike in kinds.values():
+        if len(alike) > 1:
+            yield alike
+        elif len(nodes) > 1:
+            graph.skip(alike[0], "its weight is of another dtype, device or width than those beside it")
+
+
+# Whether they may become one ------------------------------------------------------------------------------------------
+
+
+def _why_not(program: Program, node: Node, aliases: Aliases) -> str | None:
+    module = program.module_of(node)
+    if module is None:
+        return "it is called as a function, and others that take the same input can't stand in for that"
+    assert isinstance(module, nn.Linear)
+    return (
+        _why_not_module(program, node, module)
+        or next(filter(None, (_why_not_tensor(program, module, name) for name in ("weight", "bias"))), None)
+        or _why_not_output(node, aliases)
+    )
+
+
+def _why_not_module(program: Program, node: Node, module: nn.Linear) -> str | None:
+    if isinstance(inner_forward(module), InstanceForward):
+        return "it was folded together with another layer"
+    if not is_stock(module, (nn.Linear,)) or len(node.args) + len(node.kwargs) != 1:
+        return f"it is of the class {type(module).__name__} or has a forward of its own, and may compute anything"
+    if has_hooks(module):
+        return "it has hooks"
+    if is_parametrized(module):
+        return "it has parametrizations"
+    path, *aliases = program.paths[id(module)]
+    if aliases:
+        return f"it stands in the tree under two names, {path} and {aliases[0]}"
+    if len(program.calls_of(module)) > 1:
+        return f"it is called {len(program.calls_of(module))} times"
+    return None
+
+
+def _why_not_tensor(program: Program, module: nn.Linear, name: str) -> str | None:
+    tensor = module._parameters.get(name)
+    if tensor is None:
+        is_missing = name == "weight" or getattr(module, name, None) is not None
+        return f"its {name} is computed or set by other code, and is no parameter" if is_missing else None
+    if is_lazy(tensor):
+        return "it is not initialised yet: run the model once first"
+    if tensor.is_meta:
+        return f"its {name} is on the meta device and has no values"
+    if type(tensor) is not nn.Parameter or name in module.__dict__:
+        return f"its {name} is a {type(tensor).__name__}, which has an arithmetic of its own"
+    if kind := kind_of(tensor):
+        return f"its {name} is {kind}"
+    if not tensor.is_floating_point() or not tensor.numel():
+        return f"its {name} is of dtype {str(tensor.dtype).removeprefix('torch.')} and shape {list(tensor.shape)}"
+    if name == "bias" and (tensor.dtype, tensor.device) != (module.weight.dtype, module.weight.device):
+        return "its bias is of another dtype or device than its weight"
+    if program.holders_of(tensor) > 1:
+        return f"its {name} is shared with another module"
+    if program.shares_memory and (sharer := program.sharer_of(tensor)) is not None:
+        return f"its {name} shares its memory with {sharer}"
+    return None
+
+
+def _why_not_around(program: Program, home: ModuleGraph) -> str | None:
+    around = home.module
+    where = home.path or "the root"
+    installed = inner_forward(around)
+    if installed is not None and not isinstance(installed, InstanceForward | GraphForward):
+        return f"the module around it, {where}, has a forward of its instance"
+    if isinstance(around, torch.jit.ScriptModule):
+        return f"the module around it, {where}, is compiled by torch.jit"
+    if not isinstance(around.__dict__.get("_apply"), JoiningApply | None):
+        return f"the module around it, {where}, has a way of its own to be moved"
+    for module in around.modules():
+        kept = [value for value in vars(module).values() if type(value) is FunctionType]
+        if any(_counts_on_strides(each, type(module)) for each in (function_of(module), *kept)):  # type: ignore[arg-type]
+            path = program.paths[id(module)][0] if id(module) in program.paths else type(module).__name__
+            return f"the code of {path or 'the root'} names as_strided, which may go by how its output lies in memory"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts_on_strides(function: Any, cls: type) -> bool:
+    helpers = () if cls.__module__.startswith("torch.") else with_helpers(function, cls)
+    return any("as_strided" in names_in(helper.__code__) for helper in helpers)
+
+
+def _why_not_output(node: Node, aliases: Aliases) -> str | None:
+    if aliases.may_leave(node):
+        return "its output may leave the forward, and would lie in memory otherwise than it did"
+    if node.meta.get("escapes"):
+        return "its output is kept somewhere outside of the graph, and would lie in memory otherwise than it did"
+    return None
+
+
+# Whether what comes behind takes rows of a wider tensor ----------------------------------------------------------------
+
+# These give the memory that they are given in another shape, and raise where it doesn't lie so.
+_STRICT = frozenset({"view", "view_as"})
+
+
+def _without_strict_readers(graph: Rewriter, found: _Candidate) -> _Candidate | None:
+    """Where nothing can be run: without the layers whose output may come to what takes no rows of a wider tensor."""
+    unfit = []
+    for number, node in enumerate(found.nodes):
+        reader = _strict_reader(graph.program, node)
+        if reader is not None:
+            unfit.append(number)
+            text = f"its output comes to {operation_name(reader)}, which may not take rows of a wider tensor"
+            graph.skip(node, f"{text}: give example inputs")
+    return found.without(unfit)
+
+
+def _strict_reader(program: Program, node: Node) -> Node | None:
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op != "call_module" and operation_name(user) in _STRICT:
+                return user
+            module = program.module_of(user)
+            if module is not None and not type(module).__module__.startswith("torch.nn."):
+                return user
+            if user not in seen and may_share(program, user):
+                seen.add(user)
+                waiting.append(user)
+    return None
+
+
+def _fit(graph: Rewriter, context: Context, found: list[_Candidate]) -> list[_Candidate]:
+    """Those with which the root runs, without the layers whose output comes to what takes no rows of a wider tensor."""
+    if not found:
+        return []
+    watch = _Strides(found)
+    error = _run_with(context, found, watch)
+    if error is not None and len(found) > 1:
+        middle = len(found) // 2
+        return [fit for half in (found[:middle], found[middle:]) for fit in _fit(graph, context, half)]
+    if error is not None:
+        for node in found[0].nodes:
+            graph.skip(node, f"a run in which it is computed together with those beside it raises ({error})")
+        return []
+    for number, unfit in watch.unfit.items():
+        for index, name in unfit.items():
+            node = found[number].nodes[index]
+            graph.skip(node, f"its output comes to {name}, which takes no rows of a wider tensor")
+    return [fit for number, each in enumerate(found) if (fit := each.without([*watch.unfit[number]])) is not None]
+
+
+def _run_with(context: Context, found: Sequence[_Candidate], watch: _Strides) -> str | None:
+    assert context.run_inside is not None
+    with ExitStack() as stack:
+        for number, each in enumerate(found):
+            # Afterwards it has nothing to hold.
+            stack.callback(each.group.link)
+            stack.enter_context(in_place(each.edits()))
+            each.group.link()
+            watch.numbers[id(each.group.weight)] = number
+        return context.run_inside(watch)
+
+
+class _Strides(TorchFunctionMode):
+    """Finds the layers whose output comes to an operation that takes no rows of a wider tensor, and has the run go on.
+
+    Attributes:
+        unfit: by the number of the group, for each of its layers by number, the name of the operation.
+        numbers: by the joint weight, by identity, the number of the group.
+    """
+
+    def __init__(self, found: Sequence[_Candidate]) -> None:
+        super().__init__()
+        self.found = found
+        self.unfit: dict[int, dict[int, str]] = {number: {} for number in range(len(found))}
+        self.numbers: dict[int, int] = {}
+        # By where the memory of a result begins: the number of the group.
+        self._results: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            place = next(filter(None, map(self._place, pytree.tree_leaves(args))), None)
+            if place is None:
+                raise
+            number, index = place
+            result = func(*pytree.tree_map(_contiguous, args), **kwargs)
+            self.unfit[number][index] = function_name(func)
+            return result
+        if func is F.linear and len(args) > 1 and id(args[1]) in self.numbers:
+            self._results[result.untyped_storage().data_ptr()] = self.numbers[id(args[1])]
+        return result
+
+    def _place(self, value: Any) -> tuple[int, int] | None:
+        """The numbers of the group and of the layer whose output lies in this memory."""
+        if not isinstance(value, torch.Tensor) or value.is_contiguous():
+            return None
+        number = self._results.get(value.untyped_storage().data_ptr())
+        if number is None:
+            return None
+        sizes = [len(layer.weight) for layer in self.found[number].layers]
+        column = value.storage_offset() % sum(sizes)
+        index = 0
+        while column >= sizes[index]:
+            column -= sizes[index]
+            index += 1
+        return number, index
+
+
+def _contiguous(leaf: Any) -> Any:
+    return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
