@@ -1,6 +1,7 @@
 """What can be done to a module: one pass a file, found by name in `passes.registry`."""
 
 from passes.base import Context, GraphPass, Pass, PassResult
+from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
@@ -11,6 +12,7 @@ from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
 
 __all__ = [
+    "CastPrecision",
     "Change",
     "ChannelsLast",
     "Context",

@@ -59,8 +59,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names() -> None:
-    own = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "sync-batch-norm", "insert-checkpoints")
-    assert pass_names()[:6] == own
+    own = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "cast-precision", "sync-batch-norm")
+    assert pass_names()[:7] == (*own, "insert-checkpoints")
     assert make_passes(None, "inference") == [FoldConvBias(), FoldConvBn(), ChannelsLast()]
     assert [item.name for item in make_passes(None, "training")] == ["fold-conv-bias"]
 
