@@ -217,15 +217,16 @@ class _Casting:
         """Find what stays in float32; whether the rest can be cast: else that is recorded."""
         unit = torch.finfo(self.dtype).eps
         layers = [module for module in self.modules.values() if self._is_measured(module)]
-        watch = LossWatch(self.root, self.besides, layers, self.dtype, self._lowered)
+        most = _MOST_OF_A_LAYER * unit
+        watch = LossWatch(self.root, self.besides, layers, self.dtype, most, self._lowered)
         if (problem := self._run(watch)) is not None:
             self.graph.skip_module("", f"no run shows what its layers lose in {self.word} ({problem})")
             return False
         losses, wanted = watch.losses, watch.outputs
         self.outputs = dtypes_of(wanted)
         for key, loss in losses.items():
-            if loss.share > _MOST_OF_A_LAYER * unit:
-                self._keep_layer(key, loss, _MOST_OF_A_LAYER * unit)
+            if loss.share > most:
+                self._keep_layer(key, loss, most)
         self._keep_what_is_tied()
         worst = [key for key in by_share(losses) if not self._is_kept(self.modules[key]) and losses[key].share > 0]
         count = 1

@@ -1,5 +1,5 @@
-"""Thirty architectures through optimize, both exporters and verify, and all others that hold a BatchNorm through optimize;
-minutes long, so `make zoo` runs it."""
+"""Thirty architectures through optimize, both exporters and verify, and in bfloat16, and all others that hold a BatchNorm
+through optimize; minutes long, so `make zoo` runs it."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from architectures import NORMED, ZOO, member
 
 from exporters import ExportError
 from optimizer import export, optimize, verify_bundle
+from passes import CastPrecision
 
 REFUSED = {
     # Its trace holds the call of an autograd.Function, which TorchScript has no form for.
@@ -50,3 +51,14 @@ def test_a_member_with_batch_norms_is_optimized(name):
     assert report.verified
     assert not [record for record in report.passes if record.status in ("rolled-back", "failed")]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_member_computes_in_bfloat16(name, how):
+    model, kwargs = member(name)
+    report = optimize(model, [CastPrecision(how=how)], example_kwargs=kwargs).report
+    assert [record.status for record in report.passes] == ["applied"], str(report)
+    assert report.verified
+    assert report.parity.precision == "bfloat16"

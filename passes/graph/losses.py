@@ -30,7 +30,7 @@ class Loss:
 
     Attributes:
         share: the root mean square of its error, by that of its output; infinite where that isn't finite any more.
-        by_input: the same where it computes in float32, and only what it is given is rounded.
+        by_input: the same where it computes in float32, and only what it is given is rounded; 0 where the share is small.
         error: why it doesn't run in the half precision; "" where it does.
         feeder: the module whose output it was given as it is; None where that is more than one, or none.
     """
@@ -44,7 +44,8 @@ class Loss:
 class LossWatch:
     """A context in which the calls of layers are made once more, in a half precision, and compared.
 
-    Everything is in eval meanwhile: the same call then gives the same. The calls themselves are left as they are.
+    Everything is in eval meanwhile: the same call then gives the same. The calls themselves are left as they are. How much
+    of a loss comes by the input is measured of those that are more than `most`.
 
     Attributes:
         losses: the largest loss of each of the layers that was called, by its identity, in the order of the first calls.
@@ -57,6 +58,7 @@ class LossWatch:
         besides: Iterable[nn.Module],
         layers: Iterable[nn.Module],
         dtype: torch.dtype,
+        most: float,
         lowered: Lowered,
     ) -> None:
         self.root = root
@@ -65,6 +67,7 @@ class LossWatch:
         self.outputs: Any = None
         self._layers = {id(layer) for layer in layers}
         self._dtype = dtype
+        self._most = most
         self._lowered = lowered
         self._busy = False
         self._makers: dict[int, tuple[weakref.ref[torch.Tensor], nn.Module]] = {}
@@ -115,7 +118,7 @@ class LossWatch:
             self._note(module, Loss(math.inf, error=_first_line(error), feeder=feeder))
             return
         by_input = 0.0
-        if lost > 0:
+        if lost > self._most:
             args, kwargs = map_leaves(lambda leaf: cast_leaf(leaf, HALF, torch.float32), rounded)
             by_input = share_lost(outputs, call(*args, **kwargs))
         self._note(module, Loss(lost, by_input, feeder=feeder))
@@ -210,7 +213,9 @@ def share_lost(wanted: Any, got: Any) -> float:
     mine, theirs = (list(map(_opened, pytree.tree_leaves(tree))) for tree in (wanted, got))
     if len(mine) != len(theirs):
         return math.inf
-    return max((_lost(*pair) for pair in zip(mine, theirs, strict=True)), default=0.0)
+    # Whoever watches the calls of the model has nothing to see in these.
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return max((_lost(*pair) for pair in zip(mine, theirs, strict=True)), default=0.0)
 
 
 def _lost(wanted: Any, got: Any) -> float:

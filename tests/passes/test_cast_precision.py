@@ -382,10 +382,13 @@ def test_what_raises_in_the_dtype_stays_in_float32() -> None:
     assert texts["head"] == "weights in bfloat16"
 
 
-def test_a_layer_without_a_kernel_stays_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("always", [True, False])
+def test_a_layer_without_a_kernel_stays_in_float32(always: bool) -> None:
     class Picky(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            is_half = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+            # Some kernels are there as long as nobody asks for gradients.
+            if is_half and (always or torch.is_grad_enabled()):
                 raise RuntimeError('"picky" not implemented for this type')
             return F.linear(x, self.weight, self.bias)
 
@@ -403,6 +406,26 @@ def test_a_layer_that_float32_comes_to_is_given_the_dtype() -> None:
     assert texts["inner"] == "weights in bfloat16" or texts["inner"].startswith("given bfloat16")
     assert isinstance(fast.inner.forward, LoweredInput)
     assert fast.inner.weight.dtype == torch.bfloat16
+
+
+def test_each_layer_is_run_as_often_in_a_deep_model() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += 1
+            return super().forward(x)
+
+    calls = []
+    for depth in (4, 16):
+        program, context = captured(
+            enliven(nn.Sequential(*(Counting(6, 6) for _ in range(depth)))).eval(), (rows(2, 6),)
+        )
+        Counting.calls = 0
+        CastPrecision().run(program, context)
+        calls.append(Counting.calls / depth)
+    # As it is, in the dtype, and with the whole.
+    assert calls == [3, 3]
 
 
 def test_modules_that_the_user_names_stay_in_float32() -> None:
