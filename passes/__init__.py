@@ -5,6 +5,7 @@ from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
+from passes.graph.casts import Precision
 from passes.graph.rewriter import Change, Rewriter, Skip
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.simplify import Simplify
@@ -22,6 +23,7 @@ __all__ = [
     "InsertCheckpoints",
     "Pass",
     "PassResult",
+    "Precision",
     "Rewriter",
     "Simplify",
     "Skip",

@@ -17,8 +17,7 @@ from optimizer import check_parity, export, optimize, report_of, verify_bundle
 from optimizer.errors import UsageError
 from optimizer.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, Reference, judge
-from passes import CastPrecision, GraphPass, Rewriter
-from passes.graph.casts import Precision
+from passes import CastPrecision, GraphPass, Precision, Rewriter
 from passes.graph.match import TensorRef
 
 BFLOAT16 = Precision(torch.bfloat16)

@@ -26,10 +26,10 @@ from optimizer.pipeline import Pipeline
 from optimizer.preserve import kept_state
 from optimizer.report import no_progress
 from optimizer.working_copy import Mode, working_copy
+from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
 from passes.errors import UnseenCall
 from passes.graph.capture import capture
-from passes.graph.casts import Precision
 from passes.graph.program import Program
 
 Snapshot = dict[str, Any]
