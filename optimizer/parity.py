@@ -18,6 +18,11 @@ the order of that: on models from ResNet to Llama through ONNX and TorchScript, 
 keep to is each single number of an activation: sigmoid(-30) may come out as 1e-8. `Original._slice_noises` therefore adds
 what that does to a slice.
 
+What computes in bfloat16 or float16 where the original doesn't is off by orders of magnitude more. It is judged *in kind*: by
+the error against the same truth that the original itself has when it is run so (`optimizer.in_kind`), times `FACTOR`. Of 120
+runs of 30 architectures in both dtypes, by autocast and by the weights, 118 were off by no more than 2.3 times that, and two by
+3.9 and 4.4 times, both LeViT in float16, whose error goes out of proportion to the digits: the latter is refused.
+
     reference = Reference.measure(model, Samples((x,)))       # runs the original, once
     measurement = reference.compare(candidate)                # runs a candidate; plain data, JSON both ways
     report = judge(measurement)                               # runs nothing

@@ -29,7 +29,7 @@ class OutputNoise:
             where a candidate was off by more than the rest explains.
         noise, noise_rms: the larger of the two, and at least four units in the last place of the output's own scale,
             for float16 and bfloat16 one, for gradients in float64 sixty-four (for the root mean square half of that, of the
-            root mean square).
+            root mean square). In kind, no less than what the original is off by that computes in the half precision.
         signal: None, or why the output proves nothing: "all zero", "the same for every input", …
         deterministic: False where the original differs from itself by more than rounding: it is not judged.
         tied: elements of an integer output which the original itself changes within its noise: they are not compared.

@@ -291,6 +291,7 @@ def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
         # A hundredth is below what bfloat16 is off by: what comes before a cast is judged without it.
         (["fold-conv-bn", Scale(1.01), good], ["applied", "rolled-back", "applied"]),
         ([Scale(1.01), "fold-conv-bn", good], ["rolled-back", "applied", "applied"]),
+        ([Scale(1.01), good, "fold-conv-bias", "fold-conv-bn"], ["rolled-back", "applied", "applied", "applied"]),
     ):
         report = report_of(optimize(net(), passes, example_inputs=(x(),)))
         assert statuses(report) == wanted, str(report)

@@ -244,6 +244,7 @@ def test_inside_it_is_the_dtype_and_outside_as_before(dtype: Any, how: Any) -> N
     assert {value.dtype for value in fast[1].state_dict().values()} == {torch.float32, torch.int64}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert report_of(fast).verified
+    assert not kept_in({place.where: place.text for place in report_of(fast).passes[0].changes})
 
 
 def test_weights_take_half_the_memory() -> None:
@@ -600,11 +601,11 @@ def test_passes_mix_in_either_order(others: list[str], cast: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.left, self.right, self.norm = nn.Conv2d(16, 8, 3), nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
-            self.drop = nn.Dropout(0.1)
+            self.drop, self.last, self.second = nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
             enliven(self)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.drop(self.norm(self.left(x))) + self.right(x)
+            return self.second(self.last(self.drop(self.norm(self.left(x))) + self.right(x)))
 
     x = image(2, 16, 12, 12)
     model = Twice().eval()
