@@ -151,6 +151,7 @@ class ExportRequest:
         dynamic_batch: dim 0 of every input tensor that differs between the calls is left open in the file.
         input_names, output_names: names in place of the derived ones, one per tensor.
         opset: version of the ONNX operator set; None is the exporter's default. Other formats don't read it.
+        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
     """
 
     model: nn.Module
@@ -159,6 +160,7 @@ class ExportRequest:
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
     opset: int | None = None
+    computes_in: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

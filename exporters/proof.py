@@ -50,6 +50,7 @@ class Evidence:
 
     `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
     `open_dims` are the (input, dim) that change from call to call.
+    `computes_in` is the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
     """
 
     adapter: Adapter
@@ -59,6 +60,17 @@ class Evidence:
     open_dims: tuple[tuple[int, int], ...]
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
+    computes_in: torch.dtype | None = None
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """The largest error of an output of this dtype, relative to its largest value, that rounding could explain."""
+        own = _ROUNDING.get(dtype, _ROUNDING_ELSEWHERE)
+        return own if self.computes_in is None else max(own, _ROUNDING[self.computes_in])
+
+    def unit(self, dtype: torch.dtype) -> float:
+        """The spacing at 1 of the numbers that an output of this dtype is made of."""
+        eps = torch.finfo(dtype).eps
+        return eps if self.computes_in is None else max(eps, torch.finfo(self.computes_in).eps)
 
     @property
     def device(self) -> torch.device:
@@ -138,6 +150,7 @@ def gather(request: ExportRequest) -> Evidence:
             for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
         ),
         _output_specs(adapter.output_names, outputs, symbols),
+        request.computes_in,
     )
 
 
@@ -246,17 +259,19 @@ def _compare(
     if len(outputs) != len(expected):
         raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
-        allowed = None if errors is None else _allowed_beyond(ours.dtype, errors[index])
+        allowed = evidence.rounding(ours.dtype)
+        if errors is not None:
+            allowed = _allowed_beyond(evidence, ours.dtype, errors[index])
         if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
             raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
     return outputs
 
 
-def _allowed_beyond(dtype: torch.dtype, error: float) -> float:
+def _allowed_beyond(evidence: Evidence, dtype: torch.dtype, error: float) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    least = _LEAST_UNITS * torch.finfo(dtype).eps
-    return min(_ROUNDING.get(dtype, _ROUNDING_ELSEWHERE), _ROUNDING_VARIES_BY * max(error, least))
+    least = _LEAST_UNITS * evidence.unit(dtype)
+    return min(evidence.rounding(dtype), _ROUNDING_VARIES_BY * max(error, least))
 
 
 def _relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
@@ -350,7 +365,13 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
     for tried, reason in refused:
         routes_by_reason.setdefault(reason, []).append(tried)
     reasons = "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
-    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).")
+    hint = ""
+    if evidence.computes_in is not None:
+        word = str(evidence.computes_in).removeprefix("torch.")
+        hint = (
+            f" It computes in {word}, which not every operator and not every runtime takes: another dtype may be had."
+        )
+    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{hint}")
 
 
 @contextmanager

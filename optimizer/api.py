@@ -38,6 +38,7 @@ from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
 from passes.base import Context, Pass, device_of
+from passes.graph.casts import root_cast
 from passes.graph.forward import prepare_forwards
 from passes.graph.interception import is_compiled
 from passes.graph.moved_bias import moved_biases
@@ -159,7 +160,7 @@ def _optimized(
     prepare_forwards(copy.root)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
-    attach(copy.root, Provenance(original, report, sources))
+    attach(copy.root, Provenance(original, report, sources, pipeline.precisions))
     if mode == "inference":
         copy.root.__dict__["train"] = StaysInEval(copy.root)
     return copy.root
@@ -254,6 +255,8 @@ def export(
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
     reference = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
+    for precision in () if provenance is None or provenance.original is None else provenance.precisions:
+        reference = reference.in_kind(precision)
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
@@ -281,6 +284,7 @@ def export(
             device=target,
             atol=atol,
             rtol=rtol,
+            precision=reference.precision,
         )
         report = None if provenance is None else provenance.report
         if report is not None:
@@ -505,6 +509,7 @@ def _request(
         dynamic_batch=len(calls) > 1,
         input_names=None if input_names is None else tuple(input_names),
         output_names=None if output_names is None else tuple(output_names),
+        computes_in=None if (cast := root_cast(model)) is None else cast.dtype,
     )
 
 
@@ -543,6 +548,7 @@ def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[
         "verdict": worst.verdict,
         "reason": worst.reason,
         "reference": worst.reference,
+        "precision": worst.precision,
         "batch_sizes": list(reference.batch_sizes),
         "draws": worst.draws,
         "factor": worst.factor,

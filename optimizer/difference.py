@@ -153,6 +153,12 @@ class SliceNoise:
             else:
                 self.noise[dim] = torch.where(noise.isnan(), noise, torch.maximum(noise, other))
 
+    def raised_to(self, more: Pool) -> SliceNoise:
+        """A copy that takes another measurement in."""
+        twin = SliceNoise({dim: noise.clone() for dim, noise in self.noise.items()})
+        twin.raise_to(more.slices or Slices())
+        return twin
+
     def least(self) -> float:
         """The noise of the quietest slice; infinite where there is none."""
         figures = [noise[~noise.isnan()] for noise in self.noise.values()]

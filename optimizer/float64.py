@@ -191,8 +191,8 @@ class Float64Mode(TorchFunctionMode):
         if self._has_large_weight(name, args, kwargs):
             return self._by_rows(name, func, args, kwargs)
         written = _written(name, args, kwargs)
-        new_args = _map(args, functools.partial(self._raise_argument, written=written))
-        new_kwargs = _map(kwargs, functools.partial(self._raise_argument, written=written))
+        new_args = mapped(args, functools.partial(self._raise_argument, written=written))
+        new_kwargs = mapped(kwargs, functools.partial(self._raise_argument, written=written))
         follows = not written and _may_follow_default_dtype(func, (new_args, new_kwargs))
         call = _float64_by_default if follows else _call
         result = call(func, new_args, new_kwargs)
@@ -208,7 +208,7 @@ class Float64Mode(TorchFunctionMode):
         if attribute in _ALIASES:
             keep = attribute == "data" and name_of(func) == "__set__"
             tensor = self._raise_argument(tensor, written=(id(tensor),) if keep else ())
-            return func(tensor, *_map(args[1:], self._raise_argument))
+            return func(tensor, *mapped(args[1:], self._raise_argument))
         result = func(*args)
         if isinstance(result, torch.dtype):
             return raised(result)
@@ -241,16 +241,16 @@ class Float64Mode(TorchFunctionMode):
         return None
 
     def _factory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own_args = _map(args, self._lower)
-        own_kwargs = _map(kwargs, self._lower)
-        return _map(func(*own_args, **own_kwargs), self._raise)
+        own_args = mapped(args, self._lower)
+        own_kwargs = mapped(kwargs, self._lower)
+        return mapped(func(*own_args, **own_kwargs), self._raise)
 
     def _fill(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = self._raise_argument(args[0], written=(id(args[0]),))
         if not target.is_floating_point() or self.own_dtype is torch.float64:
             return func(target, *args[1:], **kwargs)
         drawn = torch.empty_like(target, dtype=self.own_dtype)
-        func(drawn, *_map(args[1:], self._lower), **_map(kwargs, self._lower))
+        func(drawn, *mapped(args[1:], self._lower), **mapped(kwargs, self._lower))
         with torch.no_grad():
             target.copy_(drawn)
         return args[0]
@@ -277,7 +277,7 @@ class Float64Mode(TorchFunctionMode):
     def _in_own_dtype(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in ("bernoulli", "multinomial", "poisson", "binomial"):
             self.lowered.add(name)
-        return _map(func(*_map(args, self._lower), **_map(kwargs, self._lower)), self._raise)
+        return mapped(func(*mapped(args, self._lower), **mapped(kwargs, self._lower)), self._raise)
 
     def _is_plain_parameter(self, tensor: Any) -> bool:
         """A parameter that is read as it is: neither written to in this run nor held as a float64 leaf."""
@@ -356,8 +356,8 @@ class Float64Mode(TorchFunctionMode):
         if not _holds_low(result):
             return result
         if name in _MOVING:
-            return _map(result, self._raise_moved)
-        return _map(result, to_float64)
+            return mapped(result, self._raise_moved)
+        return mapped(result, to_float64)
 
     def _raise_moved(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype in _RAISED:
@@ -429,7 +429,7 @@ class PerturbedMode(TorchFunctionMode):
         self.calls += 1
         # Before the call, which may write to its argument.
         scale = self._scale_of_gate(name, args, kwargs) if self._results else 0.0
-        result = func(*_map(args, perturb), **_map(kwargs, perturb))
+        result = func(*mapped(args, perturb), **mapped(kwargs, perturb))
         return self._off_at_scale(name, scale, result, args, kwargs) if self._results else result
 
     def _is_perturbed(self, value: Any) -> bool:
@@ -452,7 +452,7 @@ class PerturbedMode(TorchFunctionMode):
                 return value
             return self._off_by_unit_of(max(scale, largest_finite(value)), value)
 
-        return _map(result, off)
+        return mapped(result, off)
 
     @staticmethod
     def _scale_of_gate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -519,10 +519,15 @@ def random_signs(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2, (65537,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
 
-def off_by_one_ulp(value: torch.Tensor, signs: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """`value * (1 ± eps)` with the signs (int8, any length) taken in turn from `start` on; differentiable."""
+def off_by_one_ulp(
+    value: torch.Tensor, signs: torch.Tensor, start: int = 0, *, eps: float | None = None
+) -> torch.Tensor:
+    """`value * (1 ± eps)` with the signs (int8, any length) taken in turn from `start` on; differentiable.
+
+    `eps` is that of the value's dtype where none is given.
+    """
     # In few steps that make another tensor as large: a value may be the weight that most of a model's memory goes to.
-    offset = (value.detach() * _signs(value, signs, start)).mul_(torch.finfo(value.dtype).eps)
+    offset = (value.detach() * _signs(value, signs, start)).mul_(torch.finfo(value.dtype).eps if eps is None else eps)
     return value + offset if value.requires_grad else offset.add_(value)
 
 
@@ -613,6 +618,11 @@ def _only_moves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return name in _MOVING and bool(args) and not kwargs
 
 
+def is_question(name: str) -> bool:
+    """Whether a torch function of this name only asks about a tensor."""
+    return name in _QUESTIONS
+
+
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Ids of the tensors that a call writes to."""
     return tuple(id(target) for target in written_tensors(name, args, kwargs))
@@ -679,7 +689,7 @@ def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         del ways[:-1]
     for raise_leaf, more in ways:
         try:
-            again = func(*_map(args, raise_leaf), **{**_map(kwargs, raise_leaf), **more})
+            again = func(*mapped(args, raise_leaf), **{**mapped(kwargs, raise_leaf), **more})
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         if not _holds_low(again):
@@ -701,17 +711,17 @@ def _raise_number(leaf: Any) -> Any:
     return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
 
 
-def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """`change` on each leaf of nested tuples, lists and dicts."""
     if isinstance(tree, tuple):
         if not tree:
             return tree
-        items = [_map(item, change) for item in tree]
+        items = [mapped(item, change) for item in tree]
         return type(tree)(items) if type(tree) is tuple else _same_tuple(tree, items)
     if type(tree) is list:
-        return [_map(item, change) for item in tree]
+        return [mapped(item, change) for item in tree]
     if type(tree) is dict:
-        return {key: _map(item, change) for key, item in tree.items()}
+        return {key: mapped(item, change) for key, item in tree.items()}
     return change(tree)
 
 

@@ -48,6 +48,7 @@ def write_golden(
     device: str | torch.device = "cpu",
     atol: Tolerance = None,
     rtol: Tolerance = None,
+    precision: str = "",
 ) -> dict[str, Any]:
     """Write `golden.safetensors` into a folder and return the manifest's `golden`.
 
@@ -57,6 +58,7 @@ def write_golden(
         input_names, output_names: the names in the artifacts.
         device: where the noise was measured.
         atol, rtol: the tolerances that the user gave in place of the noise, by the reference's names of the outputs.
+        precision: the dtype, as a word, in which the original is off by the noise; "" where that is its rounding alone.
 
     Raises:
         ValueError: there is no entry, or the number of names isn't the number of tensors.
@@ -80,6 +82,7 @@ def write_golden(
     return {
         "path": GOLDEN,
         "device": describe_device(device),
+        "precision": precision,
         "calls": [
             {
                 "name": f"call{index}",

@@ -185,7 +185,8 @@ _golden = _record(
             ),
             at_least=1,
         ),
-    }
+    },
+    {"precision": _text},
 )
 _manifest = _record(
     {

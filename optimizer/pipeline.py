@@ -27,6 +27,7 @@ from optimizer.written_parameters import kept_parameters, kept_values
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
+from passes.graph.casts import Precision
 from passes.graph.edits import AttributeEdit, in_place, taken_back
 from passes.graph.formats import DimOrder
 from passes.graph.guards import dim_order, is_carried, ordered_leaves
@@ -127,6 +128,8 @@ class Pipeline:
     _reference: Reference | None = None
     # Of a training result: the original in eval; False where it doesn't run so.
     _reference_in_eval: Reference | Literal[False] | None = None
+    # Those in kind, by the one that they are made of and what they are in.
+    _in_kind: dict[tuple[int, tuple[Precision, ...]], Reference] = field(default_factory=dict)
     _calls: list[Call] = field(default_factory=list)
     # By the training flag of the root.
     _orders: dict[bool, tuple[DimOrder | None, ...]] = field(default_factory=dict)
@@ -525,6 +528,9 @@ class Pipeline:
             return None
         while True:
             report = self._compare()
+            if report.verdict != "failed" and (wrong := self._wrong_before_a_cast()) is not None:
+                self._take_back_culprit(program, *wrong)
+                continue
             if report.verdict != "failed":
                 if self._leave_pair_parted_elsewhere_alone(program):
                     continue
@@ -537,17 +543,33 @@ class Pipeline:
             if not self._leave_parted_pair_alone(program):
                 self._take_back_culprit(program, report)
 
-    def _compare(self) -> ParityReport:
-        """The result beside the original; in training in eval too, which is shown where it isn't right there."""
+    def _compare(self, done: Sequence[_Done] | None = None) -> ParityReport:
+        """The result beside the original; in training in eval too, which is shown where it isn't right there.
+
+        Args:
+            done: the passes that stand now, where those are not all.
+        """
         assert self._reference is not None
+        done = self._done if done is None else done
+        precisions = _precisions(done)
         with private_buffers(self.copy.root, self.copy.variables):
-            report = judge(self._reference.compare(self.copy.root))
-        if self.mode != "training" or report.verdict == "failed" or not any(done.result.changes for done in self._done):
+            report = judge(self._judging(self._reference, precisions).compare(self.copy.root))
+        if self.mode != "training" or report.verdict == "failed" or not any(one.result.changes for one in done):
             return report
-        in_eval = self._compare_in_eval()
+        in_eval = self._compare_in_eval(precisions)
         return in_eval if in_eval is not None and in_eval.verdict == "failed" else report
 
-    def _compare_in_eval(self) -> ParityReport | None:
+    def _judging(self, reference: Reference, precisions: tuple[Precision, ...]) -> Reference:
+        """The reference for a result that computes in these precisions."""
+        if not precisions:
+            return reference
+        key = id(reference), precisions
+        if key not in self._in_kind:
+            *before, last = precisions
+            self._in_kind[key] = self._judging(reference, tuple(before)).in_kind(last)
+        return self._in_kind[key]
+
+    def _compare_in_eval(self, precisions: tuple[Precision, ...]) -> ParityReport | None:
         """A training result beside the original where both are in eval; None where the original doesn't run so."""
         if self._reference_in_eval is None:
             assert self.samples is not None
@@ -560,7 +582,7 @@ class Pipeline:
         if self._reference_in_eval is False:
             return None
         with private_buffers(self.copy.root, self.copy.variables):
-            report = judge(self._reference_in_eval.compare(self.copy.root))
+            report = judge(self._judging(self._reference_in_eval, precisions).compare(self.copy.root))
         return replace(report, reason=f"In eval: {report.reason}")
 
     def _leave_parted_pair_alone(self, program: Program) -> bool:
@@ -636,17 +658,35 @@ class Pipeline:
         self._done = [done for done in self._done if done.number < number]
         self.records = self.records[:number]
 
-    def _take_back_culprit(self, program: Program, report: ParityReport) -> None:
-        """Find the first pass after which the result is wrong, take it back, and run those behind it once more."""
+    def _wrong_before_a_cast(self) -> tuple[ParityReport, list[_Done]] | None:
+        """What is wrong with the passes in front of the first that makes the result less precise, and these passes.
+
+        Judged in kind alone, with the whole, an error of some hundredths of theirs would be taken for rounding.
+        """
         applied = [done for done in self._done if done.result.changes]
+        first = next((n for n, done in enumerate(applied) if done.result.precision is not None), 0)
+        if not first:
+            return None
+        with taken_back([edit for done in applied[first:] for edit in done.result.rewriter.edits]):
+            report = self._compare(applied[:first])
+        return (report, applied[:first]) if report.verdict == "failed" else None
+
+    def _take_back_culprit(self, program: Program, report: ParityReport, among: Sequence[_Done] | None = None) -> None:
+        """Find the first pass after which the result is wrong, take it back, and run those behind it once more.
+
+        Args:
+            among: the first passes, with all of which it is wrong already; None for all.
+        """
+        everything = [done for done in self._done if done.result.changes]
+        applied = everything if among is None else list(among)
         # Right without any, wrong with all: the first wrong number of passes is in (low, high].
         low, high = 0, len(applied)
         reasons = {high: report.reason}
         while high - low > 1:
             middle = (low + high) // 2
-            later = [edit for done in applied[middle:] for edit in done.result.rewriter.edits]
+            later = [edit for done in everything[middle:] for edit in done.result.rewriter.edits]
             with taken_back(later):
-                seen = self._compare()
+                seen = self._compare(applied[:middle])
             if seen.verdict == "failed":
                 high, reasons[middle] = middle, seen.reason
             else:
@@ -665,9 +705,19 @@ class Pipeline:
         self.progress(Progress(stage, done, total, text))
 
     @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """What the result computes in that is less precise than the original."""
+        return _precisions(self._done)
+
+    @property
     def kept(self) -> list[PassResult]:
         """The results of the passes that stay."""
         return [done.result for done in self._done]
+
+
+def _precisions(done: Iterable[_Done]) -> tuple[Precision, ...]:
+    found = (one.result.precision for one in done if one.result.changes)
+    return tuple(dict.fromkeys(precision for precision in found if precision is not None))
 
 
 def size_of(program: Program) -> Size:
@@ -708,7 +758,12 @@ def _check_change(
     after = change.after
     assert after is not None
     with taken_back(change.edits):
-        flowing = (*values, *before.read_tensors())
+        read = before.read_tensors()
+        held = {tensor.dtype for tensor in (*read, *(p for module in before.modules for p in module.parameters()))}
+        if torch.float32 in held and not held & _HALF:
+            # Under an autocast around the whole, which casts what is read: the part by itself computes in float32.
+            values = tuple(_raised(value) for value in values)
+        flowing = (*values, *read)
     is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in flowing)
 
     def old(*values: Any) -> Any:
@@ -772,6 +827,10 @@ def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator
             off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for value in values
         )
+
+
+def _raised(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
 
 
 def _fresh(call: Call) -> Call:

@@ -10,6 +10,7 @@ from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
 from optimizer.report import Report
+from passes.graph.casts import Precision
 
 _ATTRIBUTE = "_optimize_export"
 
@@ -48,11 +49,13 @@ class Provenance:
         original: the caller's module; it shares its weights with the result but for those that were changed.
         report: the record of what was done.
         sources: see `Source`.
+        precisions: what the result computes in that is less precise than the original, which it is judged in kind for.
     """
 
     original: nn.Module | None
     report: Report
     sources: tuple[Source, ...] = field(default=(), repr=False)
+    precisions: tuple[Precision, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Provenance:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -40,6 +41,7 @@ from optimizer.float64 import (
     off_by_one_ulp,
     random_signs,
 )
+from optimizer.in_kind import computing_as, share
 from optimizer.inputs import Call, Samples
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype, own_name
 from optimizer.preserve import (
@@ -54,6 +56,7 @@ from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
 from optimizer.written_parameters import kept_parameters
+from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
 from passes.graph.moved_bias import moved_biases
 
@@ -140,6 +143,7 @@ class Reference:
         self._blank = measured
         self._samples = samples
         self._looked_closely = False
+        self._precision: Precision | None = None
         self.noises = noises
         self.slices = slices
         # The names of the parameters that the original writes to in forward.
@@ -149,6 +153,11 @@ class Reference:
     def batch_sizes(self) -> tuple[int, ...]:
         """The batch sizes at which the original could be run."""
         return self._blank.batch_sizes
+
+    @property
+    def precision(self) -> str:
+        """ "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else."""
+        return self._blank.precision
 
     @property
     def truth_in_float64(self) -> bool:
@@ -184,6 +193,29 @@ class Reference:
             for batch_size, draw in calls:
                 original.run(batch_size, draw, samples.at(batch_size, draw))
         return original.finish(samples, settings, draws)
+
+    def in_kind(self, precision: Precision) -> Reference:
+        """The same for a candidate that isn't as precise, and may be off by as much as the original is that computes so.
+
+        The truth stays, and so does the noise where it is larger.
+
+        Raises:
+            UsageError: the original is no module, in which parts could be told to stay in float32.
+        """
+        if not isinstance(self._original.target, nn.Module):
+            raise UsageError(
+                "Only a module can be compared in kind: which of its parts are how precise is told by path."
+            )
+        original = self._original.twin()
+        twin = Reference(original, dict(self.noises), {}, self._blank, self._samples)
+        twin._precision = precision
+        with one_at_a_time:
+            errors = original.errors_in(precision, self._samples)
+        for name, noise in self.noises.items():
+            twin.noises[name] = original.noise_in(precision, noise, errors.get(name))
+        twin._blank = replace(self._blank, precision=precision.name, notes=(*self._blank.notes, *original.notes))
+        twin.slices = {name: noise.raised_to(errors[name]) for name, noise in self.slices.items() if name in errors}
+        return twin
 
     def compare(
         self,
@@ -259,7 +291,10 @@ class Reference:
             return
         self._looked_closely = True
         with one_at_a_time:
-            seen = self._original.more_noise(self._samples)
+            if self._precision is None:
+                seen = self._original.more_noise(self._samples)
+            else:
+                seen = self._original.errors_in(self._precision, self._samples, _MORE_SAMPLES)
         for name, pool in seen.items():
             noise = self.noises[name]
             self.noises[name] = replace(
@@ -435,6 +470,80 @@ class Original:
         A half precision isn't looked at: its kernels round once at the end, and not at each step inside.
         """
         return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(samples, _MORE_SAMPLES)
+
+    def twin(self) -> Original:
+        """The same with calls of its own, of which other elements may be ties."""
+        twin = copy.copy(self)
+        twin.kept = [replace(kept, unstable={k: v.clone() for k, v in kept.unstable.items()}) for kept in self.kept]
+        twin.notes = []
+        return twin
+
+    def errors_in(self, precision: Precision, samples: Samples | None, times: int = 0) -> dict[str, Pool]:
+        """How far each output is off where the original computes as the precision says, at all calls.
+
+        What becomes of integers that come from floats is taken for a tie.
+
+        Args:
+            times: samples of each call beside the plain one, with inputs and parameters a little off before they are
+                rounded.
+        """
+        errors: dict[str, Pool] = {}
+        seeds = [None, *range(times)] if not times else range(times)
+        for kept, number in itertools.product(self.kept, seeds):
+            seed = None if number is None else _mixed(kept.seed, 4, number)
+            seen = self._computed(kept, samples, precision, seed)
+            for name, own in kept.own.values.items():
+                value = seen.get(name)
+                if value is None or value.shape != own.shape:
+                    continue
+                if is_exact(own):
+                    kept.unstable[name] |= own != value
+                    continue
+                error = distance(value, kept.truth.values[name]) * share(precision)
+                plain = None if all_finite(own, value, error) else own.isfinite() & error.isfinite()
+                errors.setdefault(name, Pool(slices=Slices())).add(error, plain, of=own)
+        return errors
+
+    def _computed(
+        self, kept: Kept, samples: Samples | None, precision: Precision, seed: int | None
+    ) -> Mapping[str, torch.Tensor]:
+        """What the original gives in a precision; nothing where it raises."""
+        assert isinstance(self.target, nn.Module)
+        call = kept.call if kept.call is not None or samples is None else samples.at(kept.batch_size, kept.draw)
+        assert call is not None
+        training = self.training and kept.draw == 0
+        # What can't be computed in the dtype everywhere can be under autocast, which is off by less.
+        for kind in dict.fromkeys((precision, replace(precision, everywhere=False))):
+            try:
+                with as_run(self.target, "training" if self.training else "inference"):
+                    mode = computing_as(self.target, kind, seed=seed)
+                    seen = self._observed(call, kept, training, mode).values
+                    if precision.dtype is torch.float16 and any(map(is_exact, kept.own.values.values())):
+                        # Fewer integers are ties than in bfloat16: those that float16 decides otherwise too.
+                        mode = computing_as(self.target, kind, seed=seed, dtype=torch.float16)
+                        finer = self._observed(call, kept, training, mode).values
+                        seen = {
+                            name: _nearer(kept.own.values.get(name), value, finer.get(name))
+                            for name, value in seen.items()
+                        }
+                    return seen
+            except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+                reason = f"The original couldn't be run in {precision.name}: {_first_line(error)}"
+        _append_once(self.notes, reason)
+        return {}
+
+    def noise_in(self, precision: Precision, noise: OutputNoise, error: Pool | None) -> OutputNoise:
+        """The noise of an output in kind: no less than rounding the output itself once, where there is an error."""
+        if error is None:
+            tied = sum(int(kept.unstable[noise.name].sum()) for kept in self.kept if noise.name in kept.unstable)
+            if tied > noise.tied:
+                more = f"{tied - noise.tied} elements of {noise.name} are decided otherwise by the original in"
+                self.notes.append(f"{more} {precision.name}, and were not compared.")
+            return replace(noise, tied=tied, signal=self._no_signal(noise.name, noise.noise_rms))
+        least = torch.finfo(precision.dtype).eps / 2
+        largest = max(noise.noise, error.largest, least * noise.scale)
+        rms = max(noise.noise_rms, error.rms, least * noise.rms / 2)
+        return replace(noise, noise=largest, noise_rms=rms, signal=self._no_signal(noise.name, rms))
 
     def _written_parameters(self) -> list[nn.Parameter]:
         return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
@@ -1121,6 +1230,13 @@ def _is_opaque(module: nn.Module) -> bool:
 def _is_small(observation: Observation) -> bool:
     """Whether one perturbed run moves too few numbers to tell how far rounding moves them."""
     return sum(value.numel() for value in observation.values.values()) < _FEW
+
+
+def _nearer(own: torch.Tensor | None, value: torch.Tensor, finer: torch.Tensor | None) -> torch.Tensor:
+    """Integers of a coarse run, with the original's own where a finer one gives those."""
+    if own is None or finer is None or not is_exact(own) or not own.shape == value.shape == finer.shape:
+        return value
+    return torch.where(own == finer, own, value)
 
 
 def _pool_finite(pool: Pool, own: torch.Tensor, other: torch.Tensor) -> None:

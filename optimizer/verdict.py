@@ -29,7 +29,7 @@ class OutputNoise:
             where a candidate was off by more than the rest explains.
         noise, noise_rms: the larger of the two, and at least four units in the last place of the output's own scale,
             for float16 and bfloat16 one, for gradients in float64 sixty-four (for the root mean square half of that, of the
-            root mean square).
+            root mean square). In kind, no less than what the original is off by that computes in the half precision.
         signal: None, or why the output proves nothing: "all zero", "the same for every input", …
         deterministic: False where the original differs from itself by more than rounding: it is not judged.
         tied: elements of an integer output which the original itself changes within its noise: they are not compared.
@@ -109,6 +109,7 @@ class Measurement:
         problems: sentences about what went wrong as a whole: the candidate raised, its output has another structure.
         reference: "float64", or "own dtype" where `reference_reason` says why float64 couldn't be had.
         settings: what was pinned on both sides while measuring.
+        precision: "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else.
     """
 
     outputs: tuple[OutputDifference, ...]
@@ -122,6 +123,7 @@ class Measurement:
     draws: int
     seed: int
     settings: dict[str, str]
+    precision: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "outputs": [output.to_json() for output in self.outputs]}
@@ -140,6 +142,7 @@ class Measurement:
             draws=data["draws"],
             seed=data["seed"],
             settings=dict(data["settings"]),
+            precision=data.get("precision", ""),
         )
 
 
@@ -182,7 +185,12 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The verdict: "ok", "failed", or "vacuous" where the outputs prove nothing. Only "ok" is `.ok`."""
+    """The verdict: "ok", "failed", or "vacuous" where the outputs prove nothing. Only "ok" is `.ok`.
+
+    Attributes:
+        precision: "bfloat16" or "float16" where it was judged in kind, by what the original is off by that computes so;
+            "" where by its rounding alone.
+    """
 
     verdict: str
     reason: str
@@ -195,6 +203,7 @@ class ParityReport:
     draws: int
     factor: float
     settings: dict[str, str]
+    precision: str = ""
 
     @property
     def ok(self) -> bool:
@@ -225,6 +234,7 @@ class ParityReport:
             draws=data["draws"],
             factor=data["factor"],
             settings=dict(data["settings"]),
+            precision=data.get("precision", ""),
         )
 
 
@@ -244,7 +254,10 @@ def judge(
     names = [output.noise.name for output in measurement.outputs]
     tolerances = {name: (_given(atol, name), _given(rtol, name)) for name in names}
     _check_tolerances(names, atol, rtol)
-    outputs = tuple(_judge_output(output, *tolerances[output.noise.name], factor) for output in measurement.outputs)
+    precision = measurement.precision
+    outputs = tuple(
+        _judge_output(output, *tolerances[output.noise.name], factor, precision) for output in measurement.outputs
+    )
     verdict, reason = _verdict(measurement, outputs)
     return ParityReport(
         verdict=verdict,
@@ -258,11 +271,15 @@ def judge(
         draws=measurement.draws,
         factor=factor,
         settings=dict(measurement.settings),
+        precision=precision,
     )
 
 
-def _judge_output(output: OutputDifference, atol: float | None, rtol: float | None, factor: float) -> OutputParity:
+def _judge_output(
+    output: OutputDifference, atol: float | None, rtol: float | None, factor: float, precision: str
+) -> OutputParity:
     noise = output.noise
+    its_noise = f"its error in {precision} of" if precision else "its rounding noise of"
     by_user = atol is not None or rtol is not None
     ratio = max(_ratio(output.max_error, noise.noise), _ratio(output.rms_error, noise.noise_rms))
     problem: str | None = None
@@ -277,12 +294,12 @@ def _judge_output(output: OutputDifference, atol: float | None, rtol: float | No
     elif output.max_error > factor * noise.noise:
         problem = (
             f"{noise.name} is off by {output.max_error:.2e} at {output.where}, {_times(output.max_error, noise.noise)} "
-            f"its rounding noise of {noise.noise:.1e} ({factor:g} times is allowed)"
+            f"{its_noise} {noise.noise:.1e} ({factor:g} times is allowed)"
         )
     elif output.rms_error > factor * noise.noise_rms:
         problem = (
             f"{noise.name} is off by {output.rms_error:.2e} in the root mean square, "
-            f"{_times(output.rms_error, noise.noise_rms)} its rounding noise of {noise.noise_rms:.1e} "
+            f"{_times(output.rms_error, noise.noise_rms)} {its_noise} {noise.noise_rms:.1e} "
             f"({factor:g} times is allowed)"
         )
     elif output.slice_error > factor / FACTOR * SLICE_FACTOR * output.slice_noise:
@@ -327,7 +344,12 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
         named = "; ".join(f"{output.name} is {output.signal}" for output in judged if output.signal)
         return "vacuous", _sentence(f"The outputs carry no signal: {named}")
     ratio = max(output.ratio for output in judged)
-    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times the rounding noise of the original."
+    measure = (
+        f"the error of the original in {measurement.precision}"
+        if measurement.precision
+        else "the rounding noise of the original"
+    )
+    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}."
 
 
 def _check_tolerances(names: Sequence[str], atol: Tolerance, rtol: Tolerance) -> None:

@@ -283,7 +283,10 @@ def _judged(
         for call, answer in zip(calls, answers, strict=True)
     ]
     tolerances: dict[str, Any] = dict(stored_tolerances(golden))
-    return compare_golden(stored_noises(golden), entries, factor=factor, device=device, **tolerances)
+    precision = golden.get("precision", "")
+    return compare_golden(
+        stored_noises(golden), entries, factor=factor, device=device, precision=precision, **tolerances
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -1,9 +1,11 @@
 """What can be done to a module: one pass a file, found by name in `passes.registry`."""
 
 from passes.base import Context, GraphPass, Pass, PassResult
+from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
+from passes.graph.casts import Precision
 from passes.graph.rewriter import Change, Rewriter, Skip
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
@@ -14,6 +16,7 @@ from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
 
 __all__ = [
+    "CastPrecision",
     "Change",
     "ChannelsLast",
     "Context",
@@ -26,6 +29,7 @@ __all__ = [
     "PadChannels",
     "Pass",
     "PassResult",
+    "Precision",
     "Rewriter",
     "Simplify",
     "Skip",

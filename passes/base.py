@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from passes.errors import PassOptionError, RequirementNotMet
+from passes.graph.casts import Precision
 from passes.graph.formats import DimOrder
 from passes.graph.program import Program
 from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
@@ -71,6 +72,8 @@ class PassResult:
         rewriter: what the changes were made with; it can take them back.
         remarks: places that cost something and that the user may mend.
         detail: what else there is to show of it; None for nothing.
+        precision: how the result computes, where that is less precise than what the original does: it is judged in kind,
+            by what the original itself is off by where it computes so. None for a result that is as precise.
     """
 
     changes: tuple[Change, ...]
@@ -78,6 +81,7 @@ class PassResult:
     rewriter: Rewriter
     remarks: tuple[Remark, ...] = ()
     detail: Detail | None = None
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,13 @@ class GraphPass(Pass):
         except BaseException:
             rewriter.roll_back()
             raise
-        return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter, tuple(rewriter.remarks))
+        return PassResult(
+            tuple(rewriter.changes),
+            tuple(rewriter.skips),
+            rewriter,
+            tuple(rewriter.remarks),
+            precision=rewriter.precision,
+        )
 
     def rewrite_in(self, graph: Rewriter, context: Context) -> None:
         """As `rewrite`, for the passes that need to know the run."""

@@ -11,7 +11,7 @@ import torch
 from passes.base import Context, GraphPass, PassResult
 from passes.compiling.compiler import missing_compiler
 from passes.errors import RequirementNotMet
-from passes.graph.baked import Baked, BakedCall
+from passes.graph.baked import Baked, BakedLayer
 from passes.graph.capture import ModuleGraph
 from passes.graph.edits import AttributeEdit
 from passes.graph.effects import Aliases
@@ -132,7 +132,7 @@ def _counted_on(program: Program, home: ModuleGraph, group: PointwiseGroup) -> l
         module = program.module_of(node)
         if module is not None:
             path = tuple(str(node.target).split("."))
-            found.append(BakedCall.of_child(home.module, path, in_eval=False))
+            found.append(BakedLayer.of_child(home.module, path))
             found += (Baked.of(home.module, name, getattr(module, name), path=path) for name in attributes_of(module))
     return found
 

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from passes.base import Pass, has_default
+from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.errors import DuplicatePass, PassOptionError, PassOrderError, UnknownPass
 from passes.fold_conv_bias import FoldConvBias
@@ -33,6 +34,7 @@ _OWN: tuple[type[Pass], ...] = (
     MergeLinears,
     PadChannels,
     JitFusion,
+    CastPrecision,
     SyncBatchNorm,
     InsertCheckpoints,
     TorchCompile,

@@ -1,5 +1,5 @@
-"""Thirty architectures through optimize, both exporters and verify, all others that hold a BatchNorm through optimize, and
-all of them in multiples of 8 channels; minutes long, so `make zoo` runs it."""
+"""Thirty architectures through optimize, both exporters and verify, and in bfloat16, all others that hold a BatchNorm through
+optimize, and all of them in multiples of 8 channels; minutes long, so `make zoo` runs it."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from architectures import NORMED, ZOO, member
 
 from exporters import ExportError
 from optimizer import check_parity, export, optimize, verify_bundle
-from passes import PadChannels
+from passes import CastPrecision, PadChannels
 
 REFUSED = {
     # Its trace holds the call of an autograd.Function, which TorchScript has no form for.
@@ -73,3 +73,14 @@ def test_a_member_computes_in_multiples_of_channels_beside_another_pass(name, ot
         fast = optimize(model, order, example_kwargs=kwargs)
         assert {record.status for record in fast.report.passes} <= {"applied", "unchanged"}
         assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_member_computes_in_bfloat16(name, how):
+    model, kwargs = member(name)
+    report = optimize(model, [CastPrecision(how=how)], example_kwargs=kwargs).report
+    assert [record.status for record in report.passes] == ["applied"], str(report)
+    assert report.verified
+    assert report.parity.precision == "bfloat16"

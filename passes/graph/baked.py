@@ -207,25 +207,19 @@ class BakedMethod(Baked):
 
 @dataclass(frozen=True)
 class BakedCall(Baked):
-    """A call of a child that something else stands for: it is of its class, and nobody watches it.
-
-    Attributes:
-        in_eval: whether it has to be in eval, too.
-    """
-
-    in_eval: bool = True
+    """A call of a child that was left out, as it gives what it is given: it is in eval, of its class, and nobody watches it."""
 
     @classmethod
-    def of_child(cls, holder: nn.Module, path: tuple[str, ...], *, in_eval: bool = True) -> BakedCall:
+    def of_child(cls, holder: nn.Module, path: tuple[str, ...]) -> BakedCall:
         """The child at the end of the path, as it is now."""
         *above, name = path
-        found = cls(holder, name, None, None, "_modules", tuple(above), in_eval)
+        found = cls(holder, name, None, None, "_modules", tuple(above))
         return dataclasses.replace(found, value=type(found.now()))
 
     @property
     def holds(self) -> bool:
-        """Whether calling the child would still do what it did."""
-        # Looked at at every call, for each such child.
+        """Whether calling the child would still do nothing."""
+        # Looked at at every call, for each child that was left out.
         home = self.holder
         for name in self.path:
             home = home._modules.get(name)
@@ -236,7 +230,7 @@ class BakedCall(Baked):
             return False
         own = child.__dict__
         return not (
-            (self.in_eval and own["training"])
+            own["training"]
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
@@ -251,8 +245,8 @@ class BakedCall(Baked):
 
 @dataclass(frozen=True)
 class BakedLayer(BakedCall):
-    """A call of a child that is given more channels than it has, as it does the same to each number: it is of its class, with
-    the kind of forward that it had, and nobody watches it."""
+    """A call of a child that does the same to each number, of which there are more now, or whose call is gone: it is of its
+    class, with the kind of forward that it had, and nobody watches it."""
 
     @classmethod
     def of_child(cls, holder: nn.Module, path: tuple[str, ...]) -> BakedLayer:

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from passes.graph.baked import Baked, BakedCall, BakedLayer
 from passes.graph.capture import RANK, ModuleGraph
+from passes.graph.casts import Precision
 from passes.graph.edits import (
     AttributeEdit,
     ClassEdit,
@@ -180,6 +181,7 @@ class Rewriter:
         program: what is there to be read; it follows the edits.
         left_alone: the changes of which nothing is written, each with the reason: a sentence without its full stop.
         changes, skips, remarks: the record.
+        precision: how the result computes, where a pass makes it compute less precisely than the original.
     """
 
     def __init__(self, program: Program, left_alone: Mapping[Place, str] | None = None) -> None:
@@ -189,6 +191,7 @@ class Rewriter:
         self.skips: list[Skip] = []
         self._words: Counter[tuple[str, str]] = Counter()
         self.remarks: list[Remark] = []
+        self.precision: Precision | None = None
         self._open: Change | None = None
         self._half_done = False
         self._kept: dict[int, _Kept] = {}
@@ -471,10 +474,10 @@ class Rewriter:
     def convert_inputs(self, names: Sequence[str]) -> Change:
         """Bring the root's arguments of these names into channels_last; the outputs' order goes around that."""
         root = self.program.root
+        inner = root.__dict__.get("forward")
+        while isinstance(inner, ChannelsLastInputs | FormattedForward):
+            inner = inner.inner
         with self.change("", f"input {' and '.join(names)} brought into channels_last once") as change:
-            inner = root.__dict__.get("forward")
-            while isinstance(inner, FormattedForward | ChannelsLastInputs):
-                inner = inner.inner
             forward = ChannelsLastInputs(root, frozenset(names), inner)
             self.set_attribute(change, root, "forward", forward)
         return change

@@ -63,6 +63,21 @@ def test_an_unstable_output_is_named_and_compared_by_shape():
         prove(evidence, lambda x: (x[:1], x * 2))
 
 
+@pytest.mark.parametrize(
+    ("computes_in", "right", "wrong"),
+    [(None, 1.0005, 1.005), (torch.float16, 1.01, 1.04), (torch.bfloat16, 1.03, 1.1)],
+)
+def test_a_file_may_be_off_by_what_the_model_computes_in(computes_in, right, wrong):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    evidence = gather(ExportRequest(Twice(), mlp_calls(2, 4), computes_in=computes_in))
+    prove(evidence, lambda x: (2 * right * x,))
+    with pytest.raises(RouteRefused, match="its values are off by"):
+        prove(evidence, lambda x: (2 * wrong * x,))
+
+
 ones = torch.ones(4, 50)
 
 

@@ -26,6 +26,7 @@ from optimizer.pipeline import Pipeline
 from optimizer.preserve import kept_state
 from optimizer.report import no_progress
 from optimizer.working_copy import Mode, working_copy
+from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
 from passes.errors import UnseenCall
 from passes.graph.capture import capture
@@ -109,7 +110,7 @@ def check_pass(
         check_same(before, state_of(program), f"{item.name} changed nothing and still left a difference")
     after = state_of(program)
     if example_inputs is not None or example_kwargs:
-        _check_parity(item, model, program.root, example_inputs, example_kwargs, atol, mode)
+        _check_parity(item, model, program.root, example_inputs, example_kwargs, atol, mode, result.precision)
         _check_copy(item, program.root, context)
     check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
 
@@ -222,6 +223,7 @@ def _check_parity(
     kwargs: Any,
     atol: float | None,
     mode: Mode,
+    precision: Precision | None,
 ) -> None:
     # What is trained is right in eval too.
     for one in dict.fromkeys(("inference", mode)):
@@ -234,6 +236,7 @@ def _check_parity(
             draws=1,
             atol=atol,
             mode=one,
+            precision=precision,
         )
         assert report.ok, f"{item.name} computes something else: {report.reason}"
 

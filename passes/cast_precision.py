@@ -1,0 +1,498 @@
+"""Computing in bfloat16 or float16, with the layers that lose too much by it in float32."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from passes.base import Context, GraphPass
+from passes.checkpointing.units import units_among
+from passes.errors import RequirementNotMet
+from passes.graph.capture import is_atom
+from passes.graph.casts import (
+    AutocastForward,
+    CastForward,
+    InFloat32,
+    LoweredInput,
+    Precision,
+    dtypes_of,
+    root_cast,
+)
+from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
+from passes.graph.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
+from passes.graph.match import TensorRef
+from passes.graph.program import Program
+from passes.graph.rewriter import Rewriter
+
+# A layer stays in float32 that is off by more than so many units of the dtype (its spacing at 1), in the root mean square
+# and by that of its output: rounding inputs and weights once explains about half a unit.
+_MOST_OF_A_LAYER = 8
+# And the outputs of the whole may be off by so many: a hundred layers that are off by one each come to ten.
+_MOST_OF_ALL = 16
+# GPUs of an earlier compute capability have no arithmetic in bfloat16.
+_FIRST_WITH_BFLOAT16 = (8, 0)
+
+
+@dataclass(frozen=True)
+class CastPrecision(GraphPass):
+    """Compute in bfloat16 or float16, inputs and outputs as before; layers that lose too much by it stay in float32.
+
+        autocast:  y = f(x)  ->  with torch.autocast(dtype): y = f(x).float()
+        weights:   y = f(x)  ->  y = f'(x.to(dtype)).float()             the parameters of f' are of the dtype
+
+    `autocast` casts where torch's own lists say so, keeps the weights as they are and is for training too; float16 is
+    then for a `torch.amp.GradScaler` of your own. `weights` halves the memory of the parameters. The statistics and
+    weights of BatchNorm stay in float32, as torch has them beside an input of another dtype, and so do buffers, which are
+    tables, positions and statistics more than they are weights. Checkpoints of the original load into it and are cast.
+
+    With example inputs each layer with parameters is run a second time, on what flows into it, in the dtype: one whose
+    output is off by more than 8 units of the dtype (6 % in bfloat16, 0.8 % in float16, in the root mean square), isn't
+    finite or can't be had computes in float32, and so does the layer that feeds one which takes the difference of large
+    numbers. Then the whole is run: where its outputs are off by more than 16 units, the layers that lose most stay in
+    float32 too, more and more of them, until they aren't. Each is named, with the figure. Nothing is changed where that
+    doesn't help.
+
+    A result is judged in kind: it may be off by as much as the original is where it computes in the dtype itself, with
+    what is named in float32, and not by four times that.
+
+    Attributes:
+        dtype: "bfloat16", or "float16", which has more digits and numbers up to 65504.
+        how: "autocast" or "weights".
+        keep: modules that compute in float32 with all below them, by their paths, such as "head|layers.*.norm".
+
+    Raises RequirementNotMet: for models in float64 or quantized, for `weights` in training or without example inputs, for
+    paths in `keep` that there are none of, and for bfloat16 on GPUs before compute capability 8.0.
+
+    Does not handle: outputs in objects that `torch.utils._pytree` doesn't open, and a float input that the forward writes
+    to (`weights`): there the result is another and is rolled back; operations outside of layers, of which only the whole
+    shows what they lose; overflows that the example inputs don't show.
+    """
+
+    name: ClassVar[str] = "cast-precision"
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    how: Literal["autocast", "weights"] = "autocast"
+    keep: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype is 'bfloat16' or 'float16', not {self.dtype!r}")
+        if self.how not in ("autocast", "weights"):
+            raise ValueError(f"how is 'autocast' or 'weights', not {self.how!r}")
+        if not isinstance(self.keep, str):
+            raise ValueError(f"keep is the path of modules as a text, such as 'head', not {self.keep!r}")
+
+    def check(self, context: Context) -> None:
+        """Look whether the dtype can be had here.
+
+        Raises:
+            RequirementNotMet: it can't.
+        """
+        super().check(context)
+        if self.how == "weights" and context.mode != "inference":
+            raise RequirementNotMet(
+                f"The pass {self.name} casts weights for inference alone: train with how='autocast', which keeps them in"
+                " float32."
+            )
+        if self.how == "weights" and not context.example_calls:
+            raise RequirementNotMet(
+                f"The pass {self.name} with how='weights' looks in a run for what can't be computed in {self.dtype}: give"
+                " example inputs, or take how='autocast'."
+            )
+        if context.device.type == "cuda" and self.dtype == "bfloat16":
+            found = torch.cuda.get_device_capability(context.device)
+            if found < _FIRST_WITH_BFLOAT16:
+                raise RequirementNotMet(
+                    f"The pass {self.name} can't have bfloat16 on a GPU of compute capability {found[0]}.{found[1]}, which"
+                    " has no arithmetic for it: take dtype='float16'."
+                )
+
+    def rewrite(self, graph: Rewriter) -> None:
+        """Only `rewrite_in` knows whether there are example inputs."""
+        self.rewrite_in(graph, Context("inference", torch.device("cpu")))
+
+    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
+        """Measure what layers lose, and cast the others."""
+        program, dtype = graph.program, getattr(torch, self.dtype)
+        self._refuse(program)
+        if (done := root_cast(program.root)) is not None:
+            graph.skip_module("", f"it computes in {str(done.dtype).removeprefix('torch.')} already")
+            return
+        floats = [tensor for module in program.modules() for _, tensor in _floats_of(module)]
+        if floats and all(tensor.dtype is not torch.float32 for tensor in floats):
+            named = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in floats}))
+            graph.skip_module("", f"its parameters are in {named} already")
+            return
+        casting = _Casting(graph, context, dtype, weights=self.how == "weights")
+        casting.keep_named(self._kept_by_name(program))
+        if context.run_inside is not None and not casting.settle():
+            return
+        casting.write()
+        if context.device.type == "cpu" and not _is_fast_here(dtype):
+            graph.remark(
+                "", f"torch has no fast kernels for {self.dtype} on this CPU: the result is for another device"
+            )
+
+    def _refuse(self, program: Program) -> None:
+        for module in program.modules():
+            path = program.paths[id(module)][0] or "the root"
+            if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")) or any(
+                tensor.is_quantized for _, tensor in _tensors_of(module)
+            ):
+                raise RequirementNotMet(
+                    f"The pass {self.name} is for models in float32, and {path} is quantized: leave the pass out."
+                )
+            if any(tensor.dtype is torch.float64 for _, tensor in _floats_of(module)):
+                raise RequirementNotMet(
+                    f"The pass {self.name} is for models in float32, and {path} has parameters in float64: give it a model in"
+                    " float32, or leave the pass out."
+                )
+
+    def _kept_by_name(self, program: Program) -> list[nn.Module]:
+        if not self.keep:
+            return []
+        paths = {path: module for module in program.modules() for path in program.paths[id(module)] if path}
+        for pattern in self.keep.split("|"):
+            if not units_among(paths, pattern):
+                raise RequirementNotMet(
+                    f"{self.name} has keep={self.keep!r}, and {pattern.strip()!r} is the path of no module of"
+                    f" {type(program.root).__name__}."
+                )
+        return [paths[path] for path in sorted(units_among(paths, self.keep))]
+
+
+@dataclass
+class _Choice:
+    """Which modules aren't run in the dtype as they are, by identity, each with the words for it.
+
+    Attributes:
+        kept: in float32, with all below them.
+        lowered: given float32, and to be given the dtype.
+        bare: those of `kept` whose outputs stay in float32.
+    """
+
+    kept: dict[int, str] = field(default_factory=dict)
+    lowered: dict[int, str] = field(default_factory=dict)
+    bare: set[int] = field(default_factory=set)
+
+
+class _Casting:
+    """Finds what stays in float32 in one program, and writes the rest."""
+
+    def __init__(self, graph: Rewriter, context: Context, dtype: torch.dtype, *, weights: bool) -> None:
+        self.graph = graph
+        self.program = graph.program
+        self.root = graph.program.root
+        self.context = context
+        self.dtype = dtype
+        self.weights = weights
+        self.word = str(dtype).removeprefix("torch.")
+        self.choice = _Choice()
+        self.besides = [module for _, module in self.program.unregistered]
+        self.modules = {id(module): module for module in self.program.modules()}
+        self.outputs: tuple[torch.dtype | None, ...] = ()
+        self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
+        # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.
+        self._casts: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+
+    def keep_named(self, modules: list[nn.Module]) -> None:
+        """Keep what the user names."""
+        for module in modules:
+            self.choice.kept[id(module)] = "kept in float32, as the pass was told to"
+        self._keep_what_is_tied()
+
+    # Finding ----------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> bool:
+        """Find what stays in float32; whether the rest can be cast: else that is recorded."""
+        unit = torch.finfo(self.dtype).eps
+        layers = [module for module in self.modules.values() if self._is_measured(module)]
+        most = _MOST_OF_A_LAYER * unit
+        watch = LossWatch(self.root, self.besides, layers, self.dtype, most, self._lowered)
+        if (problem := self._run(watch)) is not None:
+            self.graph.skip_module("", f"no run shows what its layers lose in {self.word} ({problem})")
+            return False
+        losses, wanted = watch.losses, watch.outputs
+        self.outputs = dtypes_of(wanted)
+        for key, loss in losses.items():
+            if loss.share > most:
+                self._keep_layer(key, loss, most)
+        self._keep_what_is_tied()
+        worst = [key for key in by_share(losses) if not self._is_kept(self.modules[key]) and losses[key].share > 0]
+        count = 1
+        while True:
+            problem, lost = self._try(wanted)
+            if problem is None and lost <= _MOST_OF_ALL * unit:
+                return True
+            if problem is not None or not worst:
+                self.graph.skip_module("", self._why_given_up(problem, lost))
+                return False
+            for key in worst[:count]:
+                shown = f"in {self.word} the model {_off(lost)}, and this layer {_off(losses[key].share)}"
+                self.choice.kept[key] = f"kept in float32: {shown}"
+                self.choice.bare.add(key)
+            self._keep_what_is_tied()
+            # A run for each layer would take a deep model a run for each of many: so they double.
+            worst, count = [key for key in worst[count:] if not self._is_kept(self.modules[key])], 2 * count
+
+    def _is_measured(self, module: nn.Module) -> bool:
+        return module is not self.root and _has_floats(module) and not self._is_kept(module)
+
+    def _keep_layer(self, key: int, loss: Loss, most: float) -> None:
+        if loss.error:
+            self.choice.kept[key] = f"kept in float32: in {self.word} it raises {_clause(loss.error)}"
+            return
+        self.choice.kept[key] = f"kept in float32: in {self.word} it {_off(loss.share)}"
+        if math.isinf(loss.share):
+            self.choice.bare.add(key)
+        feeder = loss.feeder
+        if loss.by_input <= most or feeder is None or feeder is self.root or not _has_floats(feeder):
+            return
+        path = self.program.paths[id(self.modules[key])][0]
+        why = f"kept in float32: one rounding of what it gives to {path} to {self.word} is {_percent(loss.by_input)} there"
+        self.choice.kept.setdefault(id(feeder), why)
+        self.choice.bare.add(id(feeder))
+
+    def _keep_what_is_tied(self) -> None:
+        """Keep what shares a parameter with something that is kept: it is one tensor, and has one dtype."""
+        if not self.weights:
+            return
+        while True:
+            held = {id(tensor): path for path, _, tensor in self._kept_tensors()}
+            found = next(
+                (
+                    (module, held[id(tensor)])
+                    for module in self.modules.values()
+                    if not self._is_kept(module)
+                    for _, tensor in _floats_of(module)
+                    if id(tensor) in held
+                ),
+                None,
+            )
+            if found is None:
+                return
+            module, path = found
+            self.choice.kept[id(module)] = f"kept in float32, as it shares a parameter with {path}"
+
+    def _kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for module in self.modules.values():
+            if self._is_kept(module):
+                path = self.program.paths[id(module)][0]
+                yield from ((path, name, tensor) for name, tensor in _floats_of(module))
+
+    def _is_kept(self, module: nn.Module) -> bool:
+        return id(module) in self._kept_now()[0]
+
+    def _kept_now(self) -> tuple[set[int], list[nn.Module]]:
+        """All modules that stay in float32, by identity, and the topmost of them."""
+        known = frozenset(self.choice.kept)
+        if self._found is None or self._found[0] != known:
+            chosen = [self.modules[key] for key in self.choice.kept]
+            below = {id(each) for module in chosen for each in module.modules() if each is not module}
+            tops = [module for module in chosen if id(module) not in below]
+            self._found = known, (below | known, tops)
+        return self._found[1]
+
+    def _try(self, wanted: Any) -> tuple[str | None, float]:
+        """Run the whole as it would be: why it doesn't, or the share of its outputs that is lost.
+
+        What raises on the way is run in float32, or given the dtype, from then on.
+        """
+        trial = TrialWatch(self.root, self.besides, self._ways)
+        with in_place(self._edits(self.root)):
+            problem = self._run(trial)
+        for module, way, error in trial.mended.values():
+            if way == _LOWERED:
+                self.choice.lowered[id(module)] = f"given {self.word}, as it can't take the float32 that comes to it"
+            else:
+                self.choice.kept[id(module)] = f"kept in float32: in {self.word} it raises {_clause(error)}"
+        if trial.mended:
+            self._keep_what_is_tied()
+        return problem, 0.0 if problem is not None else share_lost(wanted, trial.outputs)
+
+    def _run(self, watch: AbstractContextManager[Any]) -> str | None:
+        assert self.context.run_inside is not None
+        return self.context.run_inside(watch)
+
+    def _ways(self, module: nn.Module, given: Any) -> Iterator[Way]:
+        if self._is_kept(module):
+            return
+        leaves = pytree.tree_leaves(given)
+        floats = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in leaves)
+        if self.weights and floats and is_atom(module):
+            yield _LOWERED, in_place([self._lowering(module)])
+        yield _KEPT, in_place([*self._back(module), self._keeping(module)])
+
+    @contextmanager
+    def _lowered(self, module: nn.Module) -> Iterator[None]:
+        """A module that computes in the dtype for the time of the block, and below it what it will."""
+        if self._is_kept(module):
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(in_place(self._edits(module)))
+            if not self.weights:
+                device = self.context.device.type
+                stack.enter_context(torch.autocast(device, self.dtype, cache_enabled=False))
+            yield
+
+    # Writing ----------------------------------------------------------------------------------------------------------
+
+    def _edits(self, top: nn.Module) -> list[Edit]:
+        """What is to be done to a module and all below it, and for the root around it."""
+        edits: list[Edit] = []
+        kept, tops = self._kept_now()
+        inside = self.modules.keys() if top is self.root else {id(module) for module in top.modules()}
+        edits += [self._keeping(module) for module in tops if id(module) in inside]
+        for key in inside if self.weights else ():
+            if key not in kept:
+                module = self.modules[key]
+                edits += [TensorEdit(module, name, self._cast(tensor)) for name, tensor in _castable(module)]
+                edits += self._flat_weights(module)
+                edits += [self._lowering(module)] if key in self.choice.lowered else []
+        if top is self.root:
+            edits.append(AttributeEdit(top, "forward", self._around(top)))
+        return edits
+
+    def _cast(self, tensor: torch.Tensor) -> nn.Parameter:
+        known = self._casts.get(id(tensor))
+        if known is None:
+            made = nn.Parameter(tensor.detach().to(self.dtype), requires_grad=tensor.requires_grad)
+            known = self._casts[id(tensor)] = (tensor, made)
+        return known[1]
+
+    def _flat_weights(self, module: nn.Module) -> list[AttributeEdit]:
+        held: list[Any] = list(module._flat_weights) if isinstance(module, nn.RNNBase) else []
+        return _held_flat(module, [self._cast(tensor) if _is_castable(tensor) else tensor for tensor in held])
+
+    def _back(self, module: nn.Module) -> list[Edit]:
+        """What takes the casts of a module's parameters back, and those below it."""
+        origins = {id(made): tensor for tensor, made in self._casts.values()}
+        edits: list[Edit] = []
+        for each in module.modules():
+            held = ((name, tensor) for name, tensor in each._parameters.items() if id(tensor) in origins)
+            edits += [TensorEdit(each, name, origins[id(tensor)]) for name, tensor in held]
+            flat: list[Any] = list(each._flat_weights) if isinstance(each, nn.RNNBase) else []
+            edits += _held_flat(each, [origins.get(id(tensor), tensor) for tensor in flat])
+        return edits
+
+    def _keeping(self, module: nn.Module) -> AttributeEdit:
+        gives = self.dtype if self.weights and id(module) not in self.choice.bare else None
+        forward = InFloat32(module, module.__dict__.get("forward"), gives, is_atom=is_atom(module))
+        return AttributeEdit(module, "forward", forward)
+
+    def _lowering(self, module: nn.Module) -> AttributeEdit:
+        forward = LoweredInput(module, module.__dict__.get("forward"), self.dtype, is_atom=is_atom(module))
+        return AttributeEdit(module, "forward", forward)
+
+    def _around(self, root: nn.Module) -> AutocastForward | CastForward:
+        kind = CastForward if self.weights else AutocastForward
+        return kind(root, root.__dict__.get("forward"), self.dtype, self.outputs)
+
+    def write(self) -> None:
+        """Make the changes, each with its place."""
+        graph, paths = self.graph, self.program.paths
+        in_float32, tops = self._kept_now()
+        for module in tops:
+            with graph.change(paths[id(module)][0], self.choice.kept[id(module)]) as change:
+                graph.set_attribute(change, module, "forward", self._keeping(module).new)
+        for key, module in self.modules.items() if self.weights else ():
+            if key in in_float32:
+                continue
+            self._write_weights(paths[key][0], module)
+            if key in self.choice.lowered:
+                with graph.change(paths[key][0], self.choice.lowered[key]) as change:
+                    graph.set_attribute(change, module, "forward", self._lowering(module).new)
+        what = "inputs and outputs as before around" if self.weights else "computes under autocast to"
+        with graph.change("", f"{what} {self.word}") as change:
+            graph.set_attribute(change, self.root, "forward", self._around(self.root))
+        kept = tuple(paths[id(module)][0] for module in tops)
+        bare = tuple(paths[key][0] for key in self.choice.bare)
+        graph.precision = Precision(self.dtype, self.weights, kept, bare)
+
+    def _write_weights(self, path: str, module: nn.Module) -> None:
+        held = list(_castable(module))
+        if not held:
+            return
+        with self.graph.change(path, f"weights in {self.word}") as change:
+            flat = self._flat_weights(module)
+            for name, tensor in held:
+                change.sources.append(TensorRef(module, name))
+                made = self._cast(tensor)
+                self.program.made[id(made)] = made
+                self.graph.set_tensor(change, TensorRef(module, name), made)
+            for edit in flat:
+                self.graph.set_attribute(change, module, edit.name, edit.new)
+
+    def _why_given_up(self, problem: str | None, lost: float) -> str:
+        if problem is not None:
+            return f"it doesn't run in {self.word} ({problem})"
+        return f"in {self.word} it {_off(lost)} with every layer that loses something in float32"
+
+
+def _held_flat(module: nn.Module, flat: list[Any]) -> list[AttributeEdit]:
+    """A recurrent layer has its parameters in two lists beside: them, and what tells it that they are others."""
+    if not flat:
+        return []
+    references = [None if tensor is None else weakref.ref(tensor) for tensor in flat]
+    return [AttributeEdit(module, "_flat_weights", flat), AttributeEdit(module, "_flat_weight_refs", references)]
+
+
+_LOWERED = "lowered"
+_KEPT = "kept"
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for held in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in held.items() if tensor is not None and not is_lazy(tensor))
+
+
+def _floats_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a module that are floats."""
+    found: Mapping[str, Any] = module._parameters
+    for name, tensor in found.items():
+        if tensor is not None and not is_lazy(tensor) and tensor.is_floating_point():
+            yield name, tensor
+
+
+def _has_floats(module: nn.Module) -> bool:
+    return any(True for _ in _floats_of(module))
+
+
+def _castable(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that are cast with the weights."""
+    if isinstance(module, _NormBase | torch.jit.ScriptModule):
+        return
+    yield from ((name, tensor) for name, tensor in _floats_of(module) if _is_castable(tensor))
+
+
+def _is_castable(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32
+
+
+def _is_fast_here(dtype: torch.dtype) -> bool:
+    ops = torch.ops.mkldnn
+    supported = ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported
+    return bool(supported())
+
+
+def _off(share: float) -> str:
+    return f"is off by {_percent(share)} of its output" if math.isfinite(share) else "isn't finite any more"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def _clause(error: str) -> str:
+    return f"({error})"

@@ -1,0 +1,398 @@
+"""A result that computes less precisely is judged by what the original is off by that computes so, and no more."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import real_models
+import torch
+from folding_models import image
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import check_parity, export, optimize, report_of, verify_bundle
+from optimizer.errors import UsageError
+from optimizer.inputs import Samples
+from optimizer.parity import Measurement, ParityReport, Reference, judge
+from passes import CastPrecision, GraphPass, Precision, Rewriter
+from passes.graph.match import TensorRef
+
+BFLOAT16 = Precision(torch.bfloat16)
+FLOAT16 = Precision(torch.float16)
+PRECISIONS = [BFLOAT16, Precision(torch.bfloat16, everywhere=True), FLOAT16, Precision(torch.float16, everywhere=True)]
+IDS = [f"{each.name}-{'weights' if each.everywhere else 'autocast'}" for each in PRECISIONS]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),
+            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+        )
+    ).eval()  # fmt: skip
+
+
+def x() -> Tensor:
+    return image(2, 3, 8, 8)
+
+
+def cast(model: nn.Module, precision: Precision, *args: Any, **kwargs: Any) -> nn.Module:
+    how = "weights" if precision.everywhere else "autocast"
+    item = CastPrecision(dtype=precision.name, how=how)  # type: ignore[arg-type]
+    fast = optimize(model, [item], example_inputs=args, example_kwargs=kwargs)
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    return fast
+
+
+def reference_of(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
+    return Reference.measure(model, Samples(args, kwargs), batch_sizes=[2, 3], draws=2)
+
+
+def faulty(model: nn.Module, fault: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy whose first output has a fault."""
+    twin = copy.deepcopy(model)
+
+    def put(module: nn.Module, args: Any, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            return fault(outputs)
+        outputs = copy.copy(outputs)
+        first = next(iter(outputs))
+        outputs[first] = fault(outputs[first])
+        return outputs
+
+    twin.register_forward_hook(put)
+    return twin
+
+
+def one_nan(value: Tensor) -> Tensor:
+    value = value.clone()
+    value.view(-1)[0] = math.nan
+    return value
+
+
+FAULTS = {
+    "scaled by a tenth": lambda value: 1.1 * value,
+    "a channel swapped": lambda value: value[..., [1, 0, *range(2, value.shape[-1])]],
+    "a NaN": one_nan,
+    "an infinity": lambda value: one_nan(value).nan_to_num(nan=math.inf),
+    "left out": torch.zeros_like,
+    "another dtype": lambda value: value.bfloat16(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*(("net", each) for each in PRECISIONS), ("bert", BFLOAT16)],
+    ids=[*(f"net-{each}" for each in IDS), f"bert-{IDS[0]}"],
+)
+def test_what_is_right_passes_and_every_planted_fault_fails(name: str, precision: Precision) -> None:
+    model, args, kwargs = (net(), (x(),), {}) if name == "net" else real_models.bert()
+    fast = cast(model, precision, *args, **kwargs)
+    reference = reference_of(model, *args, **kwargs)
+    in_kind = reference.in_kind(precision)
+    right = judge(in_kind.compare(fast))
+    assert right.ok, right.reason
+    assert right.ratio < 2.5
+    # Without the declaration the same result fails: it is the kind that lets it pass.
+    assert judge(reference.compare(fast)).verdict == "failed"
+    faults = FAULTS if name == "net" else {fault: FAULTS[fault] for fault in ("scaled by a tenth", "a channel swapped")}
+    for fault, put in faults.items():
+        seen = judge(in_kind.compare(faulty(fast, put)))
+        assert seen.verdict == "failed", f"{fault} isn't seen: {seen.reason}"
+
+
+def test_a_layer_left_out_inside_fails() -> None:
+    model = net()
+    in_kind = reference_of(model, x()).in_kind(BFLOAT16)
+    for index in (1, 2, 4):
+        fast = cast(model, BFLOAT16, x())
+        fast[index] = nn.Identity()
+        assert judge(in_kind.compare(fast)).verdict == "failed", f"layer {index} was left out"
+
+
+def test_what_overflows_fails() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+            enliven(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.atan(1e-5 * (1e5 * self.first(x))))
+
+    model = Large().eval()
+    given = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    reference = reference_of(model, given)
+
+    def candidate(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        twin = copy.deepcopy(model).to(dtype)
+        return lambda value: twin(value.to(dtype)).float()
+
+    assert judge(reference.in_kind(PRECISIONS[1]).compare(candidate(torch.bfloat16))).ok
+    # It is finite in the end: the arc tangent of infinity is.
+    assert candidate(torch.float16)(given).isfinite().all()
+    assert judge(reference.in_kind(PRECISIONS[3]).compare(candidate(torch.float16))).verdict == "failed"
+
+
+def test_the_noise_is_what_the_original_is_off_by_that_computes_so() -> None:
+    model = net()
+    reference = reference_of(model, x())
+    before = copy.deepcopy(model.state_dict())
+    plain, coarse, fine = (
+        each.noises["output"] for each in (reference, reference.in_kind(BFLOAT16), reference.in_kind(FLOAT16))
+    )
+    # The error of an honest run, over the same calls.
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        errors = [
+            (model(kept.call or call).float() - kept.truth.values["output"]) for kept, call in calls_of(reference)
+        ]
+    largest = max(float(error.abs().max()) for error in errors)
+    # No less than rounding the output once.
+    assert coarse.noise == pytest.approx(max(largest, 2**-8 * coarse.scale), rel=1e-6)
+    squares = sum(float(error.square().sum()) for error in errors) / sum(error.numel() for error in errors)
+    assert coarse.noise_rms == pytest.approx(squares**0.5, rel=1e-6)
+    # The unit of float16 is an eighth of that of bfloat16.
+    assert fine.noise == pytest.approx(coarse.noise / 8, rel=1e-6)
+    assert plain.noise < fine.noise / 100
+    # The reference itself stays as it was, and so does the model.
+    assert reference.noises["output"] is plain
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def calls_of(reference: Reference) -> list[tuple[Any, Any]]:
+    return [(kept, reference._call(kept).args[0]) for kept in reference._original.kept]
+
+
+def test_what_stays_in_float32_is_no_part_of_the_noise() -> None:
+    model = net()
+    reference = reference_of(model, x())
+    for everywhere in (False, True):
+        every = tuple(str(index) for index in range(9))
+        kept = Precision(torch.bfloat16, everywhere, every, every)
+        coarse = reference.in_kind(Precision(torch.bfloat16, everywhere)).noises["output"]
+        fine = reference.in_kind(kept).noises["output"]
+        # One rounding is always allowed for; where all is in float32 there is no other, but for that of the inputs.
+        assert fine.noise_rms < coarse.noise_rms
+        if not everywhere:
+            assert fine.noise == pytest.approx(2**-8 * fine.scale)
+
+
+def test_an_original_that_is_lost_in_the_dtype_proves_nothing() -> None:
+    class Cancels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            large = 100 + self.layer(x)
+            return self.layer(x) * 0.01 + (large - self.layer(large) + self.layer(large)) - large
+
+    model = Cancels()
+    given = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    precision = PRECISIONS[1]
+    reference = reference_of(model, given)
+    assert judge(reference.compare(model)).ok
+    report = judge(reference.in_kind(precision).compare(model))
+    assert report.verdict == "vacuous"
+    assert "hardly larger than its rounding noise" in report.reason
+
+
+def test_integers_are_ties_where_the_original_itself_decides_otherwise() -> None:
+    class Labels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.layer(x)
+            return scores, scores.argmax(-1)
+
+    model = Labels()
+    given = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
+    reference = Reference.measure(model, Samples((given,)), batch_sizes=[400], draws=2)
+    in_kind = reference.in_kind(BFLOAT16)
+    fast = cast(model, BFLOAT16, given)
+    assert not torch.equal(fast(given)[1], model(given)[1])
+    report = judge(in_kind.compare(fast))
+    assert report.ok, report.reason
+    ties = {name: each.noises["output_1"].tied for name, each in (("plain", reference), ("coarse", in_kind))}
+    finer = reference.in_kind(FLOAT16).noises["output_1"].tied
+    assert ties["plain"] <= finer < ties["coarse"] < 40
+    assert any("are decided otherwise by the original in bfloat16" in note for note in report.notes)
+
+    class Wrong(Labels):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores, labels = super().forward(x)
+            return scores, labels.roll(1)
+
+    wrong = Wrong()
+    wrong.load_state_dict(model.state_dict())
+    assert judge(in_kind.compare(wrong)).verdict == "failed"
+
+
+def test_gradients_are_judged_in_kind() -> None:
+    model = enliven(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
+    given = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    samples = Samples((given,))
+    reference = Reference.measure(model, samples, batch_sizes=[8, 9], draws=1, mode="training")
+    in_kind = reference.in_kind(BFLOAT16)
+    fast = optimize(model, [CastPrecision()], mode="training", example_inputs=(given,))
+    assert judge(in_kind.compare(fast)).ok
+    assert judge(reference.compare(fast)).verdict == "failed"
+    assert {noise.kind for noise in in_kind.noises.values()} == {"output", "gradient"}
+    name = "gradient of 0.weight"
+    assert in_kind.noises[name].noise > 10 * reference.noises[name].noise
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 1.2 * gradient
+
+    fast.register_forward_hook(lambda module, args, output: Scaled.apply(output))
+    wrong = judge(in_kind.compare(fast))
+    assert wrong.verdict == "failed"
+    assert "gradient" in wrong.reason
+
+
+# In the pipeline ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale(GraphPass):
+    """Multiply the last layer's weight by a number, which nothing but the whole shows."""
+
+    name: ClassVar[str] = "scale"
+    by: float = 1.1
+
+    def rewrite(self, graph: Rewriter) -> None:
+        last = graph.program.root[8]
+        with graph.change("8", "scaled by a number") as change:
+            change.sources.append(TensorRef(last, "weight"))
+            graph.set_tensor(change, TensorRef(last, "weight"), last.weight.detach() * self.by)
+
+
+def statuses(report: Any) -> list[str]:
+    return [record.status for record in report.passes]
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
+    good = CastPrecision(how=how)
+    for passes, wanted in (
+        ([good, Scale()], ["applied", "rolled-back"]),
+        ([Scale(), good], ["rolled-back", "applied"]),
+        # A hundredth is below what bfloat16 is off by: what comes before a cast is judged without it.
+        (["fold-conv-bn", Scale(1.01), good], ["applied", "rolled-back", "applied"]),
+        ([Scale(1.01), "fold-conv-bn", good], ["rolled-back", "applied", "applied"]),
+        ([Scale(1.01), good, "fold-conv-bias", "fold-conv-bn"], ["rolled-back", "applied", "applied", "applied"]),
+    ):
+        report = report_of(optimize(net(), passes, example_inputs=(x(),)))
+        assert statuses(report) == wanted, str(report)
+        assert report.verified
+
+
+def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
+    @dataclass(frozen=True)
+    class WrongFold(GraphPass):
+        """The bias of a convolution a hundredth too large, below what the whole shows."""
+
+        name: ClassVar[str] = "wrong-fold"
+        by: float = 1.01
+
+        def rewrite(self, graph: Rewriter) -> None:
+            conv = graph.program.root[0]
+            with graph.change("0", "its weight a little larger", graph.program.calls_of(conv)) as change:
+                graph.set_tensor(change, TensorRef(conv, "weight"), conv.weight.detach() * self.by)
+
+    # Weights in bfloat16 are rounded by a part of a hundredth themselves.
+    for how, by in (("autocast", 1.01), ("weights", 1.1)):
+        report = report_of(
+            optimize(net(), [CastPrecision(how=how), WrongFold(by)], example_inputs=(x(),))  # type: ignore[arg-type]
+        )
+        assert statuses(report) == ["applied", "rolled-back"], str(report)
+        assert report.passes[1].reason.startswith("0 (its weight a little larger)")
+
+
+def test_a_cast_that_declares_nothing_is_rolled_back() -> None:
+    @dataclass(frozen=True)
+    class Silent(CastPrecision):
+        name: ClassVar[str] = "silent"
+
+        def rewrite_in(self, graph: Rewriter, context: Any) -> None:
+            super().rewrite_in(graph, context)
+            graph.precision = None
+
+    report = report_of(optimize(net(), [Silent()], example_inputs=(x(),)))
+    assert statuses(report) == ["rolled-back"]
+    assert "its rounding noise" in report.passes[0].reason
+
+
+def test_a_cast_that_says_to_be_more_precise_than_it_is_is_rolled_back() -> None:
+    @dataclass(frozen=True)
+    class Boasting(CastPrecision):
+        name: ClassVar[str] = "boasting"
+
+        def rewrite_in(self, graph: Rewriter, context: Any) -> None:
+            super().rewrite_in(graph, context)
+            graph.precision = Precision(torch.float16, everywhere=True)
+
+    report = report_of(optimize(net(), [Boasting(how="weights")], example_inputs=(x(),)))
+    assert statuses(report) == ["rolled-back"]
+    assert "its error in float16" in report.passes[0].reason
+
+
+def test_the_report_says_what_it_was_judged_by() -> None:
+    report = report_of(optimize(net(), [CastPrecision(dtype="float16")], example_inputs=(x(),)))
+    parity = report.parity
+    assert parity is not None
+    assert parity.precision == "float16"
+    assert parity.reason.endswith("times the error of the original in float16.")
+    assert ParityReport.from_json(parity.to_json()) == parity
+    assert parity.reason in str(report)
+    plain = report_of(optimize(net(), [], example_inputs=(x(),))).parity
+    assert plain is not None
+    assert plain.precision == ""
+    assert "error of the original in" not in plain.reason
+
+
+def test_measurements_keep_the_precision() -> None:
+    model = net()
+    measured = reference_of(model, x()).in_kind(BFLOAT16).compare(model)
+    assert measured.precision == "bfloat16"
+    assert Measurement.from_json(measured.to_json()) == measured
+    old = {name: value for name, value in measured.to_json().items() if name != "precision"}
+    assert Measurement.from_json(old).precision == ""
+
+
+def test_two_callables_are_compared_in_kind() -> None:
+    model = net()
+    fast = cast(model, BFLOAT16, x())
+    assert not check_parity(model, fast, (x(),)).ok
+    assert check_parity(model, fast, (x(),), precision=BFLOAT16).ok
+    with pytest.raises(UsageError, match="Only a module can be compared in kind"):
+        check_parity(model.forward, fast, (x(),), precision=BFLOAT16)
+
+
+def test_a_bundle_holds_the_noise_in_kind(tmp_path: Any) -> None:
+    fast = cast(net(), BFLOAT16, x())
+    options: dict[str, Any] = {"example_inputs": (x(),), "formats": ("torchscript",), "batch_sizes": (1, 3)}
+    bundle = export(fast, output=tmp_path / "cast", **options)
+    plain = export(net(), output=tmp_path / "plain", **options)
+    (coarse,), (fine,) = (each.manifest["golden"]["outputs"] for each in (bundle, plain))
+    assert coarse["noise"] > 100 * fine["noise"]
+    assert bundle.manifest["golden"]["precision"] == "bfloat16"
+    assert plain.manifest["golden"]["precision"] == ""
+    verified = verify_bundle(bundle.path)
+    assert verified.ok
+    parity = verified.artifacts[0].parity
+    assert parity is not None
+    assert parity.reason.endswith("the error of the original in bfloat16.")

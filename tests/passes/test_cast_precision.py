@@ -1,0 +1,789 @@
+"""Computing in bfloat16 and float16: what is cast, what stays in float32 and why, and what may not change by it."""
+
+import copy
+import itertools
+import pickle
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+import real_models
+import torch
+import torch.nn.functional as F
+from folding_models import image
+from pass_contract import captured, check_pass, check_same, tree_of
+from tiny_models import enliven
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import exporters.onnx
+from exporters import ExportError
+from exporters.errors import RouteRefused
+from optimizer import cli, export, optimize, report_of, verify_bundle
+from passes import CastPrecision
+from passes.base import Context
+from passes.errors import PassOptionError, RequirementNotMet
+from passes.graph.casts import AutocastForward, CastForward, InFloat32, LoweredInput, root_cast
+from passes.registry import parse_pass
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+EVERY = [(dtype, how) for dtype in DTYPES for how in ("autocast", "weights")]
+CPU = torch.device("cpu")
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return enliven(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),
+            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+        )
+    ).eval()  # fmt: skip
+
+
+def linear(*sizes: int) -> nn.Module:
+    return enliven(nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))).eval()
+
+
+class Encoder(nn.Module):
+    """Attention, LayerNorm, tied weights, integers in, several outputs; positions are floats that no dtype is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 23)
+        self.head.weight = self.embed.weight
+        enliven(self)
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        places = torch.arange(ids.shape[1], device=ids.device).float()[:, None] * torch.arange(1.0, 9.0).reciprocal()
+        h = self.embed(ids) + places.sin()
+        h = h + self.attention(self.norm(h), self.norm(h), self.norm(h), need_weights=False)[0]
+        h = h + F.gelu(self.inner(h))
+        logits = self.head(h)
+        return {"logits": logits, "state": (h, None), "ids": ids, "length": ids.shape[1]}
+
+
+class Island(nn.Module):
+    """No trace sees its branch, and its norm computes in float32 by its own word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(8))
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if float(h.abs().max()) < 0:
+            return h
+        wide = h.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return self.second(self.scale * normed.to(h.dtype))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+class Large(nn.Module):
+    """What the middle one gives is beyond float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.large, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        enliven(self)
+        with torch.no_grad():
+            self.large.weight.mul_(1e6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.large(self.first(x).relu()) * 1e-6)
+
+
+class Cancelling(nn.Module):
+    """The BatchNorm takes a mean off that is two hundred times what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        enliven(self)
+        with torch.no_grad():
+            self.conv.bias.add_(100)
+            self.norm.running_mean.add_(100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+class Nearly(nn.Module):
+    """Each layer loses little, and the difference of two much; one that is by itself loses it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.alone = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        enliven(self)
+        with torch.no_grad():
+            self.other.weight.copy_(
+                self.one.weight + 1e-3 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+            )
+            self.other.bias.copy_(self.one.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x) - self.other(x)) * (1 + 1e-3 * self.alone(x))
+
+
+class Hopeless(nn.Module):
+    """No layer is to blame: it is the sum that cancels, of products that autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 1e-6 + x @ torch.full((6, 6), 1.0) - x @ torch.full((6, 6), 1.001)
+
+
+class Mixing(nn.Module):
+    """A product of what is cast and what the forward makes in float32, which no kernel takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.weight) @ (2 * torch.eye(6))
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(6, 3)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+class Convolutions(TorchDispatchMode):
+    """Notes the dtypes that convolutions compute in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def texts_of(done: Any) -> dict[str, str]:
+    return {change.where: change.what for change in done.changes}
+
+
+def kept_in(texts: dict[str, str]) -> dict[str, str]:
+    return {where: text for where, text in texts.items() if text.startswith("kept in float32")}
+
+
+@pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "autocast"), ("float16", "weights")])
+@pytest.mark.parametrize(
+    ("make", "args"),
+    [
+        (net, (image(2, 3, 8, 8),)),
+        (Encoder, (ids(),)),
+        (Island, (rows(3, 6),)),
+        (Recurrent, (rows(2, 5, 6),)),
+        (Large, (rows(2, 6),)),
+        (Cancelling, (image(),)),
+        (lambda: Holder(Mixing()), (rows(4, 6),)),
+    ],
+    ids=["net", "encoder", "island", "recurrent", "large", "cancelling", "mixing"],
+)
+def test_keeps_the_contract(make: Any, args: tuple[Tensor, ...], dtype: Any, how: Any) -> None:
+    done = check_pass(CastPrecision(dtype=dtype, how=how), make().eval(), args)
+    assert done.precision is not None
+    assert (done.precision.dtype, done.precision.everywhere) == (DTYPES[dtype], how == "weights")
+    assert done.changes[-1].where == ""
+
+
+@pytest.mark.parametrize(("dtype", "how"), EVERY)
+def test_inside_it_is_the_dtype_and_outside_as_before(dtype: Any, how: Any) -> None:
+    model, x = net(), image(2, 3, 8, 8)
+    fast = optimize(model, [CastPrecision(dtype=dtype, how=how)], example_inputs=(x,))
+    seen: list[torch.dtype] = []
+    fast[3].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert fast(x).dtype == torch.float32
+    assert seen == [DTYPES[dtype]]
+    wanted = DTYPES[dtype] if how == "weights" else torch.float32
+    assert {fast[index].weight.dtype for index in (0, 3, 8)} == {wanted}
+    # As torch has it itself beside an input of another dtype.
+    assert {value.dtype for value in fast[1].state_dict().values()} == {torch.float32, torch.int64}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert report_of(fast).verified
+    assert not kept_in({place.where: place.text for place in report_of(fast).passes[0].changes})
+
+
+def test_weights_take_half_the_memory() -> None:
+    report = report_of(optimize(linear(64, 64, 64), [CastPrecision(how="weights")], example_inputs=(rows(2, 64),)))
+    assert report.after.parameter_bytes * 2 == report.before.parameter_bytes
+
+
+@pytest.mark.parametrize(("dtype", "how"), EVERY)
+def test_outputs_have_the_structure_and_the_dtypes_of_the_original(dtype: Any, how: Any) -> None:
+    model = Encoder().eval()
+    fast = optimize(model, [CastPrecision(dtype=dtype, how=how)], example_inputs=(ids(),))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    given = ids()
+    for batch in (given, given[:1], given.repeat(3, 1)[:5]):
+        outputs = fast(batch)
+        assert outputs.keys() == model(batch).keys()
+        assert outputs["logits"].dtype == outputs["state"][0].dtype == torch.float32
+        assert outputs["state"][1] is None
+        assert outputs["length"] == 7
+        assert outputs["ids"] is batch
+
+
+def test_what_comes_back_as_it_was_given_is_the_callers_own() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), x
+
+    x = rows(2, 6)
+    fast = optimize(Returns(), [CastPrecision(how="weights")], example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied"
+    assert fast(x)[1] is x
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_an_output_of_another_dtype_stays_so(how: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.layer(x)
+            return y, y.to(torch.bfloat16), y.double()
+
+    fast = optimize(Two(), [CastPrecision(how=how)], example_inputs=(rows(2, 6),))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    assert [leaf.dtype for leaf in fast(rows(5, 6))] == [torch.float32, torch.bfloat16, torch.float64]
+
+
+def test_without_example_inputs_autocast_is_all_there_is() -> None:
+    model = net()
+    fast = optimize(model, [CastPrecision()])
+    assert [place.text for place in report_of(fast).passes[0].changes] == ["computes under autocast to bfloat16"]
+    x = image(2, 3, 8, 8)
+    assert fast(x).dtype == torch.float32
+    assert not torch.equal(fast(x), model(x))
+    with pytest.raises(RequirementNotMet, match=r"how='weights' looks in a run .* give example inputs"):
+        optimize(model, [CastPrecision(how="weights")])
+
+
+# What stays in float32 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_a_layer_that_overflows_stays_in_float32_and_what_it_gives_too(how: Any) -> None:
+    x = rows(2, 6)
+    texts = texts_of(check_pass(CastPrecision(dtype="float16", how=how), Large().eval(), (x,)))
+    assert kept_in(texts) == {"large": "kept in float32: in float16 it isn't finite any more"}
+    if how == "weights":
+        assert texts["last"] == "given float16, as it can't take the float32 that comes to it"
+    fine = check_pass(CastPrecision(dtype="bfloat16", how=how), Large().eval(), (x,))
+    assert not kept_in(texts_of(fine))
+
+
+@pytest.mark.parametrize(("dtype", "how"), EVERY)
+def test_a_difference_of_large_numbers_and_what_feeds_it_stay_in_float32(dtype: Any, how: Any) -> None:
+    model = Cancelling().eval()
+    fast = optimize(model, [CastPrecision(dtype=dtype, how=how)], example_inputs=(image(),))
+    kept = kept_in({place.where: place.text for place in report_of(fast).passes[0].changes})
+    assert kept.keys() == {"conv", "norm"}
+    assert re.fullmatch(rf"kept in float32: in {dtype} it is off by [\d.]+ % of its output", kept["norm"])
+    assert re.fullmatch(
+        rf"kept in float32: one rounding of what it gives to norm to {dtype} is [\d.]+ % there", kept["conv"]
+    )
+    assert fast.conv.weight.dtype == torch.float32
+    # What is left is one rounding of a linear layer, and not a hundred of them.
+    x = image(5, 3, 8, 8)
+    assert (fast(x) - model(x)).abs().max() < torch.finfo(DTYPES[dtype]).eps * model(x).abs().max()
+
+
+def test_a_layer_of_ordinary_numbers_is_cast() -> None:
+    model = Cancelling().eval()
+    with torch.no_grad():
+        model.conv.bias.sub_(100)
+        model.norm.running_mean.sub_(100)
+    assert not kept_in(texts_of(check_pass(CastPrecision(), model, (image(),))))
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_where_the_whole_loses_too_much_the_layers_that_lose_most_stay_in_float32(how: Any) -> None:
+    texts = texts_of(check_pass(CastPrecision(how=how), Nearly().eval(), (rows(4, 6),)))
+    kept = kept_in(texts)
+    assert {"one", "other"} <= kept.keys()
+    for text in kept.values():
+        assert re.search(
+            r"in bfloat16 the model is off by [\d.]+ % .*, and this layer is off by 0\.\d+ % of its output$", text
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("autocast", r"in bfloat16 it is off by \S+ % of its output with every layer that loses something in float32"),
+        ("weights", r"it doesn't run in bfloat16 \(RuntimeError: .* to have the same dtype.*\)"),
+    ],
+)
+def test_nothing_is_changed_where_no_layer_is_to_blame(how: Any, reason: str) -> None:
+    model, x = Hopeless().eval(), rows(4, 6)
+    report = report_of(optimize(model, [CastPrecision(how=how)], example_inputs=(x,)))
+    record = report.passes[0]
+    assert (record.status, record.changes) == ("unchanged", ())
+    (skip,) = record.skips
+    assert re.fullmatch(reason, skip.text)
+
+
+def test_what_raises_in_the_dtype_stays_in_float32() -> None:
+    model = Holder(Mixing()).eval()
+    x = rows(4, 6)
+    texts = texts_of(check_pass(CastPrecision(how="weights"), model, (x,)))
+    assert texts["inner"].startswith("kept in float32: in bfloat16 it raises (RuntimeError: ")
+    assert "inner.inner" not in texts
+    assert texts["head"] == "weights in bfloat16"
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_layer_without_a_kernel_stays_in_float32(always: bool) -> None:
+    class Picky(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            is_half = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+            # Some kernels are there as long as nobody asks for gradients.
+            if is_half and (always or torch.is_grad_enabled()):
+                raise RuntimeError('"picky" not implemented for this type')
+            return F.linear(x, self.weight, self.bias)
+
+    model = enliven(nn.Sequential(nn.Linear(6, 6), Picky(6, 6), nn.Linear(6, 3))).eval()
+    for how in ("autocast", "weights"):
+        texts = texts_of(check_pass(CastPrecision(how=how), model, (rows(2, 6),)))  # type: ignore[arg-type]
+        assert (
+            texts["1"] == 'kept in float32: in bfloat16 it raises (RuntimeError: "picky" not implemented for this type)'
+        )
+
+
+def test_a_layer_that_float32_comes_to_is_given_the_dtype() -> None:
+    fast = optimize(Encoder().eval(), [CastPrecision(how="weights")], example_inputs=(ids(),))
+    texts = {place.where: place.text for place in report_of(fast).passes[0].changes}
+    assert texts["inner"] == "weights in bfloat16" or texts["inner"].startswith("given bfloat16")
+    assert isinstance(fast.inner.forward, LoweredInput)
+    assert fast.inner.weight.dtype == torch.bfloat16
+
+
+def test_each_layer_is_run_as_often_in_a_deep_model() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += 1
+            return super().forward(x)
+
+    calls = []
+    for depth in (4, 16):
+        program, context = captured(
+            enliven(nn.Sequential(*(Counting(6, 6) for _ in range(depth)))).eval(), (rows(2, 6),)
+        )
+        Counting.calls = 0
+        CastPrecision().run(program, context)
+        calls.append(Counting.calls / depth)
+    # As it is, in the dtype, and with the whole.
+    assert calls == [3, 3]
+
+
+def test_modules_that_the_user_names_stay_in_float32() -> None:
+    model, x = net(), image(2, 3, 8, 8)
+    texts = texts_of(check_pass(CastPrecision(how="weights", keep="8 | 0"), model, (x,)))
+    assert kept_in(texts) == dict.fromkeys(("0", "8"), "kept in float32, as the pass was told to")
+    nested = nn.Sequential(nn.Sequential(linear(6, 6), nn.ReLU()), linear(6, 3)).eval()
+    fast = optimize(nested, [CastPrecision(how="weights", keep="0")], example_inputs=(rows(2, 6),))
+    assert [parameter.dtype for parameter in fast.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert isinstance(fast[0].forward, InFloat32)
+    assert "forward" not in vars(fast[0][0])
+
+
+def test_a_tied_parameter_stays_one() -> None:
+    model = Encoder().eval()
+    fast = optimize(model, [CastPrecision(how="weights")], example_inputs=(ids(),))
+    assert fast.head.weight is fast.embed.weight
+    assert fast.head.weight.dtype == torch.bfloat16
+    kept = optimize(model, [CastPrecision(how="weights", keep="head")], example_inputs=(ids(),))
+    assert kept.head.weight is kept.embed.weight
+    assert kept.head.weight.dtype == torch.float32
+    texts = {place.where: place.text for place in report_of(kept).passes[0].changes}
+    assert texts["embed"] == "kept in float32, as it shares a parameter with head"
+    assert report_of(kept).verified
+
+
+def test_the_losses_are_measured_without_a_trace() -> None:
+    model = enliven(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    program, context = captured(model, (rows(4, 6),), mode="training")
+    before, state = tree_of(program.root), torch.random.get_rng_state()
+    done = CastPrecision().run(program, context)
+    assert [change.where for change in done.changes] == [""]
+    assert torch.equal(state, torch.random.get_rng_state())
+    done.rewriter.roll_back()
+    check_same(before, tree_of(program.root), "a measurement left something")
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_is_not_for_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rows(2, 6)
+    with pytest.raises(RequirementNotMet, match=r"casts weights for inference alone: train with how='autocast'"):
+        optimize(linear(6, 3).train(), [CastPrecision(how="weights")], mode="training", example_inputs=(x,))
+    with pytest.raises(RequirementNotMet, match=r"for models in float32, and 0 has parameters in float64"):
+        optimize(linear(6, 3).double(), [CastPrecision()], example_inputs=(x.double(),))
+    with pytest.raises(RequirementNotMet, match=r"keep='1\|head', and 'head' is the path of no module of Sequential"):
+        optimize(linear(6, 6, 3), [CastPrecision(keep="1|head")], example_inputs=(x,))
+    on_gpu = Context("inference", torch.device("cuda"), (((x,), {}),))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RequirementNotMet, match=r"no bfloat16|can't have bfloat16 on a GPU of compute capability 7\.5"):
+        CastPrecision().check(on_gpu)
+    CastPrecision(dtype="float16").check(on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    CastPrecision().check(on_gpu)
+
+
+def test_a_quantized_model_is_refused() -> None:
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 3)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.table.dequantize()
+
+    program, context = captured(Quantized().eval())
+    with pytest.raises(RequirementNotMet, match="the root is quantized: leave the pass out"):
+        CastPrecision().run(program, context)
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_cast_already_is_left_as_it_is(dtype: Any, how: Any) -> None:
+    x = rows(2, 6)
+    item = CastPrecision(dtype=dtype, how=how)
+    half = linear(6, 3).to(DTYPES[dtype])
+    assert check_pass(item, half, (x.to(DTYPES[dtype]),)).skips[0].reason == f"its parameters are in {dtype} already"
+    twice = report_of(optimize(linear(6, 3), [item, CastPrecision()], example_inputs=(x,)))
+    assert [record.status for record in twice.passes] == ["applied", "unchanged"]
+    assert twice.passes[1].skips[0].text == f"it computes in {dtype} already"
+
+
+def test_options() -> None:
+    assert parse_pass("cast-precision:dtype=float16:how=weights:keep=head|layers.*.norm") == CastPrecision(
+        dtype="float16", how="weights", keep="head|layers.*.norm"
+    )
+    for wrong in ("dtype=float8", "how=somehow"):
+        with pytest.raises(PassOptionError):
+            parse_pass(f"cast-precision:{wrong}")
+    for values in ({"dtype": "float32"}, {"how": "all"}, {"keep": None}):
+        with pytest.raises(PassOptionError):
+            CastPrecision.made_with(values)
+
+
+def test_a_cpu_without_fast_kernels_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from passes import cast_precision
+
+    remark = "torch has no fast kernels for float16 on this CPU: the result is for another device"
+    for fast, wanted in ((False, [remark]), (True, [])):
+        monkeypatch.setattr(cast_precision, "_is_fast_here", lambda dtype, fast=fast: fast)
+        done = check_pass(CastPrecision(dtype="float16"), linear(6, 3), (rows(2, 6),))
+        assert [each.text for each in done.remarks] == wanted
+
+
+# What else is done with a result --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "how"), EVERY)
+def test_copies_and_pickles_answer_alike(dtype: Any, how: Any) -> None:
+    x = image(2, 3, 8, 8)
+    fast = optimize(net(), [CastPrecision(dtype=dtype, how=how)], example_inputs=(x,))
+    wanted = fast(x)
+    assert torch.equal(pickle.loads(pickle.dumps(fast))(x), wanted)
+    twin = copy.deepcopy(fast)
+    assert torch.equal(twin(x), wanted)
+    assert root_cast(twin).owner is twin  # type: ignore[union-attr]
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert torch.equal(fast(x), wanted)
+    assert not torch.equal(twin(x), wanted)
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_it_is_compiled(how: Any) -> None:
+    torch.compiler.reset()
+    model, x = Holder(Mixing()).eval(), rows(4, 6)
+    fast = optimize(model, [CastPrecision(how=how, keep="head")], example_inputs=(x,))
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), fast(x))
+    both = optimize(model, [CastPrecision(how=how, keep="head"), "torch-compile:backend=eager"], example_inputs=(x,))
+    assert [record.status for record in report_of(both).passes] == ["applied", "applied"]
+    assert torch.equal(both(x), fast(x))
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_checkpoints_go_both_ways(how: Any) -> None:
+    model, x = net(), image(2, 3, 8, 8)
+    fast = optimize(model, [CastPrecision(how=how)], example_inputs=(x,))
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    other = enliven(net(5), seed=5)
+    wanted = optimize(other, [CastPrecision(how=how)], example_inputs=(x,))(x)
+    assert not torch.equal(fast(x), wanted)
+    fast.load_state_dict(other.state_dict())
+    assert torch.equal(fast(x), wanted)
+    assert {parameter.dtype for parameter in fast[0].parameters()} == {
+        torch.bfloat16 if how == "weights" else torch.float32
+    }
+    model.load_state_dict(fast.state_dict())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(model(x), other(x), rtol=0.05, atol=0.05)
+
+
+def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
+    model, x = linear(6, 3), rows(2, 6)
+    fast = optimize(model, [CastPrecision(how="weights")], example_inputs=(x,))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(Exception, match=r"0\.weight was written to after optimize"):
+        export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
+
+
+@pytest.mark.parametrize("cast", ["cast-precision", "cast-precision:how=weights:dtype=float16"])
+@pytest.mark.parametrize("others", [["fold-conv-bias", "fold-conv-bn"], ["channels-last"], ["simplify"]], ids="-".join)
+def test_passes_mix_in_either_order(others: list[str], cast: str) -> None:
+    class Twice(nn.Module):
+        """Its input goes to two convolutions: channels-last converts it once, at the root."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.norm = nn.Conv2d(16, 8, 3), nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
+            self.drop, self.last, self.second = nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+            enliven(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.last(self.drop(self.norm(self.left(x))) + self.right(x)))
+
+    x = image(2, 16, 12, 12)
+    model = Twice().eval()
+    for passes in ([*others, cast], [cast, *others]):
+        fast = optimize(model, passes, example_inputs=(x,))
+        report = report_of(fast)
+        assert {record.status for record in report.passes} == {"applied"}, str(report)
+        assert report.verified
+        assert root_cast(fast) is not None
+        assert not torch.equal(fast(x), model(x))
+
+
+def test_a_result_is_optimized_again() -> None:
+    x = image(2, 3, 8, 8)
+    for how, status in (("autocast", "unchanged"), ("weights", "applied")):
+        fast = optimize(net(), [CastPrecision(how=how)], example_inputs=(x,))  # type: ignore[arg-type]
+        again = optimize(fast, ["fold-conv-bn", "channels-last"], example_inputs=(x,))
+        assert report_of(again).verified
+        # Under an autocast that a run shows, a fold is left alone.
+        assert report_of(again).passes[0].status == status
+        assert root_cast(again) is not None
+
+
+def test_a_result_goes_where_it_is_moved() -> None:
+    fast = optimize(net(), [CastPrecision()], example_inputs=(image(2, 3, 8, 8),))
+    cast = root_cast(fast)
+    assert isinstance(cast, AutocastForward)
+    moved = copy.deepcopy(fast).to("meta")
+    assert moved(torch.empty(2, 3, 8, 8, device="meta")).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_gets_the_gradients_of_autocast(dtype: Any) -> None:
+    model = enliven(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, 5)
+        )
+    )
+    x = image(4, 3, 8, 8)
+    fast = optimize(model, [CastPrecision(dtype=dtype)], mode="training", example_inputs=(x,))
+    report = report_of(fast)
+    assert report.passes[0].status == "applied", str(report)
+    assert report.parity is not None
+    assert report.parity.precision == dtype
+    assert all(mine is theirs for mine, theirs in zip(fast.parameters(), model.parameters(), strict=True))
+    torch.manual_seed(0)
+    loss = fast(x).square().mean()
+    loss.backward()
+    got = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", DTYPES[dtype], cache_enabled=False):
+        outputs = model(x)
+    outputs.float().square().mean().backward()
+    assert all(torch.equal(one, parameter.grad) for one, parameter in zip(got, model.parameters(), strict=True))
+    assert {gradient.dtype for gradient in got} == {torch.float32}
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "autocast"), ("float16", "weights")])
+def test_a_torchscript_file_holds_the_casts(dtype: Any, how: Any, tmp_path: Path) -> None:
+    x = image(2, 3, 8, 8)
+    fast = optimize(net(), [CastPrecision(dtype=dtype, how=how)], example_inputs=(x,))
+    bundle = export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",), batch_sizes=(1, 5))
+    assert bundle.parity.ok
+    assert bundle.manifest["parity"]["precision"] == bundle.manifest["golden"]["precision"] == dtype
+    loaded = bundle.load("torchscript")
+    assert torch.equal(loaded(x)[0], fast(x))
+    with Convolutions() as seen:
+        loaded(x)
+    assert seen.dtypes == [DTYPES[dtype]] * 2
+    if how == "weights":
+        held = {value.dtype for value in loaded._module.state_dict().values()}  # type: ignore[attr-defined]
+        assert DTYPES[dtype] in held
+    assert verify_bundle(bundle.path).ok
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_an_onnx_file_holds_float16(how: Any, tmp_path: Path) -> None:
+    x = rows(3, 6)
+    model = enliven(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))).eval()
+    fast = optimize(model, [CastPrecision(dtype="float16", how=how)], example_inputs=(x,))
+    bundle = export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("onnx",), batch_sizes=(1, 5))
+    assert bundle.parity.ok
+    assert verify_bundle(bundle.path).ok
+    graph = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "net" / "model.onnx")).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
+    products = [node for node in graph.node if node.op_type in ("Gemm", "MatMul")]
+    assert len(products) == 2
+    assert {types[node.output[0]] for node in products} == {onnx.TensorProto.FLOAT16}
+    assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
+
+
+def test_what_a_format_cannot_hold_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> Any:
+        raise RouteRefused("there is no Conv in bfloat16")
+
+    # The three routes of ONNX say so of a convolution, each after seconds.
+    for route in ("_dynamo", "_by_torchscript"):
+        monkeypatch.setattr(exporters.onnx, route, lambda *args, **kwargs: refuses())
+    x = rows(3, 6)
+    options: dict[str, Any] = {"example_inputs": (x,), "formats": ("onnx",), "batch_sizes": (1, 5)}
+    hint = " It computes in bfloat16, which not every operator and not every runtime takes: another dtype may be had."
+    with pytest.raises(
+        ExportError,
+        match=re.escape(f"(dynamo and dynamo-unoptimized and torchscript: there is no Conv in bfloat16).{hint}"),
+    ):
+        export(optimize(linear(6, 3), [CastPrecision()], example_inputs=(x,)), output=tmp_path / "cast", **options)
+    with pytest.raises(ExportError) as plain:
+        export(linear(6, 3), output=tmp_path / "plain", **options)
+    assert hint not in str(plain.value)
+
+
+def test_the_command_casts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import torch\nfrom torch import nn\n"
+        "torch.manual_seed(0)\nmodel = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))\n"
+        "example_inputs = (torch.randn(2, 6),)\n",
+        encoding="utf-8",
+    )
+    target = tmp_path / "out"
+    passes = "cast-precision:dtype=float16:how=weights"
+    code = cli.main([str(source), "--passes", passes, "--output", str(target), "--formats", "torchscript"])
+    assert code == 0, capsys.readouterr().err
+    assert "float16" in (target / "manifest.json").read_text(encoding="utf-8")
+    assert verify_bundle(target).ok
+
+
+# Real models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_model_of_transformers_is_cast(name: str, how: Any) -> None:
+    model, args, kwargs = getattr(real_models, name)()
+    fast = optimize(model, [CastPrecision(how=how)], example_inputs=args, example_kwargs=kwargs)
+    report = report_of(fast)
+    assert report.passes[0].status == "applied", str(report)
+    assert report.verified
+    outputs = fast(*args, **kwargs)
+    assert type(outputs) is type(model(*args, **kwargs))
+    assert outputs[0].dtype == torch.float32
+
+
+def test_what_stands_around_a_forward_is_kept_by_whom_else_stands_there() -> None:
+    layer = nn.Linear(6, 6)
+    inner = SimpleNamespace()
+    for forward in (
+        AutocastForward(layer, None, torch.bfloat16, ()),
+        CastForward(layer, None, torch.bfloat16, ()),
+        InFloat32(layer, None, None, is_atom=True),
+        LoweredInput(layer, None, torch.bfloat16, is_atom=True),
+    ):
+        twin = forward.around(inner)
+        assert (type(twin), twin.inner, forward.inner) == (type(forward), inner, None)
+
+
+def test_calls_with_other_outputs_than_the_recorded_are_cast_to_float32() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor, more: bool = False) -> Any:
+            y = self.layer(x)
+            return (y, y.relu(), torch.Size([3])) if more else y
+
+    fast = optimize(Both(), [CastPrecision(how="weights")], example_inputs=(rows(2, 6),))
+    first, second, size = fast(rows(2, 6), more=True)
+    assert first.dtype == second.dtype == torch.float32
+    assert isinstance(size, torch.Size)
+
+
+def test_the_precision_is_what_was_done() -> None:
+    done = check_pass(CastPrecision(dtype="float16", how="weights"), Large().eval(), (rows(2, 6),))
+    assert done.precision == replace(done.precision, kept=("large",), bare=("large",), everywhere=True)
+    nothing = check_pass(CastPrecision(), linear(6, 3).bfloat16(), (rows(2, 6).bfloat16(),))
+    assert nothing.precision is None
