@@ -37,23 +37,26 @@ def test_counts_what_stands_in_the_graphs(done):
 def test_the_passes_do_their_work_on_every_block(done, shape):
     figures, _, _ = done
     small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
-    assert small["changes"] == {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15, "pad-channels": 15}
-    assert large["changes"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30, "pad-channels": 30}
+    by_name = {"simplify": 0, "merge-linears": 0, "jit-fusion": 0}
+    folded = {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15, "pad-channels": 15}
+    assert small["changes"] == {**folded, **by_name}
+    folded = {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30, "pad-channels": 30}
+    assert large["changes"] == {**folded, **by_name}
     # Without example inputs nothing shows that a memory format may change.
     assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 0}
 
 
-def test_merge_linears_does_its_work_on_every_block(done):
+@pytest.mark.parametrize("name", ["merge-linears", "jit-fusion"])
+def test_a_pass_does_its_work_on_every_block_of_parallel_layers(done, name):
     figures, _, _ = done
     changes = [graph["changes"] for graph in figures["graphs"] if graph["shape"] == "parallel"]
-    assert [each["merge-linears"] for each in changes] == [15, 30]
-    assert not any(count for each in changes for name, count in each.items() if name != "merge-linears")
+    assert [each[name] for each in changes] == [15, 30]
 
 
 def test_times_every_step_in_every_round(done):
     figures, _, _ = done
     steps = {"symbolic_trace", "fuse", "working copy", "capture", "fold-conv-bias", "fold-conv-bn", "channels-last"}
-    steps |= {"pad-channels", "all passes", "optimize()"}
+    steps |= {"simplify", "merge-linears", "pad-channels", "jit-fusion", "all passes", "optimize()"}
     for graph in figures["graphs"]:
         assert set(graph["seconds"]) == set(graph["to_symbolic_trace"]) == steps
         assert all(len(seconds["values"]) == 1 and seconds["median"] > 0 for seconds in graph["seconds"].values())
