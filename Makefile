@@ -4,7 +4,7 @@
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way, all others with a BatchNorm through optimize (minutes)
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
-# make bench   the benchmarks (an hour; leave the machine alone meanwhile), then `make docs` shows them
+# make bench   the benchmarks (three hours; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -51,6 +51,9 @@ bench: $(VENV)/examples
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
 	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
+	$(BIN)/python benchmarks/each_pass.py --json benchmarks/results/each_pass.json --markdown benchmarks/results/each_pass.md
+	$(BIN)/python benchmarks/fusion.py --json benchmarks/results/fusion.json --markdown benchmarks/results/fusion.md
+	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md
 	$(BIN)/python benchmarks/checkpoints.py --compile unet,bert --llama70b --json benchmarks/results/checkpoints.json --markdown benchmarks/results/checkpoints.md
 
 docs: $(VENV)/dev

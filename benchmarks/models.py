@@ -113,6 +113,30 @@ def bert_small(scale: float) -> Subject:
     return Subject("bert_small", bring_to_life(BertModel(config)), draw)
 
 
+def vit_small(scale: float) -> Subject:
+    """Twelve layers of 384 on patches of 16 × 16."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    size = _image_size(scale)
+    sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=size, num_labels=1000))
+    return Subject("vit_small", bring_to_life(model), _images(size))
+
+
+def gpt2(scale: float) -> Subject:
+    """GPT-2 small, with its head, and without a cache: one pass over a text."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(use_cache=False)
+    length = max(8, round(128 * scale))
+
+    def draw(batch: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(1)
+        return (torch.randint(0, config.vocab_size, (batch, length), generator=generator),)
+
+    return Subject("gpt2", bring_to_life(GPT2LMHeadModel(config)), draw)
+
+
 class _PlainBlock(nn.Module):
     def __init__(self, before: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -227,6 +251,11 @@ MAP_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     )
 }  # fmt: skip
 
+# Those that benchmarks/each_pass.py measures.
+PASS_SUBJECTS: dict[str, Callable[[float], Subject]] = {
+    make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, vit_small, bert_small, gpt2)
+}
+
 
 def subject(name: str, scale: float = 1.0) -> Subject:
     """The model of that name, the same at every call; `scale` shrinks its inputs.
@@ -236,4 +265,4 @@ def subject(name: str, scale: float = 1.0) -> Subject:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return {**SUBJECTS, **MAP_SUBJECTS}[name](scale)
+        return {**SUBJECTS, **MAP_SUBJECTS, **PASS_SUBJECTS}[name](scale)

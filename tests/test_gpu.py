@@ -126,3 +126,62 @@ def test_layers_under_autocast_are_padded_for_tensor_cores_and_those_in_float32_
         fast = optimize(model, ["pad-channels"], example_inputs=(x,), device="cuda")
         assert fast.report.passes[0].status == status
         assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5), device="cuda").ok
+
+
+class GeluByHand(torch.nn.Module):
+    """Five pointwise operations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (1 + torch.erf(x / 1.41421))
+
+
+@pytest.mark.parametrize("backend", ["torchscript", "inductor"])
+def test_a_group_of_operations_is_one_kernel(backend: str) -> None:
+    x = torch.randn(1 << 20, 4, device="cuda")
+    fast = optimize(GeluByHand().eval(), [f"jit-fusion:backend={backend}"], example_inputs=(x,), device="cuda")
+    assert fast.report.passes[0].status == "applied", fast.report
+    with torch.no_grad():
+        assert torch.allclose(fast(x), GeluByHand()(x), atol=1e-6)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            fast(x)
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 1
+    fast(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_transformer_in_a_half_precision_is_verified_in_kind(dtype: str, how: str) -> None:
+    model, args, kwargs = REAL_MODELS["bert"]()
+    passes = [f"cast-precision:dtype={dtype}:how={how}"]
+    fast = optimize(model, passes, example_inputs=args or None, example_kwargs=kwargs, device="cuda")
+    assert fast.report.passes[0].status == "applied", fast.report
+    assert fast.report.parity is not None
+    assert fast.report.parity.precision == dtype
+
+
+@pytest.mark.parametrize("options", ["", ":mode=reduce-overhead", ":freezing=true"])
+def test_a_transformer_is_compiled(options: str) -> None:
+    model, args, kwargs = REAL_MODELS["bert"]()
+    fast = optimize(
+        model, [f"torch-compile{options}"], example_inputs=args or None, example_kwargs=kwargs, device="cuda"
+    )
+    assert fast.report.passes[0].status == "applied", fast.report
+    assert fast.report.verified
+
+
+def test_equal_blocks_are_compiled_once() -> None:
+    block = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = torch.nn.TransformerEncoder(block, 4, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 16, 64)
+    fast = optimize(model, ["torch-compile:regions=blocks"], example_inputs=(x,), device="cuda")
+    assert fast.report.passes[0].status == "applied", fast.report
+    assert fast.report.verified
+
+
+def test_merged_linear_layers_compute_the_same() -> None:
+    model, args, kwargs = REAL_MODELS["bert"]()
+    fast = optimize(model, ["merge-linears"], example_inputs=args or None, example_kwargs=kwargs, device="cuda")
+    assert fast.report.passes[0].status == "applied", fast.report
+    assert fast.report.verified

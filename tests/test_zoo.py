@@ -1,13 +1,27 @@
 """Thirty architectures through optimize, both exporters and verify, and in bfloat16, all others that hold a BatchNorm through
 optimize, and all of them in multiples of 8 channels; minutes long, so `make zoo` runs it."""
 
+import functools
+
 import pytest
 import torch
 from architectures import NORMED, ZOO, member
 
 from exporters import ExportError
 from optimizer import check_parity, export, optimize, verify_bundle
-from passes import CastPrecision, PadChannels
+from optimizer.inputs import Samples
+from optimizer.parity import Reference, judge
+from passes import (
+    CastPrecision,
+    ChannelsLast,
+    FoldConvBias,
+    FoldConvBn,
+    JitFusion,
+    MergeLinears,
+    PadChannels,
+    Simplify,
+    TorchCompile,
+)
 
 REFUSED = {
     # Its trace holds the call of an autograd.Function, which TorchScript has no form for.
@@ -64,15 +78,77 @@ def test_a_member_computes_in_multiples_of_channels(name):
     assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
 
 
+# All passes of inference that leave a graph; each beside each other one, in both orders.
+GRAPH_PASSES = {
+    "fold-conv-bias": FoldConvBias(),
+    "fold-conv-bn": FoldConvBn(),
+    "channels-last": ChannelsLast(),
+    "simplify": Simplify(),
+    "merge-linears": MergeLinears(),
+    "pad-channels": PadChannels(force=True),
+    "jit-fusion": JitFusion(),
+    "cast-precision": CastPrecision(),
+}
+COMPILED = TorchCompile(backend="eager")
+
+
+@pytest.fixture(scope="module")
+def reference_of():
+    """The model of a name, its inputs, and what the original gives at batch 1, 2 and 5; the last one is kept."""
+
+    @functools.lru_cache(maxsize=1)
+    def measured(name):
+        model, kwargs = member(name)
+        return model, kwargs, Reference.measure(model, Samples((), kwargs), batch_sizes=(1, 2, 5), draws=1)
+
+    return measured
+
+
+def rows(value, size):
+    return torch.cat([value] * size)[:size] if isinstance(value, torch.Tensor) else value
+
+
+def _check_together(model, kwargs, reference, passes):
+    report = (fast := optimize(model, passes, example_kwargs=kwargs)).report
+    names = [item.name for item in passes]
+    assert {record.status for record in report.passes} <= {"applied", "unchanged"}, (names, str(report))
+    assert report.verified, (names, str(report))
+    if report.parity.precision is None:
+        judged = judge(reference.compare(fast))
+        assert judged.ok, (names, judged.reason)
+    with torch.no_grad():
+        for size in (1, 2, 5):
+            # In a half precision the numbers are others: all that is looked at is that each size goes through.
+            fast(**{key: rows(value, size) for key, value in kwargs.items()})
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("first", GRAPH_PASSES)
+@pytest.mark.parametrize("name", ZOO)
+def test_a_member_takes_a_pass_beside_every_other_one(name, first, reference_of):
+    model, kwargs, reference = reference_of(name)
+    for second, item in GRAPH_PASSES.items():
+        if second != first:
+            _check_together(model, kwargs, reference, [GRAPH_PASSES[first], item])
+
+
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("other", ["fold-conv-bias", "fold-conv-bn", "channels-last", "simplify"])
-def test_a_member_computes_in_multiples_of_channels_beside_another_pass(name, other):
-    for order in ([PadChannels(force=True), other], [other, PadChannels(force=True)]):
-        model, kwargs = member(name)
-        fast = optimize(model, order, example_kwargs=kwargs)
-        assert {record.status for record in fast.report.passes} <= {"applied", "unchanged"}
-        assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+def test_a_member_takes_every_pass_in_front_of_torch_compile(name, reference_of):
+    model, kwargs, reference = reference_of(name)
+    for item in GRAPH_PASSES.values():
+        torch._dynamo.reset()
+        _check_together(model, kwargs, reference, [item, COMPILED])
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ZOO)
+def test_a_member_takes_all_passes_together(name, reference_of):
+    model, kwargs, reference = reference_of(name)
+    exact = [item for item in GRAPH_PASSES.values() if item.name != "cast-precision"]
+    for passes in (exact, exact[::-1], [*GRAPH_PASSES.values(), COMPILED]):
+        torch._dynamo.reset()
+        _check_together(model, kwargs, reference, passes)
 
 
 @pytest.mark.zoo

@@ -1,0 +1,317 @@
+"""What each pass alone does to a model, and all of them: latency, kernels, bytes of weights, peak memory.
+
+    python benchmarks/each_pass.py --json build/each_pass.json --markdown build/each_pass.md
+
+Every result is made by `optimize` and verified by it; all are called in turn with the model in eager and with
+torch.compile of it, so that what slows the machine down for a while slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import Run, calling, error_against, sentence_of
+from latency import cpus, time_cells
+from measure import PeakMemory, Spread, caption, latency_of, numbers, positive, prepared, ratios, repeats_for
+from models import PASS_SUBJECTS, Plain, Subject, subject
+from table import Table, mebibytes, write
+from torch import nn
+
+from optimizer import optimize, report_of
+
+# What a user would take instead has no passes.
+EAGER, COMPILE = "eager", "torch.compile"
+# What is exact, on top of the preset.
+_EXACT = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "merge-linears")
+WAYS: dict[str, tuple[str, ...]] = {
+    COMPILE: (),
+    "fold-conv-bias": ("fold-conv-bias",),
+    "fold-conv-bn": ("fold-conv-bn",),
+    "channels-last": ("channels-last",),
+    "simplify": ("simplify",),
+    "merge-linears": ("merge-linears",),
+    "pad-channels": ("pad-channels",),
+    "jit-fusion": ("jit-fusion",),
+    "cast-precision": ("cast-precision",),
+    "cast-precision, weights": ("cast-precision:how=weights",),
+    "torch-compile": ("torch-compile",),
+    "torch-compile, frozen": ("torch-compile:freezing=true",),
+    "all exact": _EXACT,
+    "all exact, jit-fusion": (*_EXACT, "jit-fusion"),
+    "all exact, torch-compile": (*_EXACT, "torch-compile"),
+    "all exact, cast-precision, torch-compile": (*_EXACT, "cast-precision", "torch-compile"),
+}
+_HALVES = ("bfloat16", "float16")
+# Of one figure of one round: shorter calls are repeated.
+_SECONDS_OF_A_FIGURE = 0.1
+# Operations that get memory, or look at it from Python, and run no kernel.
+_NO_KERNELS = frozenset({
+    "empty", "empty_like", "empty_permuted", "empty_strided", "is_nonzero", "item", "lift_fresh", "new_empty",
+    "new_empty_strided", "resize_", "resolve_conj", "resolve_neg", "result_type", "set_", "unsafe_chunk", "unsafe_split",
+    "unsafe_split_with_sizes", "_local_scalar_dense",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    """One way to run the model on one batch.
+
+    Attributes:
+        run: gives the outputs as flat tensors; None where this way can't be had.
+        statuses: of the passes, in order.
+        module: whose parameters count.
+        seconds: what it took to make, the first call included.
+        reason: why it can't be had.
+    """
+
+    name: str
+    run: Run | None
+    statuses: tuple[str, ...] = ()
+    module: nn.Module | None = None
+    seconds: float = 0.0
+    reason: str = ""
+
+
+def make(name: str, asked: Subject, inputs: tuple[torch.Tensor, ...], ways: dict[str, tuple[str, ...]]) -> Made:
+    """The way of that name; its first calls are made."""
+    torch._dynamo.reset()
+    started = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, statuses = _module(name, asked, inputs, ways)
+            run = calling(Plain(module), inputs)
+            run()
+            run()
+    except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and the row says so
+        return Made(name, None, seconds=time.perf_counter() - started, reason=sentence_of(error))
+    return Made(name, run, statuses, module, time.perf_counter() - started)
+
+
+def _module(
+    name: str, asked: Subject, inputs: tuple[torch.Tensor, ...], ways: dict[str, tuple[str, ...]]
+) -> tuple[nn.Module, tuple[str, ...]]:
+    if name == EAGER:
+        return asked.model, ()
+    if name == COMPILE:
+        return torch.compile(asked.model), ()  # type: ignore[return-value]
+    fast = optimize(asked.model, list(ways[name]), example_inputs=inputs)
+    return fast, tuple(record.status for record in report_of(fast).passes)
+
+
+def kernels_of(run: Run, device: str) -> int:
+    """How many kernels one call launches: on a GPU those that the device ran, else operations that compute something."""
+    activity = torch.profiler.ProfilerActivity
+    kinds = [activity.CPU, activity.CUDA] if device == "cuda" else [activity.CPU]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=kinds) as profile:
+            run()
+    events = profile.events()
+    if device == "cuda":
+        on_device = torch.autograd.DeviceType.CUDA
+        return sum(event.device_type == on_device and "Memcpy" not in event.name for event in events)
+    return sum(_kernels_in(event) for event in events if event.cpu_parent is None)
+
+
+def _kernels_in(event: Any) -> int:
+    """How many operations with a kernel of their own an event holds, itself among them."""
+    if "cpp_fused" in event.name:
+        return 1
+    name = event.name.removeprefix("aten::")
+    if name != event.name:
+        if name in _NO_KERNELS or _is_view(name):
+            return 0
+        if not _is_composed(name):
+            return 1
+    return sum(map(_kernels_in, event.cpu_children))
+
+
+@functools.cache
+def _is_view(name: str) -> bool:
+    return any(
+        value.alias_info is not None and not value.alias_info.is_write
+        for operation in _operations(name)
+        for value in operation._schema.returns
+    ) and not _is_composed(name)
+
+
+@functools.cache
+def _is_composed(name: str) -> bool:
+    """Whether it runs other operations, which are events below it."""
+    key = "CompositeImplicitAutograd"
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(each.name(), key) for each in _operations(name))
+
+
+def _operations(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name, None)
+    found = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    # Those on plain numbers are TorchScript's, and have no kernels.
+    return [each for each in found if torch._C._dispatch_has_kernel(each.name())]
+
+
+def peak_of(run: Run, device: str) -> int:
+    """The most bytes that one call takes beyond what is there before it."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with PeakMemory() as memory:
+        run()
+    return memory.bytes
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Of all parameters and buffers, what shares its memory counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(module)}
+    return sum(storages.values())
+
+
+def _tensors(module: nn.Module) -> Sequence[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def measure_batch(
+    asked: Subject, batch: int, ways: dict[str, tuple[str, ...]], rounds: int, device: str
+) -> list[dict[str, Any]]:
+    """All ways at one batch size, interleaved."""
+    inputs = tuple(tensor.to(device) for tensor in asked.inputs(batch))
+    truth = calling(Plain(asked.model), inputs)()
+    made = [make(name, asked, inputs, ways) for name in (EAGER, *ways)]
+    runs = {each.name: each.run for each in made if each.run is not None}
+    figures: dict[str, list[float]] = {name: [] for name in runs}
+    repeats = {name: repeats_for(run, _SECONDS_OF_A_FIGURE, device) for name, run in runs.items()}
+    errors = {name: error_against(run(), [t.double() for t in truth]) for name, run in runs.items()}
+    order = list(runs)
+    for number in range(rounds):
+        random.Random(number).shuffle(order)
+        for name in order:
+            figures[name].append(latency_of(runs[name], repeats[name], device))
+    return [_result(each, figures, errors, device) for each in made]
+
+
+def _result(made: Made, figures: dict[str, list[float]], errors: dict[str, float], device: str) -> dict[str, Any]:
+    result = {"name": made.name, "statuses": list(made.statuses), "set_up_seconds": made.seconds}
+    if made.run is None or made.module is None:
+        return {**result, "unavailable": made.reason}
+    values, error = figures[made.name], errors[made.name]
+    return {
+        **result,
+        "unavailable": None,
+        "seconds": {**Spread.of(values).to_json(), "values": values},
+        "speed_up": ratios(figures[EAGER], values).to_json(),
+        "error": error if math.isfinite(error) else None,
+        "kernels": kernels_of(made.run, device),
+        "weight_bytes": bytes_of(made.module),
+        "peak_bytes": peak_of(made.run, device),
+    }
+
+
+def table_of(results: Sequence[dict[str, Any]]) -> Table:
+    headings = [
+        "model", "batch", "passes", "did", "latency", "quartiles", "speed-up", "quartiles", "error", "kernels",
+        "weights", "peak",
+    ]  # fmt: skip
+    table = Table("Passes", headings, left=4)
+    for result in results:
+        for each in result["ways"]:
+            row = [result["model"], str(result["batch"]), each["name"], _did(each["statuses"])]
+            if each["unavailable"] is not None:
+                table.add(*row, "–", *[""] * 7)
+                table.caption.append(f"{row[0]}, batch {row[1]}, {row[2]}: {each['unavailable']}")
+                continue
+            sizes = [mebibytes(each["weight_bytes"]), mebibytes(each["peak_bytes"])]
+            table.add(*row, *time_cells(each), str(each["kernels"]), *sizes)
+    table.caption.append(
+        "Speed-up is the time of eager over that of the way, taken within each round; medians with quartiles. The error is"
+        " the largest difference from eager, over the output's largest value. Peak is what one call takes beside the weights."
+    )
+    return table
+
+
+def _did(statuses: Sequence[str]) -> str:
+    """What became of the passes: of several, how many did something."""
+    if len(statuses) < 2:
+        return "".join(statuses)
+    other = sorted({status for status in statuses if status not in ("applied", "unchanged")})
+    return ", ".join([f"{statuses.count('applied')} of {len(statuses)} applied", *other])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(PASS_SUBJECTS), help="names, by commas (default: %(default)s)")
+    parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
+    parser.add_argument("--rounds", type=positive, default=9, help="figures per way (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=positive, default=cpus())
+    parser.add_argument("--dtype", choices=_HALVES, help="cast the models beforehand, so that all ways compute in it")
+    parser.add_argument("--ways", help="names, by semicolons (default: all)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",")
+    if unknown := [name for name in models if name not in PASS_SUBJECTS]:
+        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(PASS_SUBJECTS)}")
+    names = list(WAYS) if arguments.ways is None else [name.strip() for name in arguments.ways.split(";")]
+    if unknown := [name for name in names if name not in WAYS]:
+        parser.error(f"there is no way {unknown[0]!r}: use {'; '.join(WAYS)}")
+    where = prepared(parser, arguments)
+    settings = {
+        "models": models,
+        "ways": {name: WAYS[name] for name in names},
+        "batch": arguments.batch,
+        "rounds": arguments.rounds,
+        "scale": arguments.scale,
+        "device": arguments.device,
+        "dtype": arguments.dtype or "float32",
+    }
+    results: list[dict[str, Any]] = []
+    data = {"benchmark": "each_pass", "environment": where, "settings": settings, "results": results}
+    for name in models:
+        asked = _cast(subject(name, arguments.scale), arguments.device, arguments.dtype)
+        for batch in arguments.batch:
+            print(f"{time.strftime('%H:%M:%S')}  {name}, batch {batch} …", file=sys.stderr)
+            ways = {each: WAYS[each] for each in names}
+            measured = measure_batch(asked, batch, ways, arguments.rounds, arguments.device)
+            results.append({"model": name, "batch": batch, "ways": measured})
+            # After each size: what was measured stays, if the rest is interrupted.
+            table = table_of(results)
+            table.caption.append(caption(where))
+            write([table], data, arguments.json, arguments.markdown)
+    table.show()
+    return 0
+
+
+def _cast(asked: Subject, device: str, dtype: str | None) -> Subject:
+    model = asked.model.to(device)
+    if dtype is None:
+        return Subject(asked.name, model, asked.inputs)
+    half: torch.dtype = getattr(torch, dtype)
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return tuple(t.to(half) if t.is_floating_point() else t for t in asked.inputs(batch))
+
+    return Subject(asked.name, model.to(half), inputs)
+
+
+if __name__ == "__main__":
+    # A cache of its own, so that a second run compiles what the first one did; kernels show in profiles.
+    with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        torch._inductor.config.cpp.enable_kernel_profile = True
+        sys.exit(main())

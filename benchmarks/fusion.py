@@ -1,0 +1,138 @@
+"""Five pointwise operations as one kernel: what jit-fusion gains over eager, by the number of elements.
+
+    python benchmarks/fusion.py --json build/fusion.json --markdown build/fusion.md
+
+The operations are x · 0.5 · (1 + erf(x / 1.41421)). Beside them stand torch.compile of the same function, and a copy of the
+same bytes, which no kernel that reads and writes them once can beat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from latency import cpus
+from measure import Spread, caption, latency_of, numbers, positive, prepared, ratios, repeats_for
+from table import Table, publish, seconds
+from torch import nn
+
+from optimizer import optimize, report_of
+
+EAGER, OURS, COMPILE, COPY = "eager", "jit-fusion", "torch.compile", "copy of the same bytes"
+# Of one figure of one round: shorter calls are repeated.
+_SECONDS_OF_A_FIGURE = 0.05
+# What the project aims at on a GPU: so many times as fast as eager, in so much of the bandwidth of a copy.
+GOALS = {"speed_up": 4.0, "of_copy": 0.85}
+
+
+class ByHand(nn.Module):
+    """GELU, operation by operation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (1 + torch.erf(x / 1.41421))
+
+
+def measure(elements: int, rounds: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """All contenders on one tensor, interleaved."""
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    # Verified on few numbers and at two sizes, as they would be in a model.
+    fast = optimize(ByHand().eval().to(device), ["jit-fusion"], example_inputs=(x[: 1 << 16].reshape(2, -1),))
+    (record,) = report_of(fast).passes
+    eager = ByHand().eval()
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled, target = torch.compile(eager), torch.empty_like(x)
+    runs: dict[str, Callable[[], Any]] = {
+        EAGER: lambda: eager(x),
+        OURS: lambda: fast(x),
+        COMPILE: lambda: compiled(x),
+        COPY: lambda: target.copy_(x),
+    }
+    with torch.no_grad():
+        for run in runs.values():
+            run()
+            run()
+        repeats = {name: repeats_for(run, _SECONDS_OF_A_FIGURE, device) for name, run in runs.items()}
+        figures: dict[str, list[float]] = {name: [] for name in runs}
+        order = list(runs)
+        for number in range(rounds):
+            random.Random(number).shuffle(order)
+            for name in order:
+                figures[name].append(latency_of(runs[name], repeats[name], device))
+        error = (fast(x).double() - ByHand()(x.double())).abs().max().item()
+    return {
+        "elements": elements,
+        "kernels": [record.detail.kernels_before, len(record.detail.units)],  # type: ignore[union-attr]
+        "error": error,
+        "ways": {name: {**Spread.of(values).to_json(), "values": values} for name, values in figures.items()},
+        "speed_up": {name: ratios(figures[EAGER], values).to_json() for name, values in figures.items()},
+        "of_copy": {name: ratios(figures[COPY], values).to_json() for name, values in figures.items()},
+    }
+
+
+def table_of(results: Sequence[dict[str, Any]]) -> Table:
+    table = Table("Fusion", ["elements", "way", "latency", "quartiles", "speed-up", "quartiles", "of a copy"], left=2)
+    for result in results:
+        for name, spread in result["ways"].items():
+            gain, part = result["speed_up"][name], result["of_copy"][name]
+            table.add(
+                f"{result['elements']:,}",
+                name,
+                seconds(spread["median"]),
+                f"{seconds(spread['low'])} – {seconds(spread['high'])}",
+                f"{gain['median']:.2f}×",
+                f"{gain['low']:.2f} – {gain['high']:.2f}",
+                f"{100 * part['median']:.0f} %",
+            )
+    table.caption.append(
+        "Speed-up is the time of eager over that of the way, of a copy that of the copy, within each round."
+    )
+    return table
+
+
+def misses(results: Sequence[dict[str, Any]], device: str) -> list[str]:
+    """A sentence for each goal that isn't reached; there are goals for a GPU, on tensors that don't fit in its caches."""
+    found = []
+    for result in results if device == "cuda" else ():
+        for figure, goal in GOALS.items():
+            got = result[figure][OURS]["median"]
+            if result["elements"] >= 10**7 and got < goal:
+                found.append(f"{result['elements']:,} elements: {figure} is {got:.2f}; the goal is {goal:g}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=numbers, default=[10**5, 10**6, 10**7, 10**8], help="default: 10^5 to 10^8")
+    parser.add_argument("--rounds", type=positive, default=11, help="figures per way (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=positive, default=cpus())
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    arguments = parser.parse_args()
+    where = prepared(parser, arguments)
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    results = [measure(count, arguments.rounds, arguments.device, dtype) for count in arguments.elements]
+    table = table_of(results)
+    table.caption.append(caption(where))
+    missed = misses(results, arguments.device)
+    settings = {"rounds": arguments.rounds, "device": arguments.device, "dtype": arguments.dtype}
+    data = {"benchmark": "fusion", "environment": where, "settings": settings, "results": results, "missed": missed}
+    publish([table], data, arguments.json, arguments.markdown)
+    for sentence in missed:
+        print(sentence, file=sys.stderr)
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        sys.exit(main())

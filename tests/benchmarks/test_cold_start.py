@@ -1,0 +1,25 @@
+"""The benchmark of the first answer of compiled code."""
+
+import json
+
+import pytest
+from benchmark_runs import run_benchmark
+
+
+@pytest.mark.zoo
+def test_starts_both_ways_in_processes_of_their_own(tmp_path):
+    path = tmp_path / "cold_start.json"
+    size = ["--models=vit_small", "--scale=0.15", "--starts=1", "--rounds=1", "--threads=1"]
+    process = run_benchmark("cold_start", *size, f"--json={path}", timeout=600)
+    assert process.returncode == 0, process.stderr
+    (result,) = json.loads(path.read_text())["results"]
+    assert set(result["starts"]) == {"torch-compile, by blocks", "torch.compile"}
+    assert result["cold_start"]["median"] > 0
+    assert set(result["latencies"]) == {"torch-compile, by blocks", "torch.compile", "eager"}
+
+
+def test_refuses_a_model_that_there_is_none_of():
+    process = run_benchmark("cold_start", "--models=vit_large")
+    assert process.returncode == 2
+    assert "there is no model 'vit_large'" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -1,0 +1,62 @@
+"""The benchmark of the passes on one small model: every way is there, and tells what is right."""
+
+import json
+from functools import partial
+
+import pytest
+from benchmark_runs import run_benchmark
+
+WAYS = ["merge-linears", "jit-fusion", "cast-precision, weights", "all exact"]
+
+run = partial(run_benchmark, "each_pass")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("each_pass")
+    paths = [f"--json={folder / 'passes.json'}", f"--markdown={folder / 'passes.md'}"]
+    size = ["--models=bert_small", "--batch=2", "--rounds=2", "--scale=0.1", "--threads=1"]
+    process = run(*size, f"--ways={';'.join(WAYS)}", *paths)
+    assert process.returncode == 0, process.stderr
+    (result,) = json.loads((folder / "passes.json").read_text())["results"]
+    ways = {way["name"]: way for way in result["ways"]}
+    return ways, (folder / "passes.md").read_text(), process
+
+
+def test_measures_every_way_in_every_round(done):
+    ways, _, _ = done
+    assert list(ways) == ["eager", *WAYS]
+    for way in ways.values():
+        assert way["unavailable"] is None, way
+        assert len(way["seconds"]["values"]) == 2
+        assert way["peak_bytes"] > 0
+
+
+def test_tells_what_became_of_the_passes(done):
+    ways, markdown, _ = done
+    assert ways["merge-linears"]["statuses"] == ["applied"]
+    # No convolution is there, and so nothing for the three that are about them.
+    assert ways["all exact"]["statuses"] == ["unchanged"] * 3 + ["applied"] * 2
+    assert "| 2 of 5 applied |" in markdown
+
+
+def test_counts_kernels_and_bytes_of_weights(done):
+    ways, _, _ = done
+    eager, merged, cast = (ways[name] for name in ("eager", "merge-linears", "cast-precision, weights"))
+    # Query, key and value of each of the six layers become one product.
+    assert eager["kernels"] - merged["kernels"] == 12
+    assert merged["weight_bytes"] == eager["weight_bytes"]
+    assert 0.5 < cast["weight_bytes"] / eager["weight_bytes"] < 0.51
+
+
+def test_tells_the_error_of_every_way(done):
+    ways, _, _ = done
+    assert ways["eager"]["error"] == 0
+    assert 0 <= ways["merge-linears"]["error"] < 1e-4 < ways["cast-precision, weights"]["error"] < 1e-1
+
+
+def test_refuses_a_way_that_there_is_none_of():
+    process = run("--ways=everything")
+    assert process.returncode == 2
+    assert "there is no way 'everything'" in process.stderr
+    assert "Traceback" not in process.stderr

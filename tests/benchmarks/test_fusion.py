@@ -1,0 +1,26 @@
+"""The benchmark of fused operations, on few numbers."""
+
+import json
+
+from benchmark_runs import run_benchmark
+
+
+def test_measures_all_ways_and_says_what_is_one_kernel(tmp_path):
+    paths = [f"--json={tmp_path / 'fusion.json'}", f"--markdown={tmp_path / 'fusion.md'}"]
+    process = run_benchmark("fusion", "--elements=100000", "--rounds=2", "--threads=1", "--check", *paths)
+    assert process.returncode == 0, process.stderr
+    data = json.loads((tmp_path / "fusion.json").read_text())
+    (result,) = data["results"]
+    assert result["kernels"] == [5, 1]
+    assert 0 < result["error"] < 1e-5
+    assert set(result["ways"]) == {"eager", "jit-fusion", "torch.compile", "copy of the same bytes"}
+    assert all(len(way["values"]) == 2 for way in result["ways"].values())
+    # The goals are for a GPU.
+    assert data["missed"] == []
+    assert "| 100,000 | jit-fusion |" in (tmp_path / "fusion.md").read_text()
+
+
+def test_refuses_what_is_no_number():
+    process = run_benchmark("fusion", "--elements=many")
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
