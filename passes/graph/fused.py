@@ -77,10 +77,16 @@ class FusedUnit:
             return False
         if self.backend == "torchscript" and torch._C._is_any_autocast_enabled():
             return False
+        if torch.autograd.forward_ad._current_level >= 0:
+            # No kernel has a derivative in the forward direction.
+            return False
         if not all(
             type(source) in (torch.Tensor, nn.Parameter)
             and source.layout is torch.strided
             and not source.is_meta
+            # Their memory holds other numbers than they have.
+            and not source.is_neg()
+            and not source.is_conj()
             and not torch._C._functorch.is_functorch_wrapped_tensor(source)
             for source in sources
         ):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from passes.base import Context
 from passes.errors import RequirementNotMet
 from passes.graph import fused
 from passes.graph.fused import FusedUnit
+from passes.graph.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
 
 CPU = Context("inference", torch.device("cpu"))
@@ -267,6 +269,32 @@ def test_where_something_looks_at_the_operations_they_run_one_by_one(ran: list[s
             fast(rows())
         fast.to("meta")(rows().to("meta"))
     assert not ran
+
+
+def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the_operations(ran: list[str]) -> None:
+    model = model_of(by_hand_gelu)
+    fast, _ = fused_model(model)
+    ran.clear()
+    tangent = torch.ones(2, 4)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
+        # What torch imports for that is of TorchScript.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        duals = [torch.autograd.forward_ad.make_dual(rows(), tangent) for _ in range(2)]
+        got, wanted = (
+            torch.autograd.forward_ad.unpack_dual(net(x)) for net, x in zip((fast, model), duals, strict=True)
+        )
+    assert torch.equal(got.tangent, wanted.tangent)
+    assert not ran
+    unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
+    negated = torch.randn(2, 4, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    assert torch.equal(unit(negated), by_hand_gelu(None, negated.clone()))
+    assert not ran
+
+
+def _first_group(model: nn.Module) -> Any:
+    program, _ = captured(model)
+    return program, next(pointwise_groups(program, program.graphs[id(program.root)].graph))
 
 
 def test_the_exports_hold_the_operations(ran: list[str], tmp_path: Path) -> None:
