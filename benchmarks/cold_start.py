@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from contenders import Run, calling
 from latency import cpus
-from measure import Spread, caption, latency_of, positive, prepared, ratios, repeats_for, synchronize
+from measure import Spread, caption, latencies_of, positive, prepared, ratios, synchronize
 from models import PASS_SUBJECTS, Plain, subject
 from table import Table, publish, seconds
 from torch import nn
@@ -90,13 +90,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for run in runs.values():
         run()
         run()
-    repeats = {way: repeats_for(run, _SECONDS_OF_A_FIGURE, arguments.device) for way, run in runs.items()}
-    latencies: dict[str, list[float]] = {way: [] for way in runs}
-    order = list(runs)
-    for number in range(arguments.rounds):
-        random.Random(number).shuffle(order)
-        for way in order:
-            latencies[way].append(latency_of(runs[way], repeats[way], arguments.device))
+    latencies, _ = latencies_of(runs, arguments.rounds, _SECONDS_OF_A_FIGURE, arguments.device)
     return {
         "model": name,
         "starts": {way: {**Spread.of(values).to_json(), "values": values} for way, values in starts.items()},

@@ -12,7 +12,6 @@ import argparse
 import functools
 import math
 import os
-import random
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from contenders import Run, calling, error_against, sentence_of
 from latency import cpus, time_cells
-from measure import PeakMemory, Spread, caption, latency_of, numbers, positive, prepared, ratios, repeats_for
+from measure import PeakMemory, Spread, caption, latencies_of, numbers, positive, prepared, ratios
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn
@@ -193,14 +192,8 @@ def measure_batch(
     truth = calling(Plain(asked.model), inputs)()
     made = [make(name, asked, inputs, ways) for name in (EAGER, *ways)]
     runs = {each.name: each.run for each in made if each.run is not None}
-    figures: dict[str, list[float]] = {name: [] for name in runs}
-    repeats = {name: repeats_for(run, _SECONDS_OF_A_FIGURE, device) for name, run in runs.items()}
     errors = {name: error_against(run(), [t.double() for t in truth]) for name, run in runs.items()}
-    order = list(runs)
-    for number in range(rounds):
-        random.Random(number).shuffle(order)
-        for name in order:
-            figures[name].append(latency_of(runs[name], repeats[name], device))
+    figures, _ = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device)
     return [_result(each, figures, errors, device) for each in made]
 
 

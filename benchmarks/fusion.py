@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from latency import cpus
-from measure import Spread, caption, latency_of, numbers, positive, prepared, ratios, repeats_for
+from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios
 from table import Table, publish, seconds
 from torch import nn
 
@@ -58,13 +57,7 @@ def measure(elements: int, rounds: int, device: str, dtype: torch.dtype) -> dict
         for run in runs.values():
             run()
             run()
-        repeats = {name: repeats_for(run, _SECONDS_OF_A_FIGURE, device) for name, run in runs.items()}
-        figures: dict[str, list[float]] = {name: [] for name in runs}
-        order = list(runs)
-        for number in range(rounds):
-            random.Random(number).shuffle(order)
-            for name in order:
-                figures[name].append(latency_of(runs[name], repeats[name], device))
+        figures, _ = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device)
         error = (fast(x).double() - ByHand()(x.double())).abs().max().item()
     return {
         "elements": elements,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import random
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import EAGER, LABELS, Contender, Workshop, error_against
-from measure import Spread, caption, latency_of, numbers, positive, prepared, ratios, repeats_for
+from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios
 from models import SUBJECTS, subject
 from table import Table, seconds, write
 
@@ -36,13 +35,7 @@ def measure_batch(
     made = workshop.contenders(batch, names)
     runs = {contender.name: contender.run for contender in made if contender.run is not None}
     errors = {name: error_against(run(), truth) for name, run in runs.items()}
-    repeats = {name: repeats_for(run, _SECONDS_OF_A_FIGURE, device) for name, run in runs.items()}
-    figures: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
-    for number in range(rounds):
-        random.Random(number).shuffle(order)
-        for name in order:
-            figures[name].append(latency_of(runs[name], repeats[name], device))
+    figures, repeats = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device)
     return [_result(contender, figures, errors, repeats, base) for contender in made]
 
 

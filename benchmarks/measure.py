@@ -126,6 +126,24 @@ def repeats_for(call: Callable[[], Any], seconds: float, device: str) -> int:
     return max(1, round(seconds / max(latency_of(call, 1, device), 1e-7)))
 
 
+def latencies_of(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, device: str
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of one call of each contender in each round, in an order that changes, and how many calls a figure is made of.
+
+    Args:
+        seconds: of one figure of one round: shorter calls are repeated.
+    """
+    repeats = {name: repeats_for(run, seconds, device) for name, run in runs.items()}
+    figures: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for number in range(rounds):
+        random.Random(number).shuffle(order)
+        for name in order:
+            figures[name].append(latency_of(runs[name], repeats[name], device))
+    return figures, repeats
+
+
 class PeakMemory:
     """How far the resident memory of this process rises above what it is when the block begins, in bytes.
 

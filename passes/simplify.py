@@ -16,7 +16,7 @@ from passes.graph.constants import Constant, value_of
 from passes.graph.effects import Aliases, is_dropout_off, is_pure, is_repeatable, may_share
 from passes.graph.forward import GraphForward, cost_of
 from passes.graph.guards import inner_forward
-from passes.graph.match import Node, has_hooks, is_stock
+from passes.graph.match import Node, has_hooks, is_stock, only_tensor
 from passes.graph.program import operation_name
 from passes.graph.rewriter import Change, Rewriter
 from passes.graph.subgraph import graph_between
@@ -169,7 +169,7 @@ class _Simplifier:
 
     def _leave_out_call(self, node: Node) -> None:
         child = self.program.module_of(node)
-        if child is None or not _takes_one(node) or (what := self._nothing(child)) is None:
+        if child is None or only_tensor(node) is None or (what := self._nothing(child)) is None:
             return
         if reason := _why_not_left_out(child):
             self.graph.skip(node, reason)
@@ -348,11 +348,6 @@ def _why_not_left_out(child: nn.Module) -> str | None:
     if type(child).__call__ is not nn.Module.__call__:
         return "it does nothing, but its class has a __call__ of its own"
     return None
-
-
-def _takes_one(node: Node) -> bool:
-    arguments = (*node.args, *node.kwargs.values())
-    return len(arguments) == 1 and isinstance(arguments[0], type(node))
 
 
 # What an operation gives that does nothing: what it was given itself, a view of that, or a copy.

@@ -116,9 +116,7 @@ class TorchCompile(Pass):
         groups = self._blocks(root, context)
         if self.fullgraph and not groups and context.run_compiled is not None:
             self._refuse_break(WholeTrial(root), context)
-        record = CompileRecord(
-            "blocks" if groups else "whole", tuple(tuple(path for path, _ in group) for group in groups)
-        )
+        record = CompileRecord(tuple(tuple(path for path, _ in group) for group in groups))
         if groups:
             for group in groups:
                 self._compile_blocks(rewriter, group, record)

@@ -101,11 +101,13 @@ class FrozenCall:
             for home, name, tensor, version, place in self.weights
         ):
             return True
-        self._freeze()
-        if self.times > _MOST_FREEZES:
+        if self.times == _MOST_FREEZES:
+            self.times += 1
             name = type(self.module).__name__
             logger.warning("the weights of %s change between calls: they are read at each call from now on", name)
-        return self.times <= _MOST_FREEZES
+            return False
+        self._freeze()
+        return True
 
     def _by_plain_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.plain is None:
@@ -129,7 +131,7 @@ class BlocksTrial:
 
     def __init__(self, groups: Sequence[Blocks]) -> None:
         self.groups = groups
-        self.records = [CompileRecord("blocks") for _ in groups]
+        self.records = [CompileRecord() for _ in groups]
         self.calls: list[list[int]] = [[] for _ in groups]
 
     @contextmanager
@@ -184,7 +186,7 @@ class WholeTrial:
         """Inside, the root runs so."""
         from torch._dynamo.exc import Unsupported
 
-        record = CompileRecord("whole")
+        record = CompileRecord()
         compiled = torch.compile(
             entry_of(self.root), backend=RecordingBackend("eager", _as_it_is, record), fullgraph=True
         )

@@ -55,16 +55,19 @@ class CompileRecord:
     """It is written while code is made, at the first call and at calls of other shapes.
 
     Attributes:
-        regions: "whole" or "blocks".
         blocks: the paths of the blocks that share their code, group by group; empty where the whole is compiled.
         programs: how many programs the compiler was given.
         breaks: how often a program ended at each place, of those it was given.
     """
 
-    regions: str
     blocks: tuple[tuple[str, ...], ...] = ()
     programs: int = 0
     breaks: Counter[GraphBreak] = field(default_factory=Counter)
+
+    @property
+    def regions(self) -> str:
+        """ "whole" or "blocks"."""
+        return "blocks" if self.blocks else "whole"
 
     def add(self, reason: Any) -> None:
         """A program was made, which ends for this reason; None where it isn't known."""

@@ -37,16 +37,13 @@ class Precision:
         return str(self.dtype).removeprefix("torch.")
 
 
-class AutocastForward(AroundForward):
-    """The forward of a root, under autocast; what it returns has the dtypes that it had without.
-
-    Each cast of a weight is made where it is used and kept for nothing else: a cache would hold them all until the end
-    of the call, and a trace would take them for constants.
+class RootCast(AroundForward):
+    """Base of the forwards of a root that computes in a half precision.
 
     Attributes:
-        dtype: that of autocast.
+        dtype: the half precision.
         outputs: the dtype of each leaf of the output; None for what is no float tensor. Calls that give more or fewer
-            leaves have what comes in the dtype of autocast cast to float32.
+            leaves have what comes in the half precision cast to float32.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, outputs: Sequence[torch.dtype | None]) -> None:
@@ -54,6 +51,14 @@ class AutocastForward(AroundForward):
         self.inner = inner
         self.dtype = dtype
         self.outputs = tuple(outputs)
+
+
+class AutocastForward(RootCast):
+    """The forward of a root, under autocast; what it returns has the dtypes that it had without.
+
+    Each cast of a weight is made where it is used and kept for nothing else: a cache would hold them all until the end
+    of the call, and a trace would take them for constants.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(_device_type(self.owner), self.dtype, cache_enabled=False):
@@ -61,21 +66,11 @@ class AutocastForward(AroundForward):
         return _with_dtypes(outputs, self.outputs, self.dtype)
 
 
-class CastForward(AroundForward):
+class CastForward(RootCast):
     """The forward of a root whose weights are of a half precision: float32 goes in and comes out as without.
 
     What it returns of its inputs is the caller's own tensor.
-
-    Attributes:
-        dtype: that of the weights.
-        outputs: as for `AutocastForward`.
     """
-
-    def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, outputs: Sequence[torch.dtype | None]) -> None:
-        self.owner = owner
-        self.inner = inner
-        self.dtype = dtype
-        self.outputs = tuple(outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lent: list[tuple[Any, Any]] = []
@@ -133,11 +128,11 @@ class LoweredInput(AroundForward):
         return self._inner_forward(*args, **kwargs)
 
 
-def root_cast(root: nn.Module) -> AutocastForward | CastForward | None:
+def root_cast(root: nn.Module) -> RootCast | None:
     """What casts in the root's forward already; None for nothing."""
     installed = root.__dict__.get("forward")
     while isinstance(installed, AroundForward):
-        if isinstance(installed, AutocastForward | CastForward):
+        if isinstance(installed, RootCast):
             return installed
         installed = installed.inner
     return None

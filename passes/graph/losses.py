@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,29 @@ class Loss:
     feeder: nn.Module | None = None
 
 
-class LossWatch:
+class _Watch(ABC):
+    """A context in which every call below a root goes through `_around`, with all of it in eval."""
+
+    def __init__(self, root: nn.Module, besides: Iterable[nn.Module]) -> None:
+        self.root = root
+        self.besides = list(besides)
+        self.outputs: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(in_eval(self.root))
+        self._stack.enter_context(intercepted_calls(self.root, self._around, self.besides))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @abstractmethod
+    def _around(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+
+
+class LossWatch(_Watch):
     """A context in which the calls of layers are made once more, in a half precision, and compared.
 
     Everything is in eval meanwhile: the same call then gives the same. The calls themselves are left as they are. How much
@@ -61,24 +84,14 @@ class LossWatch:
         most: float,
         lowered: Lowered,
     ) -> None:
-        self.root = root
-        self.besides = list(besides)
+        super().__init__(root, besides)
         self.losses: dict[int, Loss] = {}
-        self.outputs: Any = None
         self._layers = {id(layer) for layer in layers}
         self._dtype = dtype
         self._most = most
         self._lowered = lowered
         self._busy = False
         self._makers: dict[int, tuple[weakref.ref[torch.Tensor], nn.Module]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(in_eval(self.root))
-        self._stack.enter_context(intercepted_calls(self.root, self._around, self.besides))
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def _around(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,7 +149,7 @@ class LossWatch:
         return maker if made is not None and made() is floats[0] else None
 
 
-class TrialWatch:
+class TrialWatch(_Watch):
     """A context in which the root runs in a half precision, and modules that raise there are tried in other ways.
 
     Attributes:
@@ -147,19 +160,9 @@ class TrialWatch:
     def __init__(
         self, root: nn.Module, besides: Iterable[nn.Module], ways: Callable[[nn.Module, Any], Iterator[Way]]
     ) -> None:
-        self.root = root
-        self.besides = list(besides)
-        self.outputs: Any = None
+        super().__init__(root, besides)
         self.mended: dict[int, tuple[nn.Module, str, str]] = {}
         self._ways = ways
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(in_eval(self.root))
-        self._stack.enter_context(intercepted_calls(self.root, self._around, self.besides))
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def _around(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -237,7 +237,7 @@ def convolution_at(program: Program, node: fx.Node) -> Convolution | None:
 
 
 def _convolution_module(node: fx.Node, module: nn.Module | None) -> Convolution | None:
-    source = _sized_tensor(node) if isinstance(module, _ConvTransposeNd) else _only_tensor(node)
+    source = _sized_tensor(node) if isinstance(module, _ConvTransposeNd) else only_tensor(node)
     if module is None or source is None or not is_stock(module, (*STOCK_CONVOLUTIONS, nn.Linear)):
         return None
     weight, bias = TensorRef(module, "weight"), TensorRef(module, "bias")
@@ -288,7 +288,7 @@ def batch_norm_at(program: Program, node: fx.Node) -> BatchNorm | None:
 
 
 def _batch_norm_module(node: fx.Node, module: nn.Module | None) -> BatchNorm | None:
-    source = _only_tensor(node)
+    source = only_tensor(node)
     stock = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     if module is None or source is None or not is_stock(module, stock):
         return None
@@ -663,7 +663,7 @@ def is_parametrized(module: nn.Module) -> bool:
     return "parametrizations" in module._modules and parametrize.is_parametrized(module)
 
 
-def _only_tensor(node: fx.Node) -> fx.Node | None:
+def only_tensor(node: fx.Node) -> fx.Node | None:
     """The one argument of a module call that takes one tensor and nothing else."""
     arguments = (*node.args, *node.kwargs.values())
     return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], fx.Node) else None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from passes.graph.effects import is_repeatable
-from passes.graph.match import is_stock
+from passes.graph.match import is_stock, only_tensor
 from passes.graph.operations import schemas
 from passes.graph.program import Program, operation_name
 from passes.graph.tracing import IS_TENSOR
@@ -101,7 +101,7 @@ def is_pointwise(program: Program, node: fx.Node) -> bool:
 
 def _is_layer(program: Program, node: fx.Node) -> bool:
     child = program.module_of(node)
-    return child is not None and _takes_one(node) and function_of(child) is not None
+    return child is not None and only_tensor(node) is not None and function_of(child) is not None
 
 
 def name_of_pointwise(node: fx.Node) -> str:
@@ -128,9 +128,7 @@ def attributes_of(layer: nn.Module) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_tagged(name: str) -> bool:
-    known = schemas(name) or ()
-    is_drawn = any(torch.Tag.nondeterministic_seeded in operation.tags for operation in known)
-    return not is_drawn and (name in _COMPOSED or any(torch.Tag.pointwise in operation.tags for operation in known))
+    return name in _COMPOSED or any(torch.Tag.pointwise in operation.tags for operation in schemas(name) or ())
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -139,8 +137,3 @@ def _is_cast(node: fx.Node) -> bool:
         return False
     wanted = node.args[1:]
     return len(wanted) == 1 and isinstance(wanted[0], torch.dtype) if node.target == "to" else not wanted
-
-
-def _takes_one(node: fx.Node) -> bool:
-    arguments = (*node.args, *node.kwargs.values())
-    return len(arguments) == 1 and isinstance(arguments[0], fx.Node)
