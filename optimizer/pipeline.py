@@ -137,6 +137,8 @@ class Pipeline:
     _done: list[_Done] = field(default_factory=list)
     # What the pass of this number is told to leave alone from the start.
     _left_alone: dict[int, dict[Place, str]] = field(default_factory=dict)
+    # The passes of these numbers are taken back whatever they do, each for the reason.
+    _wrong: dict[int, str] = field(default_factory=dict)
 
     @property
     def mode(self) -> Mode:
@@ -321,8 +323,53 @@ class Pipeline:
     def _run_from(self, program: Program, first: int) -> None:
         context = self.context()
         for number, item in enumerate(self._passes[first:], first):
-            self._tell("optimize", number, len(self._passes) + 1, item.name)
-            self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
+            if item.lowers_precision:
+                self._find_wrong_behind(program, number, context)
+            self._run_numbered(program, number, context)
+
+    def _run_numbered(self, program: Program, number: int, context: Context) -> None:
+        item = self._passes[number]
+        self._tell("optimize", number, len(self._passes) + 1, item.name)
+        self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
+
+    def _find_wrong_behind(self, program: Program, number: int, context: Context) -> None:
+        """Find the passes behind one that lowers the precision which are wrong, by runs of them without it.
+
+        Judged in kind alone, with it, an error of some hundredths of theirs would be taken for rounding. What compiles does
+        so for the dtypes that it meets: in others it makes other code, which shows nothing of this.
+        """
+        behind = [
+            later
+            for later, item in enumerate(self._passes[number:], number)
+            if not (item.lowers_precision or item.is_barrier or later in self._wrong)
+        ]
+        if self._reference is None or not behind:
+            return
+        before = sum(1 for done in self._done if done.result.changes)
+        while True:
+            for later in behind:
+                self._run_numbered(program, later, context)
+                if self.records[-1].status == "rolled-back":
+                    self._wrong[later] = self.records[-1].reason
+            found = self._wrong_behind(before)
+            self._take_back_from(number)
+            if found is None:
+                return
+            culprit, reason = found
+            self._wrong[culprit.number] = reason
+            behind.remove(culprit.number)
+
+    def _wrong_behind(self, before: int) -> tuple[_Done, str] | None:
+        """The first of the applied passes that makes the result wrong, where it is right with so many of them."""
+        applied = [done for done in self._done if done.result.changes]
+        if len(applied) == before or (report := self._compare()).verdict != "failed":
+            return None
+        if before:
+            with taken_back([edit for done in applied[before:] for edit in done.result.rewriter.edits]):
+                if self._compare(applied[:before]).verdict == "failed":
+                    # It is wrong by what is in front of these: that is found, and taken back, with the whole.
+                    return None
+        return self._culprit(applied, report.reason, right=before)
 
     def context(self) -> Context:
         """What the passes may know."""
@@ -383,6 +430,10 @@ class Pipeline:
             if ran is None:
                 return
             record, result = ran
+            if (reason := self._wrong.get(number)) is not None and result.changes:
+                self.records.append(record)
+                self._roll_back(item, record, result, reason)
+                return
             found = self._check_changes(program, record, result) if result.changes and self._calls else _Checked()
             if found.wrong is None and not found.imprecise:
                 self.records.append(record)
@@ -677,21 +728,28 @@ class Pipeline:
         Args:
             among: the first passes, with all of which it is wrong already; None for all.
         """
+        applied = [done for done in self._done if done.result.changes] if among is None else among
+        self._take_back(program, *self._culprit(applied, report.reason))
+
+    def _culprit(self, applied: Sequence[_Done], reason: str, *, right: int = 0) -> tuple[_Done, str]:
+        """The first of these passes after which the result is wrong, and the reason: that of all of them is given.
+
+        Args:
+            right: after so many of them it is right.
+        """
         everything = [done for done in self._done if done.result.changes]
-        applied = everything if among is None else list(among)
-        # Right without any, wrong with all: the first wrong number of passes is in (low, high].
-        low, high = 0, len(applied)
-        reasons = {high: report.reason}
+        # The first wrong number of passes is in (low, high].
+        low, high = right, len(applied)
         while high - low > 1:
             middle = (low + high) // 2
             later = [edit for done in everything[middle:] for edit in done.result.rewriter.edits]
             with taken_back(later):
                 seen = self._compare(applied[:middle])
             if seen.verdict == "failed":
-                high, reasons[middle] = middle, seen.reason
+                high, reason = middle, seen.reason
             else:
                 low = middle
-        self._take_back(program, applied[high - 1], reasons[high])
+        return applied[high - 1], reason
 
     def _take_back(self, program: Program, culprit: _Done, reason: str) -> None:
         """Roll this pass back, and run those behind it once more."""

@@ -96,6 +96,7 @@ class Pass(ABC):
         plans_calls: whether what it makes is for the calls that the forward makes then, which no later pass may change.
         is_guarantee: whether a result that it did nothing to isn't what was asked for: where it fails or is rolled back, that
             is an error, without `strict` too.
+        lowers_precision: whether what it makes may compute less precisely than the original, as `PassResult.precision` says.
         needs_run: what it needs a run of the root for, in a few words; "" where it can do without example inputs.
     """
 
@@ -105,6 +106,7 @@ class Pass(ABC):
     is_barrier: ClassVar[bool] = False
     plans_calls: ClassVar[bool] = False
     is_guarantee: ClassVar[bool] = False
+    lowers_precision: ClassVar[bool] = False
     needs_run: ClassVar[str] = ""
 
     @abstractmethod

@@ -79,6 +79,7 @@ class CastPrecision(GraphPass):
     """
 
     name: ClassVar[str] = "cast-precision"
+    lowers_precision: ClassVar[bool] = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     how: Literal["autocast", "weights"] = "autocast"

@@ -294,6 +294,11 @@ def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
         (["fold-conv-bn", Scale(1.01), good], ["applied", "rolled-back", "applied"]),
         ([Scale(1.01), "fold-conv-bn", good], ["rolled-back", "applied", "applied"]),
         ([Scale(1.01), good, "fold-conv-bias", "fold-conv-bn"], ["rolled-back", "applied", "applied", "applied"]),
+        # And what comes behind it too.
+        ([good, Scale(1.01)], ["applied", "rolled-back"]),
+        (["fold-conv-bn", good, Scale(1.01), "fold-conv-bias"], ["applied", "applied", "rolled-back", "unchanged"]),
+        ([good, Scale(1.01), "fold-conv-bn", Scale(0.99)], ["applied", "rolled-back", "applied", "rolled-back"]),
+        ([Scale(1.01), good, Scale(0.99)], ["rolled-back", "applied", "rolled-back"]),
     ):
         report = report_of(optimize(net(), passes, example_inputs=(x(),)))
         assert statuses(report) == wanted, str(report)
@@ -313,13 +318,32 @@ def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
             with graph.change("0", "its weight a little larger", graph.program.calls_of(conv)) as change:
                 graph.set_tensor(change, TensorRef(conv, "weight"), conv.weight.detach() * self.by)
 
-    # Weights in bfloat16 are rounded by a part of a hundredth themselves.
-    for how, by in (("autocast", 1.01), ("weights", 1.1)):
+    for how in ("autocast", "weights"):
         report = report_of(
-            optimize(net(), [CastPrecision(how=how), WrongFold(by)], example_inputs=(x(),))  # type: ignore[arg-type]
+            optimize(net(), [CastPrecision(how=how), WrongFold()], example_inputs=(x(),))  # type: ignore[arg-type]
         )
         assert statuses(report) == ["applied", "rolled-back"], str(report)
         assert report.passes[1].reason.startswith("0 (its weight a little larger)")
+
+
+def test_what_compiles_behind_a_cast_is_run_with_it_alone() -> None:
+    seen = []
+
+    @dataclass(frozen=True)
+    class Compiles(Scale):
+        """Changes nothing of what it is given."""
+
+        name: ClassVar[str] = "compiles"
+        is_barrier: ClassVar[bool] = True
+        by: float = 1.0
+
+        def rewrite(self, graph: Rewriter) -> None:
+            seen.append(graph.program.root[8].weight.dtype)
+            super().rewrite(graph)
+
+    report = report_of(optimize(net(), [CastPrecision(how="weights"), Compiles()], example_inputs=(x(),)))
+    assert statuses(report) == ["applied", "applied"]
+    assert seen == [torch.bfloat16]
 
 
 def test_a_cast_that_declares_nothing_is_rolled_back() -> None:
