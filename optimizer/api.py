@@ -31,7 +31,7 @@ from optimizer.inputs import ExampleInputs, Samples
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
-from optimizer.preserve import one_at_a_time, unregistered_modules
+from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
@@ -98,7 +98,7 @@ def optimize(
             always where a pass wrote to the caller's weights.
         ParityError: a copy of the model doesn't compute what the model does, whatever the passes.
     """
-    with one_at_a_time, rare_collection():
+    with one_at_a_time, rare_collection(), outside_inference_mode():
         return _optimized(
             model,
             passes,

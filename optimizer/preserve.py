@@ -26,6 +26,16 @@ from passes.graph.storage import kind_of, same_values, write_values
 one_at_a_time = threading.RLock()
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """What is made inside counts the writes to it and goes on to a graph of gradients, as it couldn't in that mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch on the CPU and on the devices in use.
 

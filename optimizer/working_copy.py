@@ -8,7 +8,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -355,7 +355,9 @@ def _same_storage(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter) and not isinstance(clone, nn.Parameter):
         clone = nn.Parameter(clone, requires_grad=False)
     if tensor.requires_grad and tensor.is_leaf:
-        clone.requires_grad_()
+        # A tensor that was made in inference mode takes the flag in that mode alone.
+        with torch.inference_mode() if tensor.is_inference() else nullcontext():
+            clone.requires_grad_()
     clone.__dict__.update(tensor.__dict__)
     return clone
 

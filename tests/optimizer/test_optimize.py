@@ -580,6 +580,52 @@ def test_under_inference_mode():
         assert_close(fast(X), model(X))
 
 
+class Wide(nn.Module):
+    """Something for every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10)
+        self.q, self.k, self.out = nn.Linear(10, 13), nn.Linear(10, 13), nn.Linear(13, 10)
+        enliven(self)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).mean((2, 3))
+        return self.out(self.q(x).sigmoid() * self.k(x) * 2)
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["fold-conv-bn", "merge-linears", "pad-channels:force=true", "cast-precision:how=weights", "channels-last"],
+)
+def test_what_is_made_in_inference_mode_is_as_what_is_made_outside(item):
+    model, x = Wide().eval(), X.clone()
+    with torch.inference_mode():
+        fast = optimize(model, [item], example_inputs=(X.clone(),), strict=True)
+    assert fast.report.passes[0].status == "applied"
+    assert not [name for name, tensor in fast.state_dict(keep_vars=True).items() if tensor.is_inference()]
+    fast(x.requires_grad_()).sum().backward()
+    assert x.grad.abs().max() > 0
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(X), model(X), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["fold-conv-bn", "merge-linears", "pad-channels:force=true", "cast-precision:how=weights", "channels-last"],
+)
+@pytest.mark.parametrize("optimized_there", [False, True])
+def test_models_that_were_built_in_inference_mode_go_through(item, optimized_there):
+    with torch.inference_mode():
+        model = Wide().eval()
+    with torch.inference_mode(optimized_there):
+        fast = optimize(model, [item], example_inputs=(X.clone(),), strict=True)
+    assert fast.report.passes[0].status == "applied"
+    for watched in (torch.no_grad, torch.inference_mode):
+        with watched():
+            torch.testing.assert_close(fast(X), model(X), rtol=0.1, atol=0.1)
+
+
 @pytest.mark.parametrize("model", [nn.Identity(), nn.Linear(8, 2), nn.Sequential(), nn.ReLU(), nn.BatchNorm2d(3)])
 @pytest.mark.parametrize("inputs", [None, (X,)])
 def test_models_of_one_layer(model, inputs):
