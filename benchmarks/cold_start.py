@@ -2,8 +2,9 @@
 
     python benchmarks/cold_start.py --json build/cold_start.json --markdown build/cold_start.md
 
-Each way starts several times in a process of its own, with an empty cache, in turn with the others. The latencies are taken
-in one process, in turn.
+A start is a process of its own, with the model and its inputs in hand: what the way does with the model, with the import of
+the compiler, and the first call. The ways start in turn, on a machine where inductor has compiled something else before (it
+keeps what it found out about the C++ compiler), and on one where it has not. The latencies are taken in one process, in turn.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ import torch
 from contenders import Run, calling
 from latency import cpus
 from measure import Spread, caption, latencies_of, positive, prepared, ratios, synchronize
-from models import PASS_SUBJECTS, Plain, subject
+from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn
 
@@ -34,88 +36,110 @@ BLOCKS, WHOLE, EAGER = "torch-compile, by blocks", "torch.compile", "eager"
 # What the project aims at: so much of the whole's time until the first answer, and so much of its latency.
 GOALS = {"cold_start": 0.5, "latency": 1.05}
 _SECONDS_OF_A_FIGURE = 0.1
-
-
-def run_of(way: str, name: str, scale: float, batch: int, device: str) -> Run:
-    """The model by one way; nothing is compiled yet."""
-    asked = subject(name, scale)
-    model = asked.model.to(device)
-    inputs = tuple(tensor.to(device) for tensor in asked.inputs(batch))
-    return calling(Plain(_module(way, model)), inputs)
-
-
-def _module(way: str, model: nn.Module) -> nn.Module:
-    if way == BLOCKS:
-        # Without example inputs nothing runs before the first call, as with torch.compile.
-        return optimize(model, ["torch-compile:regions=blocks"])
-    return torch.compile(model) if way == WHOLE else model  # type: ignore[return-value]
+# The start that compiles a function of its own.
+_OTHER = "another function"
+USED, NEW = "starts", "starts_on_a_new_machine"
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """In a process of its own: print the seconds of the first call, the import of the compiler included."""
-    run = run_of(arguments.start, arguments.models, arguments.scale, arguments.batch, arguments.device)
+    """In a process of its own: print the seconds until the first call is answered."""
+    if arguments.start == _OTHER:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(64))
+        return 0
+    asked = subject(arguments.models, arguments.scale)
+    model = asked.model.to(arguments.device)
+    inputs = _inputs(asked, arguments)
     synchronize(arguments.device)
     started = time.perf_counter()
-    run()
+    _run(arguments.start, model, inputs)()
     synchronize(arguments.device)
     print(json.dumps({"seconds": time.perf_counter() - started}))
     return 0
 
 
-def _started(way: str, name: str, arguments: argparse.Namespace) -> float:
-    with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
-        options = [f"--scale={arguments.scale}", f"--batch={arguments.batch}", f"--device={arguments.device}"]
-        command = [
-            sys.executable,
-            __file__,
-            f"--start={way}",
-            f"--models={name}",
-            *options,
-            f"--threads={arguments.threads}",
-        ]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+def _inputs(asked: Subject, arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(arguments.device) for tensor in asked.inputs(arguments.batch))
+
+
+def _run(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Run:
+    """The model by one way; nothing is compiled yet."""
+    if way == BLOCKS:
+        # Without example inputs nothing runs before the first call, as with torch.compile.
+        model = optimize(model, ["torch-compile:regions=blocks"])
+    return calling(Plain(torch.compile(model) if way == WHOLE else model), inputs)  # type: ignore[arg-type]
+
+
+def _started(way: str, name: str, arguments: argparse.Namespace, cache: Path) -> str:
+    """What a start prints."""
+    options = [f"--scale={arguments.scale}", f"--batch={arguments.batch}", f"--device={arguments.device}"]
+    command = [
+        sys.executable,
+        __file__,
+        f"--start={way}",
+        f"--models={name}",
+        *options,
+        f"--threads={arguments.threads}",
+    ]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def _starts(name: str, arguments: argparse.Namespace, *, used: bool) -> dict[str, list[float]]:
+    """The seconds of all starts."""
+    found: dict[str, list[float]] = {BLOCKS: [], WHOLE: []}
+    with tempfile.TemporaryDirectory(prefix="inductor-") as folder:
+        first = Path(folder, "first")
+        first.mkdir()
+        if used:
+            _started(_OTHER, name, arguments, first)
+        for number in range(arguments.starts):
+            for way in random.Random(number).sample(list(found), len(found)):
+                cache = Path(folder, f"{number}-{list(found).index(way)}")
+                shutil.copytree(first, cache)
+                found[way].append(float(json.loads(_started(way, name, arguments, cache).splitlines()[-1])["seconds"]))
+                shutil.rmtree(cache)
+    return found
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both figures of all ways."""
-    starts: dict[str, list[float]] = {BLOCKS: [], WHOLE: []}
-    for number in range(arguments.starts):
-        for way in random.Random(number).sample(list(starts), len(starts)):
-            starts[way].append(_started(way, name, arguments))
-    runs = {
-        way: run_of(way, name, arguments.scale, arguments.batch, arguments.device) for way in (BLOCKS, WHOLE, EAGER)
-    }
+    starts = {USED: _starts(name, arguments, used=True), NEW: _starts(name, arguments, used=False)}
+    asked = subject(name, arguments.scale)
+    model, inputs = asked.model.to(arguments.device), _inputs(asked, arguments)
+    runs = {way: _run(way, model, inputs) for way in (BLOCKS, WHOLE, EAGER)}
     for run in runs.values():
         run()
         run()
     latencies, _ = latencies_of(runs, arguments.rounds, _SECONDS_OF_A_FIGURE, arguments.device)
     return {
         "model": name,
-        "starts": {way: {**Spread.of(values).to_json(), "values": values} for way, values in starts.items()},
-        "latencies": {way: {**Spread.of(values).to_json(), "values": values} for way, values in latencies.items()},
-        "cold_start": ratios(starts[BLOCKS], starts[WHOLE]).to_json(),
+        **{where: _spreads(values) for where, values in starts.items()},
+        "latencies": _spreads(latencies),
+        "cold_start": ratios(starts[USED][BLOCKS], starts[USED][WHOLE]).to_json(),
+        "cold_start_on_a_new_machine": ratios(starts[NEW][BLOCKS], starts[NEW][WHOLE]).to_json(),
         "latency": ratios(latencies[BLOCKS], latencies[WHOLE]).to_json(),
     }
 
 
+def _spreads(figures: dict[str, list[float]]) -> dict[str, Any]:
+    return {way: {**Spread.of(values).to_json(), "values": values} for way, values in figures.items()}
+
+
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
-    headings = ["model", "way", "first answer", "to the whole", "latency", "to the whole", "quartiles"]
+    headings = ["model", "way", "first answer", "to the whole", "on a new machine", "to the whole"]
+    headings += ["latency", "to the whole", "quartiles"]
     table = Table("Cold start", headings, left=2)
     for result in results:
         for way, spread in result["latencies"].items():
-            first = seconds(result["starts"][way]["median"]) if way in result["starts"] else ""
-            blocks, latency = way == BLOCKS, result["latency"]
-            table.add(
-                result["model"],
-                way,
-                first,
-                f"{result['cold_start']['median']:.2f}×" if blocks else "",
-                seconds(spread["median"]),
-                f"{latency['median']:.3f}×" if blocks else "",
-                f"{latency['low']:.3f} – {latency['high']:.3f}" if blocks else "",
-            )
+            cells = []
+            for where, ratio in ((USED, "cold_start"), (NEW, "cold_start_on_a_new_machine")):
+                cells.append(seconds(result[where][way]["median"]) if way in result[where] else "")
+                cells.append(f"{result[ratio]['median']:.2f}×" if way == BLOCKS else "")
+            latency = result["latency"]
+            cells.append(seconds(spread["median"]))
+            cells.append(f"{latency['median']:.3f}×" if way == BLOCKS else "")
+            cells.append(f"{latency['low']:.3f} – {latency['high']:.3f}" if way == BLOCKS else "")
+            table.add(result["model"], way, *cells)
     table.caption.append("Each ratio is taken within a round; medians with quartiles.")
     return table
 
@@ -140,7 +164,7 @@ def main() -> int:
     parser.add_argument("--threads", type=positive, default=cpus())
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
-    parser.add_argument("--start", choices=(BLOCKS, WHOLE), help=argparse.SUPPRESS)
+    parser.add_argument("--start", choices=(BLOCKS, WHOLE, _OTHER), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
