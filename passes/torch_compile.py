@@ -14,12 +14,12 @@ from passes.compiling.blocks import COMPILED_CALL, Blocks, FusibleWork, repeated
 from passes.compiling.calls import (
     BlocksTrial,
     CompiledCall,
-    FrozenCall,
     WholeTrial,
     bound_forwards,
     entry_of,
 )
 from passes.compiling.compiler import import_inductor, missing_compiler
+from passes.compiling.frozen import Compile, FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.graph.program import Program
@@ -45,9 +45,10 @@ class TorchCompile(Pass):
     `Module.compile()` does. It isn't copied or exported: copies and exporters take the module before it. As with any code
     of torch.compile's, hooks that are set later on modules inside aren't called.
 
-    With `freezing` the weights are part of the code, laid out as its kernels like them. A weight that is written to, moved
-    or replaced is seen at the next call, and the code made anew; torch doesn't tell of writes by `.data`. Calls in which
-    gradients are on take other code.
+    With `freezing` the weights, and all other tensors that modules hold, are part of the code, laid out as its kernels like
+    them. One that is written to, moved or replaced is seen at the next call, and the code made anew; torch doesn't tell of
+    writes by `.data`. Where a tensor can't be watched, as one that isn't reached from the module, all are read at each call.
+    Calls in which gradients are on take other code.
 
     Attributes:
         mode: as for torch.compile.
@@ -167,13 +168,16 @@ class TorchCompile(Pass):
             return FrozenCall(root, compile)
         return CompiledCall(compile(entry_of(root)), root)
 
-    def _compiled(self, record: CompileRecord) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _compiled(self, record: CompileRecord) -> Compile:
         """torch.compile with the options of the pass, noting what it makes."""
-        backend = RecordingBackend(self.backend, self._compiler(), record)
+        name, compiler = self.backend, self._compiler()
 
-        def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(function: Callable[..., Any], see: Callable[[Any], None] | None = None) -> Callable[..., Any]:
             compiled: Callable[..., Any] = torch.compile(
-                function, fullgraph=self.fullgraph, dynamic=self.dynamic, backend=backend
+                function,
+                fullgraph=self.fullgraph,
+                dynamic=self.dynamic,
+                backend=RecordingBackend(name, compiler, record, see),
             )
             return compiled
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,17 +16,11 @@ from passes.compiling.blocks import COMPILED_CALL, Blocks
 from passes.compiling.record import CompileRecord, GraphBreak, RecordingBackend
 from passes.graph.forward import bound_forward
 
-logger = logging.getLogger(__name__)
-
-# How often weights that are compiled in may change before they aren't compiled in any more.
-_MOST_FREEZES = 4
 # Of equal blocks there may be so many kinds, each for so many blocks at least. torch.compile gives up at the ninth program of
 # one code, and each kind needs one more for other shapes, and others where gradients are on.
 _MOST_KINDS, _LEAST_OF_A_KIND = 2, 3
 
 _numbers = itertools.count()
-
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,70 +50,6 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.compiled(self.module, args, kwargs)
-
-
-class FrozenCall:
-    """Stands in for the call of a module whose weights are part of what is compiled.
-
-    Compiled code doesn't see that a weight was written to or moved: that is looked at here, at every call, and the code made
-    anew with the weights of then. Where that happens again and again, code that takes the weights at each call is as right.
-    torch doesn't tell of writes by `.data`.
-
-    Args:
-        compile: torch.compile with its options.
-    """
-
-    def __init__(self, module: nn.Module, compile: Compile) -> None:
-        self.module = module
-        self.compile = compile
-        self.plain: Callable[..., Any] | None = None
-        self.times = 0
-        self._freeze()
-
-    def _freeze(self) -> None:
-        self.times += 1
-        self.weights = list(_weights_of(self.module))
-        self.compiled = self.compile(entry_of(self.module))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Where gradients may go to the weights nothing is compiled in.
-        if torch.is_grad_enabled() or not self._is_frozen():
-            return self._by_plain_code(args, kwargs)
-        import torch._inductor.config as inductor
-
-        # What reads Python's bytecode goes by the setting of the process, not by the options of torch.compile.
-        with inductor.patch(freezing=True):
-            return self.compiled(self.module, args, kwargs)
-
-    def _is_frozen(self) -> bool:
-        """Whether there is code with the weights as they are now; where they are others, it is made anew, a few times."""
-        if self.times > _MOST_FREEZES:
-            return False
-        if all(
-            home.get(name) is tensor and tensor._version == version and tensor.data_ptr() == place
-            for home, name, tensor, version, place in self.weights
-        ):
-            return True
-        if self.times == _MOST_FREEZES:
-            self.times += 1
-            name = type(self.module).__name__
-            logger.warning("the weights of %s change between calls: they are read at each call from now on", name)
-            return False
-        self._freeze()
-        return True
-
-    def _by_plain_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.plain is None:
-            self.plain = self.compile(entry_of(self.module))
-        return self.plain(self.module, args, kwargs)
-
-
-def _weights_of(root: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, int, int]]:
-    for module in root.modules():
-        for home in (module._parameters, module._buffers):
-            for name, tensor in home.items():
-                if tensor is not None:
-                    yield home, name, tensor, tensor._version, tensor.data_ptr()
 
 
 class BlocksTrial:

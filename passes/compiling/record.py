@@ -110,15 +110,21 @@ class RecordingBackend:
     Args:
         name: as torch.compile knows the backend.
         compile: makes a callable of a graph and examples of its inputs.
+        see: is given each graph too; None for nobody.
     """
 
-    def __init__(self, name: str, compile: Compiler, record: CompileRecord) -> None:
+    def __init__(
+        self, name: str, compile: Compiler, record: CompileRecord, see: Callable[[Any], None] | None = None
+    ) -> None:
         # Some look at a backend's name to know what it can do.
         self.__name__ = self.compiler_name = name
         self.compile = compile
         self.record = record
+        self.see = see
 
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        if self.see is not None:
+            self.see(graph)
         self.record.add(getattr(graph, "compile_subgraph_reason", None))
         return self.compile(graph, inputs)
 

@@ -1,9 +1,11 @@
 """torch.compile in place of the module's call."""
 
 import copy
+import gc
 import inspect
 import pickle
 import sysconfig
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,15 @@ import torch
 from folding_models import Island, Pair, image
 from pass_contract import captured
 from tiny_models import enliven
-from torch import nn
+from torch import fx, nn
 
 from optimizer import optimize, report_of
 from optimizer.api import _exportable
 from passes import FoldConvBn, TorchCompile
 from passes.base import Context
 from passes.compiling.blocks import COMPILED_CALL, repeated_blocks
-from passes.compiling.calls import FrozenCall
-from passes.compiling.record import CompileRecord
+from passes.compiling.frozen import FrozenCall
+from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.graph.capture import capture
 from passes.graph.guards import is_carried
@@ -409,7 +411,16 @@ def test_fullgraph_that_cant_be_had_is_one_sentence_with_the_place() -> None:
 
 
 def frozen(model: nn.Module) -> FrozenCall:
-    return FrozenCall(model, lambda function: torch.compile(function, backend="eager"))
+    def compile(function: Callable[..., Any], see: Callable[[Any], None] | None = None) -> Callable[..., Any]:
+        backend = RecordingBackend("eager", lambda graph, inputs: as_constants(graph), CompileRecord(), see)
+        return torch.compile(function, backend=backend)
+
+    return FrozenCall(model, compile)
+
+
+def as_constants(graph: fx.GraphModule) -> Callable[..., Any]:
+    """What inductor makes of a program when it freezes: the tensors in it as they are now."""
+    return copy.deepcopy(graph).forward
 
 
 def test_frozen_code_sees_that_a_weight_changed() -> None:
@@ -444,6 +455,128 @@ def test_freezing_is_given_up_where_weights_keep_changing(caplog: pytest.LogCapt
             assert torch.allclose(call(rows()), twin(rows()))
     given_up = [record.message for record in caplog.records if "read at each call from now on" in record.message]
     assert len(given_up) == 1
+
+
+class Scale:
+    def __init__(self) -> None:
+        self.value = torch.full((8,), 1.5)
+
+
+class Holder(nn.Module):
+    """Reads tensors that are no parameters or buffers, wherever a module may hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.scale = torch.full((8,), 0.5)
+        self.held: dict[str, Any] = {"shifts": [torch.ones(8), (torch.ones(8), 2)]}
+        self.object = Scale()
+        self.unregistered = [nn.Linear(8, 8)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self.first(x) * self.scale) + self.held["shifts"][0] * self.held["shifts"][1][0]
+        return self.unregistered[0](y) * self.object.value
+
+
+def _exchange_object(net: Holder) -> None:
+    net.object = Scale()
+    net.object.value.fill_(7)
+
+
+def _exchange_child(net: Holder) -> None:
+    net.last = enliven(nn.Linear(8, 8))
+
+
+CHANGES: dict[str, Callable[[Holder], object]] = {
+    "an attribute is written to": lambda net: net.scale.mul_(3),
+    "an attribute is replaced": lambda net: setattr(net, "scale", torch.full((8,), 4.0)),
+    "a tensor in a list in a dict is written to": lambda net: net.held["shifts"][0].mul_(3),
+    "a tensor in a list in a dict is replaced": lambda net: net.held["shifts"].__setitem__(0, torch.full((8,), 4.0)),
+    "a tensor in a tuple is written to": lambda net: net.held["shifts"][1][0].mul_(3),
+    "the tensor of an object is written to": lambda net: net.object.value.mul_(3),
+    "the object is replaced": _exchange_object,
+    "a child is replaced": _exchange_child,
+    "a layer that isn't registered is written to": lambda net: net.unregistered[0].weight.mul_(3),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_frozen_code_sees_whatever_it_is_made_of(kind: str) -> None:
+    torch.manual_seed(0)
+    model = enliven(Holder()).eval()
+    twin = copy.deepcopy(model)
+    call = frozen(model)
+    # Code that takes the tensors at each call comes first: the compiler doesn't compare then which ones it is given.
+    assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
+        for each in (model, twin):
+            torch.manual_seed(1)
+            CHANGES[kind](each)
+        assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
+        # What was put there is watched as what was there before.
+        for each in (model, twin):
+            each.last.weight.mul_(2)
+            each.object.value.mul_(2)
+        assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
+        assert call.compiled is not None
+
+
+def test_frozen_code_stays_as_long_as_nothing_changes() -> None:
+    call = frozen(enliven(Holder()).eval())
+    with torch.no_grad():
+        call(rows())
+        first = call.compiled
+        call.module.held["another"] = torch.ones(1)
+        call.module.last.zero_grad()
+        call(rows())
+    assert first is not None
+    assert call.compiled is first
+
+
+def test_weights_that_were_exchanged_are_let_go() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    call = frozen(model)
+    before = []
+    with torch.no_grad():
+        call(rows())
+        for _ in range(6):
+            before.append(weakref.ref(model[0].weight))
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            call(rows())
+    assert call.compiled is None, "given up by then"
+    gc.collect()
+    assert [weight() is None for weight in before] == [True] * 6
+
+
+_elsewhere = nn.Parameter(torch.full((3,), 2.0))
+
+
+class Outside(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * _elsewhere
+
+
+def test_what_cant_be_watched_isnt_compiled_in(caplog: pytest.LogCaptureFixture) -> None:
+    for model, said in (
+        (enliven(Outside()).eval(), "a tensor of shape (3,) that it reads is no attribute of it or of a module in it"),
+        (_of_inference_tensors(), "is an inference tensor: torch doesn't tell of writes to it"),
+    ):
+        call = frozen(model)
+        caplog.clear()
+        with torch.inference_mode():
+            call(rows())
+            _elsewhere.data.add_(1)
+            model.head.bias.add_(1)
+            assert torch.allclose(call(rows()), model(rows()))
+        told = [record.message for record in caplog.records if record.name == "passes.compiling.frozen"]
+        assert [message.endswith(said) for message in told] == [True]
+        assert call.compiled is None
+
+
+def _of_inference_tensors() -> Tower:
+    with torch.inference_mode():
+        return enliven(Tower()).eval().requires_grad_(False)
 
 
 def test_gradients_go_to_weights_that_are_frozen_elsewhere() -> None:

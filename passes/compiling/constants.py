@@ -1,0 +1,169 @@
+"""The tensors that went into compiled code as constants, and whether they are what they were."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from passes.compiling.blocks import COMPILED_CALL
+from passes.graph.side_effects import REGISTRIES, contents_of
+
+# More than that of objects aren't looked through for one tensor.
+_MOST = 1 << 20
+
+
+class _Place(NamedTuple):
+    """Where something stands: in a dict under a key, or in another container, all of whose items are meant.
+
+    Attributes:
+        owner: what is reached on the way to it: a module or an object, whose dict it is, or the container itself.
+        home: the dict or the container.
+        key: that of the dict; None for another container.
+        values: what stands there; one in a dict.
+    """
+
+    owner: Any
+    home: Any
+    key: Any
+    values: tuple[Any, ...]
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is a container without keys."""
+        return not isinstance(self.home, dict)
+
+
+class BakedTensors:
+    """The tensors that are constants of compiled code, and all places on the ways to them from a module.
+
+    A tensor is what it was if it stands where it stood, in the memory that it was in, and torch counts no write to it. It
+    isn't kept alive.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.unwatched: str | None = None
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._looked_up = True
+        self._put([])
+
+    def add(self, program: Any) -> None:
+        """Take those of one program that the compiler is given, as they are now."""
+        if self.unwatched is not None:
+            return
+        for node in program.graph.nodes:
+            value = _attribute_of(program, str(node.target)) if node.op == "get_attr" else None
+            if not isinstance(value, torch.Tensor) or id(value) in self._found:
+                continue
+            if value.is_inference() or value.layout is not torch.strided:
+                kind = "an inference tensor" if value.is_inference() else f"of the layout {value.layout}"
+                self.unwatched = f"a tensor of shape {tuple(value.shape)} is {kind}: torch doesn't tell of writes to it"
+                return
+            self._found[id(value)] = weakref.ref(value), value._version, value.data_ptr()
+            self._looked_up = False
+
+    def look_up(self) -> None:
+        """Find where those stand that were added."""
+        if self._looked_up or self.unwatched is not None:
+            return
+        self._looked_up = True
+        into: dict[int, list[_Place]] = defaultdict(list)
+        for place in _places(self.root):
+            for value in place.values:
+                into[id(value)].append(place)
+        waiting, seen, ways = list(self._found), set(self._found), []
+        for key in waiting:
+            if key in self._found and key not in into:
+                tensor = self._found[key][0]()
+                shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
+                self.unwatched = f"a tensor{shape} that it reads is no attribute of it or of a module in it"
+                self._put([])
+                return
+            for place in into[key]:
+                ways.append(place)
+                if id(place.owner) not in seen:
+                    seen.add(id(place.owner))
+                    waiting.append(id(place.owner))
+        self._put(ways)
+
+    def _put(self, ways: list[_Place]) -> None:
+        # In columns, for they are compared at every call.
+        places = {(id(place.home), place.key): place for place in ways}.values()
+        single = [place for place in places if not place.is_row]
+        self._homes, self._keys = [place.home for place in single], [place.key for place in single]
+        self._values = [_reference(*place.values) for place in single]
+        self._rows = [(place.home, [_reference(item) for item in place.values]) for place in places if place.is_row]
+        found = self._found.values()
+        self._tensors = [tensor for tensor, _, _ in found]
+        self._versions, self._pointers = [version for _, version, _ in found], [pointer for _, _, pointer in found]
+
+    @property
+    def hold(self) -> bool:
+        """Whether all are what they were."""
+        tensors: list[Any] = [reference() for reference in self._tensors]
+        return (
+            all(map(operator.is_, map(dict.get, self._homes, self._keys), [value() for value in self._values]))
+            and None not in tensors
+            and list(map(_version_of, tensors)) == self._versions
+            and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+            and all(
+                len(row) == len(items) and all(map(operator.is_, row, [item() for item in items]))
+                for row, items in self._rows
+            )
+        )
+
+
+_version_of = operator.attrgetter("_version")
+
+
+def _attribute_of(program: Any, path: str) -> Any:
+    value = program
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Gives the value, without keeping the tensors alive that were exchanged."""
+    return weakref.ref(value) if isinstance(value, torch.Tensor | nn.Module) else lambda: value
+
+
+def _places(root: nn.Module) -> Iterator[_Place]:
+    """All places that are reached from a module by attributes and through containers."""
+    # What stands in a place lives as long as this runs: nothing else gets its identity.
+    waiting: list[Any] = [root]
+    seen = {id(root)}
+    for owner in waiting:
+        if len(waiting) > _MOST:
+            return
+        for place in _places_in(owner):
+            yield place
+            for value in place.values:
+                if id(value) not in seen and not isinstance(value, torch.Tensor | fx.Graph | fx.Node):
+                    seen.add(id(value))
+                    waiting.append(value)
+
+
+def _places_in(owner: Any) -> Iterator[_Place]:
+    if isinstance(owner, nn.Module):
+        own = vars(owner)
+        # What stands for its call isn't read by it.
+        attributes = (_Place(owner, own, key, (own[key],)) for key in own if key not in (*REGISTRIES, COMPILED_CALL))
+        yield from attributes
+        yield from (_Place(owner, own[name], *item) for name in REGISTRIES for item in _items(own[name]))
+        return
+    inside = owner if isinstance(owner, tuple) else contents_of(owner)
+    if isinstance(inside, dict):
+        yield from (_Place(owner, inside, *item) for item in _items(inside))
+    elif inside is not None:
+        yield _Place(owner, inside, None, tuple(inside))
+
+
+def _items(home: dict[Any, Any]) -> Iterator[tuple[Any, tuple[Any]]]:
+    return ((key, (value,)) for key, value in dict.items(home))
