@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from optimizer import optimize
 from passes import GraphPass, Rewriter
-from passes.graph.match import has_hooks, is_stock
+from passes.graph.hooks import has_hooks
+from passes.graph.match import is_stock
 from passes.graph.program import Program
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)

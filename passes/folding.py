@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from passes.graph.arithmetic import float64
 from passes.graph.capture import is_atom
 from passes.graph.guards import SealCheckingForward, inner_forward, is_carried
+from passes.graph.hooks import has_global_hooks, has_hooks
 from passes.graph.match import (
     Affine,
     BatchNorm,
@@ -22,8 +23,6 @@ from passes.graph.match import (
     TensorRef,
     can_be_sealed,
     channels_between,
-    has_global_hooks,
-    has_hooks,
     in_order,
     is_layer,
     is_moving,

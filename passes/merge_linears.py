@@ -23,8 +23,9 @@ from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
 from passes.graph.effects import Aliases, may_share
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
+from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
-from passes.graph.match import Node, TensorRef, has_hooks, is_parametrized, is_stock
+from passes.graph.match import Node, TensorRef, is_parametrized, is_stock
 from passes.graph.program import Program, operation_name
 from passes.graph.rewriter import Rewriter
 from passes.graph.side_effects import names_in, with_helpers

@@ -16,7 +16,8 @@ from passes.graph.constants import Constant, value_of
 from passes.graph.effects import Aliases, is_dropout_off, is_pure, is_repeatable, may_share
 from passes.graph.forward import GraphForward, cost_of
 from passes.graph.guards import inner_forward
-from passes.graph.match import Node, has_hooks, is_stock, only_tensor
+from passes.graph.hooks import has_hooks
+from passes.graph.match import Node, is_stock, only_tensor
 from passes.graph.program import operation_name
 from passes.graph.rewriter import Change, Rewriter
 from passes.graph.subgraph import graph_between

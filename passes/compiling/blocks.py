@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from passes.graph.forward import GraphForward
 from passes.graph.guards import AroundForward
-from passes.graph.match import has_hooks
+from passes.graph.hooks import has_hooks
 
 # Fewer than that spare too little compiling for what it costs to call each by itself.
 FEWEST = 3

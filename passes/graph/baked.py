@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from passes.graph.fingerprint import ABSENT, UNKNOWN, TooMuch, cannot_change, fingerprint, is_of
+from passes.graph.hooks import has_global_hooks, has_hooks
 from passes.graph.outside import content_of, is_dunder, named_outside
 from passes.graph.side_effects import REGISTRIES, names_in
 from passes.graph.unwatched import unwatched
@@ -229,14 +230,7 @@ class BakedCall(Baked):
         if type(child) is not self.value:
             return False
         own = child.__dict__
-        return not (
-            own["training"]
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
-        )
+        return not (own["training"] or "forward" in own or has_hooks(child) or has_global_hooks())
 
     def of_now(self) -> Baked | None:
         """Itself."""
@@ -262,14 +256,7 @@ class BakedLayer(BakedCall):
         child = self.now()
         if child is None or child is ABSENT or type(child) is not self.value or _state_of(child) != self.print:
             return False
-        own = child.__dict__
-        return not (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or own.get("_compiled_call_impl")
-        )
+        return not (child.__dict__.get("_compiled_call_impl") or has_hooks(child) or has_global_hooks())
 
 
 def _state_of(child: nn.Module) -> tuple[str, bool]:

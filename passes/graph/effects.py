@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from passes.graph.capture import is_atom
+from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import SharedLinearForward
-from passes.graph.match import has_hooks, is_parametrized
+from passes.graph.match import is_parametrized
 from passes.graph.operations import draws_numbers, may_give_memory, schemas
 from passes.graph.program import Program, operation_name
 from passes.graph.tracing import IS_TENSOR, METADATA, writes

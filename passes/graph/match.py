@@ -636,28 +636,6 @@ def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs anything beside its forward."""
-    own = module.__dict__
-    return bool(
-        own.get("_forward_hooks")
-        or own.get("_forward_pre_hooks")
-        or own.get("_backward_hooks")
-        or own.get("_backward_pre_hooks")
-    )
-
-
-def has_global_hooks() -> bool:
-    """Whether every call of every module runs hooks: those of `torch.nn.modules.module.register_module_*_hook`."""
-    names = (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-    return any(getattr(nn.modules.module, name, None) for name in names)
-
-
 def is_parametrized(module: nn.Module) -> bool:
     """Whether some parameter of the module is computed from others at every access."""
     return "parametrizations" in module._modules and parametrize.is_parametrized(module)

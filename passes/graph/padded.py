@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from passes.graph.constants import Computed, value_of
 from passes.graph.formats import FORMATS, is_taken_for_last
 from passes.graph.guards import AroundForward, FoldedConvForward, SealedOutput
-from passes.graph.match import has_global_hooks, has_hooks
+from passes.graph.hooks import has_global_hooks, has_hooks
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

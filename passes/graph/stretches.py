@@ -10,7 +10,8 @@ from torch import fx, nn
 from passes.graph.capture import ModuleGraph, is_atom
 from passes.graph.effects import is_dropout_off
 from passes.graph.guards import FoldedConvForward, is_carried
-from passes.graph.match import has_hooks, is_stock
+from passes.graph.hooks import has_hooks
+from passes.graph.match import is_stock
 from passes.graph.padded import PaddedForward, wide_forward
 from passes.graph.program import Program, operation_name
 from passes.graph.tracing import IS_TENSOR

@@ -26,6 +26,7 @@ FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
     "passes/graph/match.py",
+    "passes/graph/hooks.py",
     "passes/graph/moves.py",
     "passes/graph/moved_bias.py",
     "passes/graph/guards.py",

@@ -221,6 +221,24 @@ def test_a_layer_that_is_changed_later_counts(ran: list[str]) -> None:
         assert not ran
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_all_modules_see_the_layers(kind: str, ran: list[str]) -> None:
+    model = model_of(FUSED["layers"][0], gelu=nn.GELU(), leaky=nn.LeakyReLU(0.3))
+    fast, _ = fused_model(model)
+    seen: list[type] = []
+    ran.clear()
+    register = getattr(nn.modules.module, f"register_module_{kind}")
+    handle = register(lambda module, *values: seen.append(type(module)))
+    try:
+        fast(rows().requires_grad_()).sum().backward()
+    finally:
+        handle.remove()
+    assert {nn.GELU, nn.LeakyReLU} < set(seen)
+    assert not ran
+    assert same(fast, model)
+    assert ran
+
+
 def test_a_new_parameter_counts(ran: list[str]) -> None:
     model = model_of(FUSED["parameters"][0])
     fast, _ = fused_model(model)

@@ -588,6 +588,20 @@ def test_a_hook_on_what_was_left_out_fires() -> None:
     assert len(seen) == 1
 
 
+def test_hooks_of_all_modules_see_what_was_left_out() -> None:
+    model, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(repr(module)))
+    try:
+        fast(torch.randn(2, 6))
+        by_fast = [*seen]
+        model(torch.randn(2, 6))
+    finally:
+        handle.remove()
+    assert repr(nn.Dropout(0.5)) in by_fast
+    assert seen == by_fast * 2
+
+
 def test_a_child_that_is_put_in_the_place_of_one_is_called() -> None:
     _, fast = _fast(lambda self, x: self.child(self.linear(x)), child=nn.Identity())
     fast.child = nn.ReLU()

@@ -1,0 +1,28 @@
+"""Whether calling a module runs more than its forward."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as _modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs anything beside its forward."""
+    own = module.__dict__
+    return bool(
+        own.get("_forward_hooks")
+        or own.get("_forward_pre_hooks")
+        or own.get("_backward_hooks")
+        or own.get("_backward_pre_hooks")
+    )
+
+
+def has_global_hooks() -> bool:
+    """Whether every call of every module runs hooks: those of `torch.nn.modules.module.register_module_*_hook`."""
+    # Asked at every call of many graphs.
+    return bool(
+        _modules._global_forward_hooks
+        or _modules._global_forward_pre_hooks
+        or _modules._global_backward_hooks
+        or _modules._global_backward_pre_hooks
+    )
