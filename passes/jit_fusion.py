@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -16,9 +17,10 @@ from passes.graph.capture import ModuleGraph
 from passes.graph.edits import AttributeEdit
 from passes.graph.effects import Aliases
 from passes.graph.fused import Backend, FusedUnit, run_fused, torchscript_fuses
+from passes.graph.fused_trial import KernelTrial
 from passes.graph.pointwise import PointwiseGroup, attributes_of, pointwise_groups
 from passes.graph.program import Program, operation_name
-from passes.graph.rewriter import Rewriter
+from passes.graph.rewriter import Change, Place, Rewriter
 
 # TorchScript's fuser looks at the first runs of a function, and makes its kernels then.
 _WARMING_RUNS = 2
@@ -37,7 +39,8 @@ class JitFusion(GraphPass):
 
     Where a forward is traced, exported, or compiled as a whole, its units are the operations that they were made of: a
     fused model exports as it did before, and the pass may stand anywhere in the order. So are calls of few elements on a
-    CPU. No tensor of the module is touched, and the forward of the class answers where the graph doesn't hold.
+    CPU. No tensor of the module is touched, and the forward of the class answers where the graph doesn't hold. With example
+    inputs each kernel is run once beside its operations, whatever the size; one that computes otherwise isn't used.
 
     Does not handle: forwards that can't be traced; groups across modules; reductions, products of matrices; operations in
     place; a second derivative through a unit of inductor.
@@ -76,21 +79,21 @@ class JitFusion(GraphPass):
         return self.backend
 
     def run(self, program: Program, context: Context) -> PassResult:
-        """Fuse in every graph that stands in for a forward."""
+        """Fuse in every graph that stands in for a forward, and try each kernel once where the root can be run."""
         result = super().run(program, context)
+        wrong = _wrong_kernels(result, context)
+        if wrong:
+            # The others are the same without these.
+            result.rewriter.roll_back()
+            return self.run(program, replace(context, left_alone={**context.left_alone, **wrong}))
         if not result.changes:
             return result
         backend = self._backend(context.device)
         if backend == "torchscript" and context.run_compiled is not None:
             for _ in range(_WARMING_RUNS):
                 context.run_compiled(nullcontext())
-        units = (
-            (change.where, edit.new.name, edit.new.operations)
-            for change in result.changes
-            for edit in change.edits
-            if isinstance(edit, AttributeEdit) and isinstance(edit.new, FusedUnit)
-        )
-        return replace(result, detail=FusionRecord(backend, tuple(units)))
+        units = tuple((change.where, unit.name, unit.operations) for change, unit in _units_of(result))
+        return replace(result, detail=FusionRecord(backend, units))
 
     def rewrite(self, graph: Rewriter) -> None:
         """Fuse by what there is for the CPU."""
@@ -102,6 +105,23 @@ class JitFusion(GraphPass):
         for home in list(graph.program.graphs.values()):
             if home.traced:
                 _fuse(graph, home, backend)
+
+
+def _units_of(result: PassResult) -> Iterator[tuple[Change, FusedUnit]]:
+    for change in result.changes:
+        for edit in change.edits:
+            if isinstance(edit, AttributeEdit) and isinstance(edit.new, FusedUnit):
+                yield change, edit.new
+
+
+def _wrong_kernels(result: PassResult, context: Context) -> dict[Place, str]:
+    """The changes whose kernels compute otherwise than the operations, on what the example inputs give them."""
+    found = list(_units_of(result))
+    if not found or context.run_compiled is None:
+        return {}
+    trial = KernelTrial([unit for _, unit in found])
+    context.run_compiled(trial)
+    return {found[number][0].place: reason for number, reason in trial.wrong.items()}
 
 
 def _fuse(graph: Rewriter, home: ModuleGraph, backend: Backend) -> None:

@@ -35,6 +35,8 @@ class FusedUnit:
         self.graph = graph
         self.name = name
         self.backend = backend
+        # Answers in its place while its kernel is tried.
+        self.trial: Callable[[FusedUnit, Sequence[torch.Tensor]], torch.Tensor] | None = None
         self._plain: Callable[..., Any] = compile_graph(graph, name)
         self._fused: Callable[..., Any] | None = None
 
@@ -61,37 +63,34 @@ class FusedUnit:
         return sum(node.op in ("call_function", "call_method") for node in self.graph.nodes)
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor
-        if not self._may_fuse(sources):
-            value = self._plain(None, *sources)
-            return value
-        if self._fused is None:
-            self._fused = _KERNELS[self.backend](self)
-        value = self._fused(*sources)
+        if _is_watched():
+            return self.plain(*sources)
+        if self.trial is not None:
+            return self.trial(self, sources)
+        if not _is_large(sources) or not self.can_run_kernel(sources):
+            return self.plain(*sources)
+        return self.by_kernel(sources)
+
+    def plain(self, *sources: torch.Tensor) -> torch.Tensor:
+        """The value, operation by operation."""
+        value: torch.Tensor = self._plain(None, *sources)
         return value
 
-    def _may_fuse(self, sources: Sequence[torch.Tensor]) -> bool:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
-            return False
-        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-            return False
+    def by_kernel(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The value, by the kernel."""
+        if self._fused is None:
+            self._fused = _KERNELS[self.backend](self)
+        value: torch.Tensor = self._fused(*sources)
+        return value
+
+    def can_run_kernel(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether a kernel computes what the operations do on these, which nobody watches."""
         if self.backend == "torchscript" and torch._C._is_any_autocast_enabled():
             return False
         if torch.autograd.forward_ad._current_level >= 0:
             # No kernel has a derivative in the forward direction.
             return False
-        if not all(
-            type(source) in (torch.Tensor, nn.Parameter)
-            and source.layout is torch.strided
-            and not source.is_meta
-            # Their memory holds other numbers than they have.
-            and not source.is_neg()
-            and not source.is_conj()
-            and not torch._C._functorch.is_functorch_wrapped_tensor(source)
-            for source in sources
-        ):
-            return False
-        return any(source.is_cuda for source in sources) or any(s.numel() >= _FEWEST_ELEMENTS for s in sources)
+        return all(map(_is_plain, sources))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unit_of, (nodes_of(self.graph), self.name, self.backend)
@@ -99,6 +98,39 @@ class FusedUnit:
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedUnit:
         # It holds no tensor and never changes.
         return self
+
+
+def _is_watched() -> bool:
+    """Whether something looks at the operations."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _is_large(sources: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel is faster than the operations; false where not all are tensors, as where a graph is traced."""
+    is_large = False
+    for source in sources:
+        if type(source) is not torch.Tensor and type(source) is not nn.Parameter:
+            return False
+        is_large = is_large or source.is_cuda or source.numel() >= _FEWEST_ELEMENTS
+    return is_large
+
+
+def _is_plain(source: torch.Tensor) -> bool:
+    """Whether the tensor has its numbers in memory."""
+    return (
+        type(source) in (torch.Tensor, nn.Parameter)
+        and source.layout is torch.strided
+        and not source.is_meta
+        # Their memory holds other numbers than they have.
+        and not source.is_neg()
+        and not source.is_conj()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(source)
+    )
 
 
 def run_fused(unit: FusedUnit, *sources: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from optimizer.report import PassRecord
 from passes import ChannelsLast, FoldConvBn, JitFusion, Simplify, TorchCompile
 from passes.base import Context
 from passes.errors import RequirementNotMet
-from passes.graph import fused
+from passes.graph import fused, fused_trial
 from passes.graph.fused import FusedUnit
 from passes.graph.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
@@ -353,6 +354,91 @@ def test_it_goes_with_folding_and_channels_last(first: bool, ran: list[str]) -> 
         assert torch.allclose(fast(x), model(x), atol=1e-4)
 
 
+# --------------------------------------------------------------------------------------------- the trial of each kernel
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """What the kernel of the unit of a name makes of the value; others are right."""
+    off: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+
+    def kernel(unit: FusedUnit) -> Callable[..., Any]:
+        return lambda *sources: off.get(unit.name, lambda value: value)(unit.plain(*sources))
+
+    monkeypatch.setitem(fused._KERNELS, "inductor", kernel)
+    return off
+
+
+def _off_in_one(value: torch.Tensor) -> torch.Tensor:
+    value.view(-1)[-1] *= 1 + 1e-5
+    return value
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "other values": (
+        lambda value: value * 1.5,
+        r"computes otherwise than its operations, 12 of 12 values: off by up to",
+    ),
+    "one value": (_off_in_one, r"computes otherwise than its operations, 1 of 12 values: off by up to"),
+    "NaN": (lambda value: value * math.nan, r"12 of 12 values: off by up to inf"),
+    "another dtype": (
+        torch.Tensor.double,
+        r"gives torch.float64 of shape \(2, 6\) where its operations give torch.float32",
+    ),
+    "another shape": (lambda value: value[:1], r"gives torch.float32 of shape \(1, 6\) where its operations give"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, kernels: dict[str, Any]) -> None:
+    make, said = WRONG[kind]
+    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2)
+    fast, record = fused_model(model)
+    assert sorted(units_of(record)) == ["add_sin_mul", "exp_add"]
+    assert report_of(fast).parity.verdict == "ok"
+    kernels["exp_add"] = make
+    fast, record = fused_model(model)
+    assert units_of(record) == ["add_sin_mul"]
+    (skip,) = record.skips
+    assert skip.where == "the root (add)"
+    assert re.search(said, skip.text), skip.text
+    assert same(fast, model)
+
+
+def test_each_kernel_is_tried_once_and_the_operations_answer(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
+    fused_model(model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2), batch_sizes=(1, 2, 3))
+    assert sorted(ran) == ["add_sin_mul", "exp_add"]
+
+
+def apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> bool:
+    return fused_trial._why_apart(got, value, exact) is not None
+
+
+def test_a_kernel_may_be_off_by_as_much_as_its_operations() -> None:
+    exact = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    value = exact.float() + torch.tensor([0, 0, 1e-4])
+    assert not apart(exact.float(), value, exact)
+    assert not apart(exact.float() + 2e-4, value, exact)
+    assert apart(exact.float() + 1e-3, value, exact)
+    assert apart(exact.float() + 2e-4, exact.float(), exact)
+    # Of whole numbers and truth values none may be another.
+    assert apart(torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([1, 3]))
+    assert apart(torch.tensor([True]), torch.tensor([False]), torch.tensor([False]))
+    assert not apart(torch.tensor([True]), torch.tensor([True]), torch.tensor([True]))
+
+
+def test_what_overflows_in_between_may_be_either() -> None:
+    inf, nan = torch.inf, torch.nan
+    value = torch.tensor([inf, nan, 1], dtype=torch.float16)
+    everywhere = torch.tensor([inf, nan, 1], dtype=torch.float64)
+    in_between = torch.tensor([7.0, 7, 1], dtype=torch.float64)
+    assert not apart(value.clone(), value, everywhere)
+    assert not apart(in_between.half(), value, in_between)
+    assert apart(in_between.half(), value, everywhere)
+    assert apart(torch.tensor([inf, nan, inf], dtype=torch.float16), value, everywhere)
+
+
 # ------------------------------------------------------------------------------------------------------------- backends
 
 
@@ -401,8 +487,8 @@ def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> 
     context = dataclasses.replace(CPU, run_compiled=lambda watch: runs.append(1))
     program, _ = captured(OfGelu())
     JitFusion(backend="torchscript").run(program, context)
-    # The fuser looks at the first runs, and makes its kernels then.
-    assert len(runs) == 2
+    # The fuser looks at the first runs, and makes its kernels then; one more shows whether they are right.
+    assert len(runs) == 3
 
 
 def test_equal_units_share_one_code() -> None:
