@@ -16,8 +16,9 @@ from passes.graph.baked import Baked, BakedLayer
 from passes.graph.capture import ModuleGraph
 from passes.graph.edits import AttributeEdit
 from passes.graph.effects import Aliases
-from passes.graph.fused import Backend, FusedUnit, run_fused, torchscript_fuses
+from passes.graph.fused import FusedUnit, run_fused
 from passes.graph.fused_trial import KernelTrial
+from passes.graph.kernels import Backend, torchscript_fuses
 from passes.graph.pointwise import PointwiseGroup, attributes_of, pointwise_groups
 from passes.graph.program import Program, operation_name
 from passes.graph.rewriter import Change, Place, Rewriter
@@ -43,7 +44,7 @@ class JitFusion(GraphPass):
     inputs each kernel is run once beside its operations, whatever the size; one that computes otherwise isn't used.
 
     Does not handle: forwards that can't be traced; groups across modules; reductions, products of matrices; operations in
-    place; a second derivative through a unit of inductor.
+    place; a backward pass after a write to what a unit was given, where its operations keep only what they gave.
 
     Attributes:
         backend: what makes the kernels: "inductor", which needs a compiler; "torchscript", whose fuser is in builds of torch

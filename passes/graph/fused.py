@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes.compiling.compiler import import_inductor
 from passes.graph.forward import compile_graph, graph_of, nodes_of
-from passes.graph.pointwise import PointwiseGroup, function_of, name_of_pointwise
+from passes.graph.kernels import KERNELS, Backend, Kernels, tell, why_none
+from passes.graph.pointwise import PointwiseGroup, function_of, is_linear, name_of_pointwise
 from passes.graph.program import Program
 
-Backend = Literal["torchscript", "inductor"]
 # Of fewer elements, on a CPU, it takes longer to find the kernel than to run its operations one by one.
 _FEWEST_ELEMENTS = 1 << 15
 
@@ -23,7 +22,9 @@ class FusedUnit:
     """A function of tensors, run as one kernel; operation by operation where something looks at the operations.
 
     That is where the call is traced, exported or compiled with what is around it, where torch's function or dispatch modes
-    watch, and for tensors that are none of the plain ones.
+    watch, or a transform of torch.func; for tensors that are none of the plain ones; and where no kernel can be made.
+    Gradients are one kernel, too, made of the same sources; those that are differentiated again, or of many values at a
+    time, are computed by the operations.
 
     Args:
         graph: of the function: its inputs are tensors, its output one.
@@ -37,8 +38,10 @@ class FusedUnit:
         self.backend = backend
         # Answers in its place while its kernel is tried.
         self.trial: Callable[[FusedUnit, Sequence[torch.Tensor]], torch.Tensor] | None = None
+        self.kept = tuple(_kept_for_gradients(graph))
         self._plain: Callable[..., Any] = compile_graph(graph, name)
-        self._fused: Callable[..., Any] | None = None
+        self._kernels: dict[str, Kernels | None] = {}
+        self._with_gradient: dict[Any, bool] = {}
 
     @classmethod
     def of(cls, program: Program, group: PointwiseGroup, backend: Backend) -> FusedUnit:
@@ -77,11 +80,41 @@ class FusedUnit:
         return value
 
     def by_kernel(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The value, by the kernel."""
-        if self._fused is None:
-            self._fused = _KERNELS[self.backend](self)
-        value: torch.Tensor = self._fused(*sources)
-        return value
+        """The value, by the kernel, where one can be made."""
+        kernels = self.kernels(sources)
+        if kernels is None:
+            return self.plain(*sources)
+        with torch.no_grad():
+            # One kernel for what has a gradient and what hasn't.
+            value = kernels.value([source.detach() if source.requires_grad else source for source in sources])
+        if value is None:
+            return self.plain(*sources)
+        if not torch.is_grad_enabled() or not self._has_gradient(sources):
+            return value
+        result: torch.Tensor = _Fused.apply(self, (value,), *sources)
+        return result
+
+    def kernels(self, sources: Sequence[torch.Tensor]) -> Kernels | None:
+        """Those for the device of the sources; None where none can be made for it."""
+        device = next((source.device for source in sources if source.is_cuda), sources[0].device)
+        if device.type not in self._kernels:
+            reason = why_none(self.backend, device)
+            if reason is not None:
+                tell(reason)
+            self._kernels[device.type] = KERNELS[self.backend](self._plain, self.graph) if reason is None else None
+        return self._kernels[device.type]
+
+    def _has_gradient(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether the value has one, as that of a comparison hasn't."""
+        if not any(source.requires_grad for source in sources):
+            return False
+        key = tuple((source.dtype, source.dim(), source.requires_grad) for source in sources)
+        if key not in self._with_gradient:
+            empty = (torch.empty((0,) * dims, dtype=dtype, requires_grad=needed) for dtype, dims, needed in key)
+            # Whoever counts what is kept for gradients is to count the same at each call.
+            with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
+                self._with_gradient[key] = self.plain(*empty).requires_grad
+        return self._with_gradient[key]
 
     def can_run_kernel(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether a kernel computes what the operations do on these, which nobody watches."""
@@ -107,6 +140,7 @@ def _is_watched() -> bool:
         or torch._C._is_tracing()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
@@ -129,7 +163,9 @@ def _is_plain(source: torch.Tensor) -> bool:
         # Their memory holds other numbers than they have.
         and not source.is_neg()
         and not source.is_conj()
+        # Many in one.
         and not torch._C._functorch.is_functorch_wrapped_tensor(source)
+        and not torch._C._functorch.is_legacy_batchedtensor(source)
     )
 
 
@@ -147,32 +183,80 @@ def name_of(program: Program, group: PointwiseGroup) -> str:
     return "_".join(names)
 
 
-def torchscript_fuses(device: torch.device) -> bool:
-    """Whether this build of torch has a fuser of TorchScript for the device."""
-    if device.type == "cuda":
-        return bool(torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu())
-    return device.type == "cpu" and bool(torch._C._llvm_enabled() and torch._C._jit_can_fuse_on_cpu())
+class _Fused(torch.autograd.Function):
+    """The gradients of a value that a kernel computed."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: FusedUnit, value: tuple[torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
+        """Keep the sources that gradients depend on."""
+        ctx.unit = unit
+        ctx.save_for_backward(*(source for source, is_kept in zip(sources, unit.kept, strict=True) if is_kept))
+        ctx.others = [
+            None if is_kept else (source.shape, source.dtype, source.device)
+            for source, is_kept in zip(sources, unit.kept, strict=True)
+        ]
+        types = dict.fromkeys(source.device.type for source in sources)
+        # Gradients are asked for outside of autocast.
+        ctx.casts = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """The gradients, by the kernel, where nobody asks for more than numbers."""
+        unit, (gradient,) = ctx.unit, gradients
+        kept = iter(ctx.saved_tensors)
+        sources = [next(kept) if other is None else _like(*other) for other in ctx.others]
+        wanted = tuple(number for number, is_wanted in enumerate(ctx.needs_input_grad[2:]) if is_wanted)
+        with ExitStack() as stack:
+            for kind, dtype in ctx.casts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            found = _gradients(unit, wanted, gradient, sources)
+        by_number = dict(zip(wanted, found, strict=True))
+        return (None, None, *map(by_number.get, range(len(sources))))
 
 
-def _by_inductor(unit: FusedUnit) -> Callable[..., Any]:
-    import_inductor()
-    # Equal units have one function, and so one code; of all sizes, as each element is computed by itself.
-    compiled = torch.compile(unit._plain, dynamic=True, fullgraph=True, backend="inductor")
-    return lambda *sources: compiled(None, *sources)
+def _gradients(
+    unit: FusedUnit, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    if not torch.is_grad_enabled() and not _is_watched() and unit.can_run_kernel((gradient, *sources)):
+        kernels = unit.kernels(sources)
+        given = [source.detach() if source.requires_grad else source for source in sources]
+        found = None if kernels is None else kernels.gradients(wanted, gradient, given)
+        if found is not None:
+            return found
+    return gradients_by_operations(unit, wanted, gradient, sources)
 
 
-def _by_torchscript(unit: FusedUnit) -> Callable[..., Any]:
-    with warnings.catch_warnings():
-        # TorchScript is deprecated, and asked for; what it says of annotations is about a class of torch's own.
-        warnings.simplefilter("ignore")
-        scripted: Callable[..., Any] = torch.jit.script(fx.GraphModule(nn.Module(), unit.graph))
-    return scripted
+def gradients_by_operations(
+    unit: FusedUnit, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients of some sources, given that of the value; they can be differentiated where gradients are on."""
+    again, given = torch.is_grad_enabled(), list(sources)
+    with torch.enable_grad():
+        for number in wanted:
+            source = sources[number]
+            # One source may be made of another: what is between them isn't of the unit.
+            given[number] = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
+        value = unit.plain(*given)
+    return torch.autograd.grad(
+        value, [given[number] for number in wanted], gradient, create_graph=again, allow_unused=True
+    )
 
 
-_KERNELS: dict[Backend, Callable[[FusedUnit], Callable[..., Any]]] = {
-    "inductor": _by_inductor,
-    "torchscript": _by_torchscript,
-}
+def _like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """In the place of a source on whose numbers no gradient depends."""
+    with torch.enable_grad():
+        has_gradient = dtype.is_floating_point or dtype.is_complex
+        return torch.zeros((), dtype=dtype, device=device, requires_grad=has_gradient).expand(shape)
+
+
+def _kept_for_gradients(graph: fx.Graph) -> Iterator[bool]:
+    """For each input whether gradients depend on its numbers, as they don't on those of what is only added."""
+    needed: dict[fx.Node, bool] = {}
+    for node in reversed(graph.nodes):
+        users = (user for user in node.users if user.op != "output")
+        needed[node] = any(needed[user] or not is_linear(user) for user in users)
+    return (needed[node] for node in graph.nodes if node.op == "placeholder")
 
 
 def _unit_of(nodes: Any, name: str, backend: Backend) -> FusedUnit:

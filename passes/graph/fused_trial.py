@@ -53,7 +53,12 @@ class KernelTrial:
         return value
 
     def _why_wrong(self, unit: FusedUnit, sources: Sequence[torch.Tensor], value: torch.Tensor) -> str | None:
-        got = unit.by_kernel(sources)
+        kernels = unit.kernels(sources)
+        if kernels is None:
+            return None
+        got = kernels.value(sources)
+        if got is None:
+            return kernels.failure
         if (got.shape, got.dtype, got.device) != (value.shape, value.dtype, value.device):
             return (
                 f"its kernel gives {got.dtype} of shape {tuple(got.shape)} where its operations give {value.dtype} of shape"

@@ -110,6 +110,17 @@ def name_of_pointwise(node: fx.Node) -> str:
     return _SAME_AS.get(name, name)
 
 
+def is_linear(node: fx.Node) -> bool:
+    """Whether the gradients of what a pointwise operation is given don't depend on the numbers in that."""
+    if node.kwargs:
+        return False
+    name, sources = name_of_pointwise(node), node.all_input_nodes
+    if name in ("mul", "div"):
+        # By a number: not one by the tensor.
+        return len(node.args) == 2 and sources == [node.args[0]] and not isinstance(node.args[1], fx.Node)
+    return name in ("add", "sub", "neg") or _is_cast(node)
+
+
 def function_of(layer: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     """The function that a stock layer is of its one input, with its keyword arguments; None for other modules.
 

@@ -6,9 +6,9 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnx
 import pytest
@@ -23,7 +23,7 @@ from optimizer.report import PassRecord
 from passes import ChannelsLast, FoldConvBn, JitFusion, Simplify, TorchCompile
 from passes.base import Context
 from passes.errors import RequirementNotMet
-from passes.graph import fused, fused_trial
+from passes.graph import fused, fused_trial, kernels
 from passes.graph.fused import FusedUnit
 from passes.graph.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
@@ -37,21 +37,40 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class OneByOne:
+    """Stands for the kernels of a unit, of any size: its operations one by one.
+
+    Attributes:
+        ran: the names of the units whose values were computed.
+        differentiated: the names of those whose gradients were.
+    """
+
+    ran: ClassVar[list[str]] = []
+    differentiated: ClassVar[list[str]] = []
+    failure = ""
+
+    def __init__(self, unit: FusedUnit) -> None:
+        self.unit = unit
+
+    def value(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert not any(source.requires_grad for source in sources)
+        self.ran.append(self.unit.name)
+        return self.unit.plain(*sources)
+
+    def gradients(self, wanted: Any, gradient: torch.Tensor, sources: Sequence[torch.Tensor]) -> Any:
+        assert not any(source.requires_grad for source in (gradient, *sources))
+        self.differentiated.append(self.unit.name)
+        return kernels.gradients(self.unit._plain, wanted, gradient, *sources)
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the units that ran fused: their operations one by one stand for the kernel, of any size."""
-    names: list[str] = []
-
-    def kernel(unit: FusedUnit) -> Callable[..., Any]:
-        def run(*sources: torch.Tensor) -> Any:
-            names.append(unit.name)
-            return unit._plain(None, *sources)
-
-        return run
-
-    monkeypatch.setitem(fused._KERNELS, "inductor", kernel)
+    """The names of the units that ran fused."""
+    monkeypatch.setattr(FusedUnit, "kernels", lambda unit, sources: OneByOne(unit))
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
-    return names
+    OneByOne.ran.clear()
+    OneByOne.differentiated.clear()
+    return OneByOne.ran
 
 
 class OfFunction(nn.Module):
@@ -198,10 +217,116 @@ def test_the_backward_pass_is_right(ran: list[str]) -> None:
     fast, record = fused_model(model, mode="training")
     assert record.status == "applied"
     twin = copy.deepcopy(model)
+    OneByOne.differentiated.clear()
     fast(rows()).square().sum().backward()
     twin(rows()).square().sum().backward()
     for name, parameter in fast.named_parameters():
         assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
+    assert OneByOne.differentiated == units_of(record)
+
+
+def _twice(net: nn.Module, x: torch.Tensor) -> Any:
+    (first,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), [x, *net.parameters()], allow_unused=True)
+
+
+def _retained(net: nn.Module, x: torch.Tensor) -> Any:
+    out = net(x).square().sum()
+    return [torch.autograd.grad(out, x, retain_graph=True), torch.autograd.grad(out, x)]
+
+
+def _at_once(net: nn.Module, x: torch.Tensor) -> Any:
+    out = net(x)
+    return torch.autograd.grad(out, x, torch.eye(out.numel()).view(-1, *out.shape), is_grads_batched=True)
+
+
+def _mapped(net: nn.Module, x: torch.Tensor) -> Any:
+    out = net(x)
+    gradients = torch.eye(out.numel()).view(-1, *out.shape)
+    return torch.vmap(lambda gradient: torch.autograd.grad(out, x, gradient, retain_graph=True)[0])(gradients)
+
+
+DERIVATIVES = {
+    # That of the unit's value is of the first order once more.
+    "a second derivative": (_twice, 1),
+    "many gradients at once": (_at_once, 0),
+    "gradients in vmap": (_mapped, 0),
+    "jacrev": (lambda net, x: torch.func.jacrev(net)(x.detach()), 0),
+    "the same graph twice": (_retained, 2),
+    "autocast": (lambda net, x: _retained_in_autocast(net, x), 2),
+}
+
+
+def _retained_in_autocast(net: nn.Module, x: torch.Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x).float().square().sum()
+    return [torch.autograd.grad(out, x, retain_graph=True), torch.autograd.grad(out, x)]
+
+
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_all_derivatives_are_those_of_the_operations(kind: str, ran: list[str]) -> None:
+    derive, by_kernel = DERIVATIVES[kind]
+    model = model_of(lambda self, x: (x * self.scale).sigmoid() * x.exp() + self.scale)
+    fast, _ = fused_model(model, mode="training")
+    ran.clear()
+    OneByOne.differentiated.clear()
+    got, wanted = (derive(net, rows().requires_grad_()) for net in (fast, model))
+    torch.testing.assert_close(got, wanted)
+    assert len(OneByOne.differentiated) == by_kernel
+    assert ran or kind == "jacrev"
+
+
+def test_second_derivatives_where_one_source_is_made_of_another(ran: list[str]) -> None:
+    model = model_of(lambda self, x: (x * self.scale).sigmoid() * x.exp() + self.scale)
+    unit = FusedUnit.of(*_first_group(model), "inductor")
+    plain = unit.plain
+
+    def derive(function: Callable[..., torch.Tensor]) -> Any:
+        x = rows().requires_grad_()
+        y = x.tanh()
+        first = torch.autograd.grad(function(x, y.sum(0)).sum(), [x, y], create_graph=True)
+        return [*first, *torch.autograd.grad(sum(each.square().sum() for each in first), x)]
+
+    got = derive(unit)
+    assert ran
+    torch.testing.assert_close(got, derive(plain))
+
+
+def test_what_has_no_gradient_has_none(ran: list[str]) -> None:
+    model = model_of(lambda self, x: (x > self.scale).float() * 2)
+    fast, record = fused_model(model)
+    assert units_of(record) == ["lt_float_mul"]
+    ran.clear()
+    assert not fast(rows()).requires_grad
+    assert ran
+
+
+KEPT = {
+    "what is only added": (lambda self, x: (x * self.scale).exp() - x, [True, True]),
+    "a sum of which a function is taken": (lambda self, x: (x - self.scale).exp() * 2, [True, True]),
+    "sums": (lambda self, x: (-x + self.scale) * 3 / 2, [False, False]),
+    "a number by it": (lambda self, x: 2 / x - self.scale, [True, False]),
+    "a cast": (lambda self, x: x.double() * 2 + self.scale * self.scale, [False, True]),
+    "a difference that is weighed": (lambda self, x: torch.add(x, self.scale, alpha=2).abs() + 1, [True, True]),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_sources_are_kept_for_gradients_where_these_depend_on_them(kind: str, ran: list[str]) -> None:
+    function, kept = KEPT[kind]
+    model = model_of(function).train()
+    saved: list[torch.Tensor] = []
+    y = model.linear(rows()).detach().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
+        program, group = _first_group(model)
+        unit = FusedUnit.of(program, group, "inductor")
+        sources = [y if source.op == "call_module" else model.scale for source in group.inputs]
+        value = unit(*sources)
+    assert len(saved) == sum(kept)
+    assert [any(source is value for value in saved) for source in (y, model.scale)] == kept
+    got = torch.autograd.grad(value.sum(), [y, model.scale])
+    assert OneByOne.differentiated
+    torch.testing.assert_close(got, torch.autograd.grad(function(model, y).sum(), [y, model.scale]))
 
 
 def test_a_layer_that_is_changed_later_counts(ran: list[str]) -> None:
@@ -358,15 +483,15 @@ def test_it_goes_with_folding_and_channels_last(first: bool, ran: list[str]) -> 
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+def off(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """What the kernel of the unit of a name makes of the value; others are right."""
-    off: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-
-    def kernel(unit: FusedUnit) -> Callable[..., Any]:
-        return lambda *sources: off.get(unit.name, lambda value: value)(unit.plain(*sources))
-
-    monkeypatch.setitem(fused._KERNELS, "inductor", kernel)
-    return off
+    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    right = OneByOne.value
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
+    monkeypatch.setattr(
+        OneByOne, "value", lambda self, sources: made.get(self.unit.name, lambda value: value)(right(self, sources))
+    )
+    return made
 
 
 def _off_in_one(value: torch.Tensor) -> torch.Tensor:
@@ -390,13 +515,13 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, kernels: dict[str, Any]) -> None:
+def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, off: dict[str, Any]) -> None:
     make, said = WRONG[kind]
     model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2)
     fast, record = fused_model(model)
     assert sorted(units_of(record)) == ["add_sin_mul", "exp_add"]
     assert report_of(fast).parity.verdict == "ok"
-    kernels["exp_add"] = make
+    off["exp_add"] = make
     fast, record = fused_model(model)
     assert units_of(record) == ["add_sin_mul"]
     (skip,) = record.skips
@@ -443,7 +568,7 @@ def test_what_overflows_in_between_may_be_either() -> None:
 
 
 def test_a_build_without_the_fuser_refuses_it_before_work() -> None:
-    if fused.torchscript_fuses(torch.device("cpu")):
+    if kernels.torchscript_fuses(torch.device("cpu")):
         JitFusion(backend="torchscript").check(CPU)
         return
     with pytest.raises(RequirementNotMet) as caught:
@@ -464,6 +589,91 @@ def test_no_compiler_leaves_the_other_fuser_or_is_one_sentence(monkeypatch: pyte
     monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
     JitFusion().check(CPU)
     assert JitFusion()._backend(CPU.device) == "torchscript"
+
+
+def test_where_no_compiler_is_any_more_operations_run_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    kernels.tell.cache_clear()
+    units = [FusedUnit.of(*_first_group(OfGelu()), "inductor") for _ in range(2)]
+    monkeypatch.setenv("CXX", "/nonexistent")
+    x = rows().requires_grad_()
+    for unit in units:
+        for _ in range(2):
+            assert torch.equal(unit(x), by_hand_gelu(None, x))
+    told = [record.message for record in caplog.records if record.name == "passes.graph.kernels"]
+    assert [
+        message.startswith("fused operations run one by one: inductor needs a C++ compiler") for message in told
+    ] == [True]
+
+
+def _raised(kind: str) -> Exception:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._inductor.exc import InductorError
+
+    return {
+        "one kind of call too many": FailOnRecompileLimitHit("too many"),
+        "a compiler that fails": InductorError(RuntimeError("no"), None),
+        "what the operations raise": RuntimeError("sizes don't match"),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["one kind of call too many", "a compiler that fails"])
+def test_what_the_compiler_gives_up_runs_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            calls.append(arguments[-1].shape)
+            if arguments[-1].dim() == 2:
+                raise _raised(kind)
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(kernels, "_compiled", compiled)
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
+    for x in (rows(2), rows(3), rows(5), rows(2)[0], rows(1), rows(1)):
+        assert torch.equal(unit(x), by_hand_gelu(None, x))
+    # Each kind is tried once, and others go on.
+    assert calls == [(2, 4), (4,), (1, 4)]
+    calls.clear()
+    for _ in range(2):
+        x = rows(2).requires_grad_()
+        (got,) = torch.autograd.grad(unit(x).sum(), x)
+        torch.testing.assert_close(got, torch.autograd.grad(by_hand_gelu(None, x).sum(), x)[0])
+    assert not calls
+    x = rows()[0].requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(unit(x).sum(), x), torch.autograd.grad(by_hand_gelu(0, x).sum(), x))
+    assert calls == [(4,), (4,)]
+
+
+def test_what_the_operations_raise_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            raise _raised("what the operations raise")
+
+        return run
+
+    monkeypatch.setattr(kernels, "_compiled", compiled)
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    with pytest.raises(RuntimeError, match="sizes don't match"):
+        FusedUnit.of(*_first_group(OfGelu()), "inductor")(rows())
+
+
+def test_a_unit_of_which_no_kernel_can_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            raise _raised("a compiler that fails")
+
+        return run
+
+    monkeypatch.setattr(kernels, "_compiled", compiled)
+    _, record = fused_model(model_of(by_hand_gelu))
+    assert units_of(record) == []
+    assert [skip.text for skip in record.skips] == ["inductor makes no kernel of it (InductorError: RuntimeError: no)"]
 
 
 def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
