@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -20,17 +18,17 @@ from torch.utils import _pytree as pytree
 from passes.base import Context, GraphPass
 from passes.graph.capture import ModuleGraph
 from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.graph.effects import Aliases, may_share
+from passes.graph.effects import Aliases, copies_by_strides, may_share, operation_writes
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
 from passes.graph.match import Node, TensorRef, is_parametrized, is_stock
+from passes.graph.named_writes import BY_PLACE, Named, named_in, named_of
 from passes.graph.program import Program, operation_name
 from passes.graph.rewriter import Rewriter
-from passes.graph.side_effects import names_in, with_helpers
 from passes.graph.storage import kind_of
-from passes.graph.tracing import function_name, function_of
+from passes.graph.tracing import function_name
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,9 @@ class MergeLinears(GraphPass):
 
     Does not handle: linear layers that are functions, or of a class with a forward of its own (LoRA, quantized layers); layers
     with hooks or parametrizations, called twice in one forward, under two names, or with tied weights; other dtypes or
-    devices than those beside; layers on one input in two modules; code that names `as_strided`.
+    devices than those beside; layers on one input in two modules; code that names `as_strided`, or what else goes by how
+    numbers lie in memory; outputs that may be written to through what `reshape` or `contiguous` gives, which is their memory
+    or a copy. For that the code of the forward is read, and that of the functions of its package that it names.
     """
 
     name: ClassVar[str] = "merge-linears"
@@ -147,9 +147,9 @@ def _candidates(graph: Rewriter, home: ModuleGraph) -> Iterator[_Candidate]:
     groups = [nodes for nodes in by_input.values() if len(nodes) > 1]
     if not groups:
         return
-    aliases, around = Aliases(program, home.graph), _why_not_around(program, home)
+    memory, around = _Memory(program, home), _why_not_around(program, home)
     for nodes in groups:
-        judged = [(node, _why_not(program, node, aliases) or around) for node in nodes]
+        judged = [(node, _why_not(program, node, memory) or around) for node in nodes]
         for node, reason in judged:
             if reason:
                 graph.skip(node, reason)
@@ -192,7 +192,7 @@ def _by_kind(graph: Rewriter, nodes: Sequence[Node]) -> Iterator[list[Node]]:
 # Whether they may become one ------------------------------------------------------------------------------------------
 
 
-def _why_not(program: Program, node: Node, aliases: Aliases) -> str | None:
+def _why_not(program: Program, node: Node, memory: _Memory) -> str | None:
     module = program.module_of(node)
     if module is None:
         return "it is called as a function, and others that take the same input can't stand in for that"
@@ -200,7 +200,7 @@ def _why_not(program: Program, node: Node, aliases: Aliases) -> str | None:
     return (
         _why_not_module(program, node, module)
         or next(filter(None, (_why_not_tensor(program, module, name) for name in ("weight", "bias"))), None)
-        or _why_not_output(node, aliases)
+        or memory.why_not(node)
     )
 
 
@@ -256,25 +256,55 @@ def _why_not_around(program: Program, home: ModuleGraph) -> str | None:
     if not isinstance(around.__dict__.get("_apply"), JoiningApply | None):
         return f"the module around it, {where}, has a way of its own to be moved"
     for module in around.modules():
-        kept = [value for value in vars(module).values() if type(value) is FunctionType]
-        if any(_counts_on_strides(each, type(module)) for each in (function_of(module), *kept)):  # type: ignore[arg-type]
+        name = named_of(BY_PLACE, module)
+        if name is not None:
             path = program.paths[id(module)][0] if id(module) in program.paths else type(module).__name__
-            return f"the code of {path or 'the root'} names as_strided, which may go by how its output lies in memory"
+            return f"the code of {path or 'the root'} names {name}, which may go by how its output lies in memory"
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _counts_on_strides(function: Any, cls: type) -> bool:
-    helpers = () if cls.__module__.startswith("torch.") else with_helpers(function, cls)
-    return any("as_strided" in names_in(helper.__code__) for helper in helpers)
+class _Memory:
+    """What one forward does, or may do in other branches, with the memory of its layers' outputs."""
 
+    def __init__(self, program: Program, home: ModuleGraph) -> None:
+        self.program = program
+        self.home = home
+        self.aliases = Aliases(program, home.graph)
+        called = {id(program.module_of(node)) for node in home.graph.nodes if node.op == "call_module"}
+        # What no run calls may be given anything in another branch.
+        self.uncalled = [
+            child for child in home.module.children() if not any(id(each) in called for each in child.modules())
+        ]
 
-def _why_not_output(node: Node, aliases: Aliases) -> str | None:
-    if aliases.may_leave(node):
-        return "its output may leave the forward, and would lie in memory otherwise than it did"
-    if node.meta.get("escapes"):
-        return "its output is kept somewhere outside of the graph, and would lie in memory otherwise than it did"
-    return None
+    def why_not(self, node: Node) -> str | None:
+        """Why the output of the layer has to lie in memory of its own."""
+        if self.aliases.may_leave(node):
+            return "its output may leave the forward, and would lie in memory otherwise than it did"
+        if node.meta.get("escapes"):
+            return "its output is kept somewhere outside of the graph, and would lie in memory otherwise than it did"
+        named = self._done_to(node)
+        if named.writes and named.copies:
+            return (
+                f"its output may be written to (by {min(named.writes)}) through what {min(named.copies)} gives, which is a"
+                " copy of rows that are parts of wider ones"
+            )
+        return None
+
+    def _done_to(self, node: Node) -> Named:
+        """What may write to the output, and what may give a copy of it where it gave its memory."""
+        program, beside = self.program, self.aliases.beside(node)
+        users = [
+            user for user in self.home.graph.nodes if user is not node and not beside.isdisjoint(user.all_input_nodes)
+        ]
+        children = [child for user in users if (child := program.module_of(user)) is not None]
+        operations = [user for user in users if user.op in ("call_function", "call_method")]
+        is_recorded = not self.home.traced
+        named = Named(
+            frozenset(operation_name(user) for user in operations if operation_writes(user, is_recorded=is_recorded)),
+            frozenset(operation_name(user) for user in operations if copies_by_strides(program, user)),
+        )
+        below = (module for child in (*children, *self.uncalled) for module in child.modules())
+        return named | named_in([self.home.module]) | named_in(dict.fromkeys(below))
 
 
 # Whether what comes behind takes rows of a wider tensor ----------------------------------------------------------------

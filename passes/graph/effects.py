@@ -203,10 +203,40 @@ def _is_pure_layer(module: nn.Module) -> bool:
     return not (module.training and counts) and not any(map(has_hooks, module.children()))
 
 
+# What gives a view, or the value itself, however what it is given lies in memory.
+_ALWAYS_VIEWS = frozenset({
+    "H", "T", "adjoint", "alias", "alpha_dropout", "bfloat16", "broadcast_tensors", "broadcast_to", "chunk", "data", "detach",
+    "diagonal", "double", "dropout", "dropout1d", "dropout2d", "dropout3d", "dsplit", "expand", "expand_as",
+    "feature_alpha_dropout", "float", "getitem", "half", "hsplit", "imag", "mH", "mT", "moveaxis", "movedim", "narrow",
+    "permute", "real", "requires_grad", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims",
+    "t", "tensor_split", "transpose", "type", "type_as", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split",
+    "unsqueeze", "view", "view_as", "vsplit", "__getitem__",
+})  # fmt: skip
+
+
+def copies_by_strides(program: Program, node: fx.Node) -> bool:
+    """Whether a function or method may give the memory that it is given, or a copy, as that lies in strides or not."""
+    name = operation_name(node)
+    if name == "to":
+        return "memory_format" in node.kwargs
+    if name == "getattr":
+        return False
+    return name not in _ALWAYS_VIEWS and not writes(node) and may_share(program, node)
+
+
+def operation_writes(node: fx.Node, *, is_recorded: bool) -> bool:
+    """Whether a function or method may write to what it is given; what a run recorded are operations of torch alone."""
+    if is_recorded:
+        schema = getattr(node.target, "_schema", None)
+        return writes(node) or bool(schema is not None and schema.is_mutable)
+    return writes(node) or not _is_known(node)
+
+
 class Aliases:
     """Which values of one graph may lie in one piece of memory, which of them may be written to, and which leave it."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self._nodes = tuple(graph.nodes)
         self._parents: dict[fx.Node, fx.Node] = {}
         written: set[fx.Node] = set()
         outside: fx.Node | None = None
@@ -239,6 +269,11 @@ class Aliases:
     def may_leave(self, node: fx.Node) -> bool:
         """Whether the memory of the value may be given out, to somebody who may write to it."""
         return self._root(node) in self._leaving
+
+    def beside(self, node: fx.Node) -> set[fx.Node]:
+        """The values whose memory may be that of this one, and this one."""
+        root = self._root(node)
+        return {other for other in self._nodes if self._root(other) is root}
 
     def _root(self, node: fx.Node) -> fx.Node:
         root = node

@@ -412,7 +412,10 @@ def resolve(owner: nn.Module, target: Any) -> nn.Module:
 def operation_name(node: fx.Node) -> str:
     """A short name for what the node does."""
     if node.op == "call_function":
-        return str(getattr(node.target, "__name__", node.target))
+        target: Any = node.target
+        name = str(getattr(target, "__name__", target))
+        # A run records a property of tensors as what reads it.
+        return str(getattr(target.__self__, "__name__", name)) if name == "__get__" else name
     return str(node.target)
 
 

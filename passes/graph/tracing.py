@@ -723,7 +723,7 @@ def writes(node: fx.Node) -> bool:
         by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
         return node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
     if node.op == "call_method":
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "copy_")
+        return name == "__setitem__" or name.strip("_") in _IN_PLACE
     home = getattr(node.target, "__module__", None) or ""
     if home == "_operator":
         return name in ("setitem", "delitem", *_IN_PLACE)

@@ -253,6 +253,73 @@ REFUSALS: list[tuple[Callable[[Any], Any], Callable[..., Tensor] | None, str, st
 ]
 
 
+def _copy(by: str, how: str) -> str:
+    return f"its output may be written to (by {by}) through what {how} gives, which is a copy of rows that are parts of wider"
+
+
+def _written_in_a_branch(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x)
+    if self.training:
+        y.flatten(1)[:, 0] = 0
+    return y + self.second(x).relu()
+
+
+def _written_in_a_child(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x)
+    self.act(y.reshape(y.shape[0], -1))
+    return y + self.second(x).sigmoid()
+
+
+def _copied_in_a_child(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x)
+    self.flat(y).add_(1)
+    return y + self.second(x).sigmoid()
+
+
+def _written_by_a_helper(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x)
+    _double(y.contiguous())
+    return y + self.second(x).sigmoid()
+
+
+def _double(y: Tensor) -> None:
+    y *= 2
+
+
+def _written_as_one_of_some(self: Any, x: Tensor) -> Tensor:
+    parts = [self.first(x), self.second(x).sigmoid()]
+    flat = [part.reshape(-1) for part in parts]
+    flat[0] += 1
+    return parts[0] + parts[1]
+
+
+_WAYS: dict[str, Callable[[Tensor], Any]] = {"double": lambda y: y.reshape(-1).mul_(2)}
+
+
+def _written_where_no_name_shows(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x)
+    _WAYS["double"](y)
+    return y + self.second(x).sigmoid()
+
+
+def _written_in_a_child_of_a_branch(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x)
+    if self.training:
+        self.act(y.reshape(-1))
+    return y + self.second(x).sigmoid()
+
+
+REFUSALS += [
+    (_no_change, _written_where_no_name_shows, "first", _copy("mul_", "reshape")),
+    (lambda m: setattr(m, "act", nn.ReLU(True)), _written_in_a_child_of_a_branch, "first", _copy("ReLU", "reshape")),
+    (_no_change, _written_in_a_branch, "first", _copy("[]=", "flatten")),
+    (lambda m: setattr(m, "act", nn.ReLU(inplace=True)), _written_in_a_child, "first", _copy("ReLU", "reshape")),
+    (lambda m: setattr(m, "flat", nn.Flatten()), _copied_in_a_child, "first", _copy("add_", "Flatten")),
+    (_no_change, _written_by_a_helper, "first", _copy("*=", "contiguous")),
+    (_no_change, _written_as_one_of_some, "first", _copy("+=", "reshape")),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize(("change", "use", "where", "reason"), REFUSALS)
 def test_what_may_not_be_merged_stays(
@@ -262,6 +329,42 @@ def test_what_may_not_be_merged_stays(
     done = MergeLinears().run(program, context)
     assert changes(done) == []
     assert any(skip[0] == where and skip[1].startswith(reason) for skip in skips(done)), skips(done)
+
+
+def _writes_to_its_own(self: Any, x: Tensor) -> Tensor:
+    first, second = self.first(x), self.second(x)
+    scores = torch.matmul(first, second.transpose(1, 2))
+    scores += 1
+    bias = torch.zeros_like(scores)
+    bias[..., 0] = 1
+    scores.add_(bias)
+    weights = scores.softmax(-1)
+    weights[:, 0] *= 2
+    return (weights @ second).reshape(x.shape[0], -1).contiguous()
+
+
+def _writes_and_copies_apart(self: Any, x: Tensor) -> Tensor:
+    first = self.first(x)
+    first.mul_(2)
+    return first.transpose(0, 1).transpose(0, 1) + self.second(x).relu()
+
+
+@pytest.mark.parametrize("use", [_writes_to_its_own, _writes_and_copies_apart])
+def test_writes_that_no_copy_misses_are_merged(use: Callable[..., Tensor]) -> None:
+    model = Refused(_no_change, use).eval()
+    done = check_pass(MergeLinears(), model, (image_of(),))
+    assert changes(done) == [("", "first and second computed together")]
+
+
+@pytest.mark.parametrize("write", ["flatten", "reshape", "contiguous"])
+def test_a_write_through_a_view_that_strides_make_a_copy_reaches_the_output(write: str) -> None:
+    def use(self: Any, x: Tensor) -> Tensor:
+        y = self.first(x)
+        {"flatten": lambda: y.flatten(1), "reshape": lambda: y.reshape(-1), "contiguous": y.contiguous}[write]().mul_(3)
+        return y + self.second(x).relu()
+
+    model = Refused(_no_change, use).eval()
+    assert same(optimize(model, ["merge-linears"], example_inputs=(image_of(),)), model)
 
 
 def test_the_others_of_a_group_are_merged_all_the_same() -> None:
