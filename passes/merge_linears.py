@@ -24,7 +24,7 @@ from passes.graph.guards import InstanceForward, inner_forward
 from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
 from passes.graph.match import Node, TensorRef, is_parametrized, is_stock
-from passes.graph.named_writes import BY_PLACE, Named, named_in, named_of
+from passes.graph.named_writes import BY_PLACE, PAST_COUNTS, Named, named_in, named_of
 from passes.graph.program import Program, operation_name
 from passes.graph.rewriter import Rewriter
 from passes.graph.storage import kind_of
@@ -44,7 +44,10 @@ class MergeLinears(GraphPass):
 
     The first of the layers that is called computes for all as long as the forward around them runs. Another one takes its
     part if it is given the very same tensor and nothing was written to that, or to its weight, since; else it computes by
-    itself. So forwards that can't be traced may go any way: the worst is that something is computed for nothing, once.
+    itself. So forwards that can't be traced may go any way: the worst is that something is computed for nothing, once. Torch
+    counts writes, but for those by `.data`, numpy and dlpack: what names these stays as it is. A write past torch, between
+    two of the calls, by code that isn't read (C++, other packages that the forward calls) isn't seen.
+
     Where weights were replaced (`load_state_dict(assign=True)`, a parametrization, a cast of one layer alone), all compute by
     themselves from then on. Copies, and what is moved or cast as a whole (`.to()`, `.half()`), are joined anew.
 
@@ -256,11 +259,20 @@ def _why_not_around(program: Program, home: ModuleGraph) -> str | None:
     if not isinstance(around.__dict__.get("_apply"), JoiningApply | None):
         return f"the module around it, {where}, has a way of its own to be moved"
     for module in around.modules():
-        name = named_of(BY_PLACE, module)
-        if name is not None:
-            path = program.paths[id(module)][0] if id(module) in program.paths else type(module).__name__
-            return f"the code of {path or 'the root'} names {name}, which may go by how its output lies in memory"
+        for names, what in ((BY_PLACE, _GOES_BY_PLACE), (PAST_COUNTS, _WRITES_UNSEEN)):
+            name = named_of(names, module)
+            if name is not None:
+                path = program.paths[id(module)][0] if id(module) in program.paths else type(module).__name__
+                return f"the code of {path or 'the root'} names {name}, {what}"
+    operations = (node for node in home.graph.nodes if node.op in ("call_function", "call_method"))
+    done = {str(node.args[1]) if node.target is getattr else operation_name(node) for node in operations}
+    if unseen := done & PAST_COUNTS:
+        return f"{where} does {min(unseen)}, {_WRITES_UNSEEN}"
     return None
+
+
+_GOES_BY_PLACE = "which may go by how its output lies in memory"
+_WRITES_UNSEEN = "by which its input may be written to between the layers without torch counting that"
 
 
 class _Memory:

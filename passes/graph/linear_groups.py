@@ -369,6 +369,7 @@ class _Kept(NamedTuple):
     Attributes:
         input: what it was given, weakly.
         version: how often that had been written to.
+        place: as `_place` gives it.
         state: as `_state` gives it.
         parameters, versions: the weight and the bias of each layer, and how often they had been written to.
         shares: what is each layer's, until it is taken.
@@ -376,6 +377,7 @@ class _Kept(NamedTuple):
 
     input: weakref.ref[torch.Tensor]
     version: int
+    place: tuple[Any, ...]
     state: tuple[Any, ...]
     parameters: list[torch.Tensor | None]
     versions: list[int]
@@ -432,10 +434,12 @@ class _Shares:
             versions = [0 if one is None else one._version for one in parameters]
         else:
             return None
-        return _Kept(weakref.ref(input), input._version, _state(input), parameters, versions, [])
+        return _Kept(weakref.ref(input), input._version, _place(input), _state(input), parameters, versions, [])
 
     def _can_be_taken(self, kept: _Kept, index: int, input: Any) -> bool:
         if input is None or input._version != kept.version or _state(input) != kept.state:
+            return False
+        if _place(input) != kept.place:
             return False
         own = self.group.layers[index]._parameters
         for place, name in enumerate(("weight", "bias"), 2 * index):
@@ -466,6 +470,13 @@ def _may_share(input: Any) -> bool:
         # What is cast for the forward would have to be cast for the backward pass too.
         and not (torch._C._is_any_autocast_enabled() and torch.is_grad_enabled())
     )
+
+
+def _place(input: torch.Tensor) -> tuple[Any, ...]:
+    """Where the numbers lie: who sets `.data` has others there, and torch counts no write."""
+    # A symbol of a trace has no place, and `.data` of its own.
+    pointer = 0 if _is_exported() else input.data_ptr()
+    return pointer, input.shape, input.stride(), input.dtype
 
 
 def _state(input: torch.Tensor) -> tuple[Any, ...]:

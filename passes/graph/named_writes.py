@@ -32,6 +32,10 @@ _COPYING_LAYERS = (nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShu
 BY_PLACE = frozenset({
     "as_strided", "as_strided_", "data_ptr", "resize_", "resize_as_", "set_", "storage", "typed_storage", "untyped_storage",
 })  # fmt: skip
+# By these it may write to numbers without torch counting that.
+PAST_COUNTS = frozenset({
+    "__array__", "__dlpack__", "_unsafe_preserve_version_counter", "asarray", "data", "from_dlpack", "numpy", "to_dlpack",
+})  # fmt: skip
 # Properties of tensors that give one in the same memory.
 _VIEWS = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
 # Functions of Python that give no tensor that they are given, and those that give only what is in their arguments.

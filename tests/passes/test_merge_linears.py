@@ -257,6 +257,10 @@ def _copy(by: str, how: str) -> str:
     return f"its output may be written to (by {by}) through what {how} gives, which is a copy of rows that are parts of wider"
 
 
+def _data_in_an_island(self: Any, x: Tensor) -> Tensor:
+    return x if x.sum() > 1e6 else _data_where_no_name_shows(self, x)
+
+
 def _written_in_a_branch(self: Any, x: Tensor) -> Tensor:
     y = self.first(x)
     if self.training:
@@ -293,7 +297,32 @@ def _written_as_one_of_some(self: Any, x: Tensor) -> Tensor:
     return parts[0] + parts[1]
 
 
-_WAYS: dict[str, Callable[[Tensor], Any]] = {"double": lambda y: y.reshape(-1).mul_(2)}
+def _written_by_data(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x).relu()
+    if self.training:
+        x.data.mul_(2)
+    return y + self.second(x).sigmoid()
+
+
+def _written_by_numpy(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x).relu()
+    if self.training:
+        x.numpy()[:] = 2
+    return y + self.second(x).sigmoid()
+
+
+def _data_where_no_name_shows(self: Any, x: Tensor) -> Tensor:
+    y = self.first(x).relu()
+    _WAYS["data"](x).mul_(1)
+    return y + self.second(x).sigmoid()
+
+
+_WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "double": lambda y: y.reshape(-1).mul_(2),
+    "data": lambda x: x.data,
+    "set data": lambda x: setattr(x, "data", x * 2),
+}
+_UNSEEN = "by which its input may be written to between the layers without torch counting that"
 
 
 def _written_where_no_name_shows(self: Any, x: Tensor) -> Tensor:
@@ -310,6 +339,10 @@ def _written_in_a_child_of_a_branch(self: Any, x: Tensor) -> Tensor:
 
 
 REFUSALS += [
+    (_no_change, _written_by_data, "first", f"the code of the root names data, {_UNSEEN}"),
+    (_no_change, _written_by_numpy, "first", f"the code of the root names numpy, {_UNSEEN}"),
+    (_no_change, _data_in_an_island, "first", f"the root does data, {_UNSEEN}"),
+    (_no_change, _data_where_no_name_shows, "first", f"the root does data, {_UNSEEN}"),
     (_no_change, _written_where_no_name_shows, "first", _copy("mul_", "reshape")),
     (lambda m: setattr(m, "act", nn.ReLU(True)), _written_in_a_child_of_a_branch, "first", _copy("ReLU", "reshape")),
     (_no_change, _written_in_a_branch, "first", _copy("[]=", "flatten")),
@@ -694,6 +727,13 @@ def _writes_between(self: Any, x: Tensor) -> Tensor:
     return first + self.key(x) + self.value(x)
 
 
+def _sets_data_between(self: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    first = self.query(x)
+    _WAYS["set data"](x)
+    return first + self.key(x) + self.value(x)
+
+
 def _writes_to_a_share(self: Any, x: Tensor) -> Tensor:
     first = self.query(x)
     first.mul_(2)
@@ -748,6 +788,7 @@ WAYS: list[tuple[Callable[..., Tensor], int]] = [
     (lambda self, x: self.query(x) + self.key(x[:]) + self.value(x), 3),
     (lambda self, x: self.query(x[0]) + self.key(x[0, 0]), 2),
     (_writes_between, 3),
+    (_sets_data_between, 3),
     (_writes_to_a_share, 1),
     (_writes_to_a_weight, 3),
     (_in_another_thread, 1),
@@ -773,7 +814,10 @@ def test_another_way_is_answered_as_by_the_model(way: Callable[..., Tensor], cou
 
 @pytest.mark.parametrize(
     "way",
-    [*(way for way, _ in WAYS if way not in (_writes_to_a_weight, _writes_between)), _without_gradients],
+    [
+        *(way for way, _ in WAYS if way not in (_writes_to_a_weight, _writes_between, _sets_data_between)),
+        _without_gradients,
+    ],
 )
 def test_gradients_go_that_way_too(way: Callable[..., Tensor]) -> None:
     model = Branching(way).eval()
