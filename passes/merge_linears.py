@@ -56,7 +56,8 @@ class MergeLinears(GraphPass):
 
     By themselves compute: what torch.compile makes, whose compiler sees the layers as they were; calls under
     torch.inference_mode whose input was made there, as torch counts no writes to it; what is traced, but for ONNX files, which
-    hold one product with the weights behind each other; calls under vmap and the like, and with gradients under autocast.
+    hold one product with the weights behind each other; calls under vmap and the like, and with gradients under autocast; the
+    part of a forward that torch.utils.checkpoint computes again.
     Pickled without torch.save, each weight is written with all of the joint one.
 
     Does not handle: linear layers that are functions, or of a class with a forward of its own (LoRA, quantized layers); layers

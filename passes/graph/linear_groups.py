@@ -387,10 +387,11 @@ class _Kept(NamedTuple):
 class _Shares:
     """The shares of one group for the time of one run of the forward around it."""
 
-    __slots__ = ("group", "is_over", "kept")
+    __slots__ = ("group", "hooks", "is_over", "kept")
 
-    def __init__(self, group: LinearGroup) -> None:
+    def __init__(self, group: LinearGroup, hooks: Any) -> None:
         self.group = group
+        self.hooks = hooks
         self.kept: _Kept | None = None
         # Whether the layers turned out to be called otherwise than was seen.
         self.is_over = False
@@ -414,6 +415,8 @@ class _Shares:
 
     def _found(self, index: int, input: Any) -> _Kept | None:
         """What is kept, or about to be computed, with a share for the layer; None where there is none."""
+        if _saving_hooks() is not self.hooks:
+            return None
         kept = self.kept
         if kept is not None and kept.input() is input:
             return kept if self._can_be_taken(kept, index, input) else None
@@ -472,11 +475,21 @@ def _may_share(input: Any) -> bool:
     )
 
 
+def _saving_hooks() -> Any:
+    """What is called for each tensor that is saved for the backward pass; None for nothing.
+
+    Where it came in the middle of a forward, the part of that behind it may be run again in the backward pass, which is
+    what torch.utils.checkpoint does: no other part may compute for it, or the reverse.
+    """
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    return None if found is None else found[0]
+
+
 def _place(input: torch.Tensor) -> tuple[Any, ...]:
     """Where the numbers lie: who sets `.data` has others there, and torch counts no write."""
     # A symbol of a trace has no place, and `.data` of its own.
     pointer = 0 if _is_exported() else input.data_ptr()
-    return pointer, input.shape, input.stride(), input.dtype
+    return pointer, input.shape, input.stride()
 
 
 def _state(input: torch.Tensor) -> tuple[Any, ...]:
@@ -495,9 +508,10 @@ class _Scope:
     Attributes:
         places: for each layer, by identity, the number of its group and its own number there.
         outer: the run that this one is part of, in the same thread.
+        hooks: as `_saving_hooks` gives it.
     """
 
-    __slots__ = ("groups", "outer", "places", "shares")
+    __slots__ = ("groups", "hooks", "outer", "places", "shares")
 
     def __init__(
         self, groups: Sequence[LinearGroup], places: Mapping[int, tuple[int, int]], outer: _Scope | None
@@ -505,6 +519,7 @@ class _Scope:
         self.groups = groups
         self.places = places
         self.outer = outer
+        self.hooks = _saving_hooks()
         self.shares: list[_Shares | None] = [None] * len(groups)
 
     def share(self, place: tuple[int, int], input: Any) -> torch.Tensor | None:
@@ -512,7 +527,7 @@ class _Scope:
         number, index = place
         shares = self.shares[number]
         if shares is None:
-            shares = self.shares[number] = _Shares(self.groups[number])
+            shares = self.shares[number] = _Shares(self.groups[number], self.hooks)
         return shares.of(index, input)
 
 

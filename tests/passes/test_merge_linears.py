@@ -17,6 +17,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from optimizer import check_parity, export, optimize, report_of
 from passes import MergeLinears, PassResult
@@ -943,6 +944,60 @@ def test_gradients_of_gradients() -> None:
             found.append(torch.autograd.grad(first.square().sum(), wanted, allow_unused=True, materialize_grads=True))
     for mine, theirs in zip(*reversed(found), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8)
+
+
+def _again(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def _all_again(self: Any, x: Tensor) -> Tensor:
+    return _again(lambda x: self.query(x) * self.key(x) + self.value(x).relu(), x)
+
+
+def _one_again(self: Any, x: Tensor) -> Tensor:
+    return self.query(x) * _again(lambda x: self.key(x).relu(), x) + self.value(x)
+
+
+def _first_again(self: Any, x: Tensor) -> Tensor:
+    return _again(lambda x: self.query(x).relu(), x) * self.key(x) + self.value(x)
+
+
+def _again_in_another_way(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: self.query(x) * self.key(x) + self.value(x).relu(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"), [(_all_again, 3), (_one_again, 2), (_first_again, 2), (_again_in_another_way, 1)]
+)
+def test_gradients_of_a_part_that_is_computed_again(way: Callable[..., Tensor], count: int) -> None:
+    model = Branching(way).eval()
+    fast = merged(model)
+    model.is_other = fast.is_other = True
+    check_gradients_of_sum(fast, model)
+    with _Products() as mode:
+        fast(image_of().requires_grad_())
+    assert mode.count == count
+
+
+def check_gradients_of_sum(fast: nn.Module, model: nn.Module) -> None:
+    """As `check_gradients`, by a backward pass: a part that is computed again in another way has no other."""
+    for one in (model, fast):
+        one.zero_grad()
+        one(image_of().requires_grad_()).square().sum().backward()
+    for mine, theirs in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_is_computed_again_as_a_whole_is_merged() -> None:
+    model = Attention().eval()
+    fast = merged(model)
+    for one in (model, fast):
+        with _Products() as mode:
+            output = _again(one, image_of().requires_grad_())
+        output.square().sum().backward()
+    assert mode.count == 2
+    for mine, theirs in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
