@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -367,9 +369,8 @@ def _fit(graph: Rewriter, context: Context, found: list[_Candidate]) -> list[_Ca
             graph.skip(node, f"a run in which it is computed together with those beside it raises ({error})")
         return []
     for number, unfit in watch.unfit.items():
-        for index, name in unfit.items():
-            node = found[number].nodes[index]
-            graph.skip(node, f"its output comes to {name}, which takes no rows of a wider tensor")
+        for index, reader in unfit.items():
+            graph.skip(found[number].nodes[index], f"its output comes to {reader}")
     return [fit for number, each in enumerate(found) if (fit := each.without([*watch.unfit[number]])) is not None]
 
 
@@ -389,7 +390,7 @@ class _Strides(TorchFunctionMode):
     """Finds the layers whose output comes to an operation that takes no rows of a wider tensor, and has the run go on.
 
     Attributes:
-        unfit: by the number of the group, for each of its layers by number, the name of the operation.
+        unfit: by the number of the group, for each of its layers by number, the operation with a clause about it.
         numbers: by the joint weight, by identity, the number of the group.
     """
 
@@ -398,31 +399,39 @@ class _Strides(TorchFunctionMode):
         self.found = found
         self.unfit: dict[int, dict[int, str]] = {number: {} for number in range(len(found))}
         self.numbers: dict[int, int] = {}
-        # By where the memory of a result begins: the number of the group.
-        self._results: dict[int, int] = {}
+        # By where the memory of a result begins: the number of the group, as long as the memory lives.
+        self._results: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = function_name(func)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
-            place = next(filter(None, map(self._place, pytree.tree_leaves(args))), None)
+            place = next(
+                filter(None, (self._place(leaf) for leaf in pytree.tree_leaves(args) if _is_strided(leaf))), None
+            )
             if place is None:
                 raise
             number, index = place
             result = func(*pytree.tree_map(_contiguous, args), **kwargs)
-            self.unfit[number][index] = function_name(func)
+            self.unfit[number][index] = f"{name}, which takes no rows of a wider tensor"
             return result
         if func is F.linear and len(args) > 1 and id(args[1]) in self.numbers:
-            self._results[result.untyped_storage().data_ptr()] = self.numbers[id(args[1])]
+            storage = result.untyped_storage()
+            self._results[storage.data_ptr()] = StorageWeakRef(storage), self.numbers[id(args[1])]
+        elif name in _STRICT and (place := self._place(args[0])) and _joins_one_with_columns(args[0], args[1:], result):
+            number, index = place
+            text = f"{name}, which may take no rows of a wider tensor where a dim is longer than 1"
+            self.unfit[number].setdefault(index, f"{text}: give longer example inputs")
         return result
 
     def _place(self, value: Any) -> tuple[int, int] | None:
         """The numbers of the group and of the layer whose output lies in this memory."""
-        if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        if not isinstance(value, torch.Tensor):
             return None
-        number = self._results.get(value.untyped_storage().data_ptr())
-        if number is None:
+        reference, number = self._results.get(value.untyped_storage().data_ptr(), (None, 0))
+        if reference is None or reference.expired():
             return None
         sizes = [len(layer.weight) for layer in self.found[number].layers]
         column = value.storage_offset() % sum(sizes)
@@ -431,6 +440,34 @@ class _Strides(TorchFunctionMode):
             column -= sizes[index]
             index += 1
         return number, index
+
+
+def _joins_one_with_columns(value: torch.Tensor, given: Sequence[Any], result: torch.Tensor) -> bool:
+    """Whether the view joins a dim of length 1 with those behind it, as it couldn't if that were longer.
+
+    What a length of 1 hides: (4, 1, 16) to (4, 16) may be rows joined with rows, or with their columns. An argument of -1
+    tells, else it is taken for the latter.
+    """
+    shape, strides, made = value.shape, value.stride(), result.shape
+    asked = [length for length in pytree.tree_leaves(given) if isinstance(length, int)]
+    behind = math.prod(made[asked.index(-1) + 1 :]) if -1 in asked else 0
+    for dim in range(len(shape) - 1):
+        if shape[dim] != 1 or strides[dim] == strides[dim + 1] * shape[dim + 1]:
+            continue
+        front = math.prod(shape[:dim])
+        is_kept = _ones_behind(made, front) >= _ones_behind(shape[: dim + 1], front)
+        if not is_kept and behind != math.prod(shape[dim + 1 :]):
+            return True
+    return False
+
+
+def _ones_behind(shape: Sequence[int], count: int) -> int:
+    """How many dims of length 1 have so many numbers in front of them."""
+    return sum(length == 1 and math.prod(shape[:dim]) == count for dim, length in enumerate(shape))
+
+
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_contiguous()
 
 
 def _contiguous(leaf: Any) -> Any:

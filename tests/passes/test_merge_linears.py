@@ -448,6 +448,35 @@ def test_what_takes_no_rows_of_a_wider_tensor_is_found_by_a_run() -> None:
     assert skips(done) == [("key", "its output comes to view, which takes no rows of a wider tensor")]
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 8), (1, 1, 8), (1, 8)])
+@pytest.mark.parametrize(
+    ("view", "is_merged"),
+    [
+        (lambda y: y.view(*y.shape[:-1], 2, -1).flatten(-2), True),
+        (lambda y: y.view((*y.shape[:-1], 2, 4)).flatten(-2), True),
+        (lambda y: y.view(-1, 2, 4).reshape(y.shape), True),
+        (lambda y: y.view(y.shape), True),
+        (lambda y: y.view(torch.int32).view(torch.float32), True),
+        (lambda y: y.view(y.shape[0], -1) if y.dim() > 2 else y.view(-1), False),
+        (lambda y: y.view(y.numel()), False),
+        (lambda y: y.view_as(y.flatten()), False),
+    ],
+)
+def test_a_dim_of_one_hides_nothing_that_a_longer_one_shows(
+    view: Callable[[Tensor], Tensor], is_merged: bool, shape: tuple[int, ...]
+) -> None:
+    model = Refused(_no_change, lambda self, x: view(self.first(x)).sum() + self.second(x).relu()).eval()
+    program, context = captured(model, (torch.randn(shape),))
+    done = MergeLinears().run(program, context)
+    assert bool(changes(done)) == is_merged
+    longer = ", which may take no rows of a wider tensor where a dim is longer than 1: give longer example inputs"
+    reasons = [reason for where, reason in skips(done) if where == "first"]
+    assert is_merged != any(reason.endswith((longer, ", which takes no rows of a wider tensor")) for reason in reasons)
+    assert is_merged or shape[0] > 1 or reasons[0].endswith(longer)
+    x = torch.randn([3 * length for length in shape[:-1]] + [8])
+    assert same(program.root, model, x)
+
+
 def test_a_group_that_a_run_raises_with_stays_and_the_others_go_on() -> None:
     class Picky(Attention):
         def forward(self, x: Tensor) -> Tensor:
