@@ -41,9 +41,10 @@ class PadChannels(GraphPass):
 
         h = act(W1 x + b1); y = W2 h        ->   h' = act(W1' x' + b1'), zeros behind the channels of h, y = (W2' h')[:out]
 
-    They are made zeros again in the layer that takes them, as an activation may make infinity of a zero. The graph stands
-    in for the forward then, and gives way to it where it doesn't hold: for a hook on an activation, say. Put passes that
-    fold in front of this one: such layers are no calls of modules any more, which those look for.
+    They are made zeros again in the layer that takes them, as an activation may make infinity of a zero, and get no gradient
+    in the one that makes them. The graph stands in for the forward then, and gives way to it where it doesn't hold: for a
+    hook on an activation, say. Put passes that fold in front of this one: such layers are no calls of modules any more,
+    which those look for.
 
     Padding is done where it can pay, by these rules:
 

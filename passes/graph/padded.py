@@ -110,7 +110,9 @@ class PaddedForward(AroundForward):
             return widened(self.compute_layer(owner, own), self.dims, given)
         wide = self._cleared(input) if taken else widened(input, self.dims, self.inputs)
         output = self._compute(owner, wide, (), {})
-        return cut(output, self.dims, self.made) if self.outputs and not given else output
+        if not given:
+            return cut(output, self.dims, self.made) if self.outputs else output
+        return self._without_gradient(output) if torch.is_grad_enabled() else output
 
     def _cleared(self, input: torch.Tensor) -> torch.Tensor:
         """The input with zeros for the channels that were added, where a function may have made anything of them."""
@@ -120,6 +122,10 @@ class PaddedForward(AroundForward):
         # Nobody else reads these.
         input.narrow(-self.dims - 1, self.given, self.inputs).zero_()
         return input
+
+    def _without_gradient(self, output: torch.Tensor) -> torch.Tensor:
+        """The output, whose added channels get no gradient: one of infinity by zero, of a root of them, would be NaN in all."""
+        return widened(output.narrow(-self.dims - 1, 0, self.made), self.dims, self.outputs)
 
     def fits(self, owner: nn.Module, input: Any, taken: int = 0) -> bool:
         """Whether the layer can be computed with the channels that are added; `taken` are added to the input already."""

@@ -913,6 +913,8 @@ KEPT: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
     "one value twice": (lambda self, x: self.second(self.first(x) + self.first(x).relu()), {}),
     "what zeros make NaN of": (lambda self, x: self.second(self.first(x).abs().log().reciprocal()), {}),
     "what zeros make infinite": (lambda self, x: self.second(1 / (self.first(x) ** 2)), {}),
+    "a root": (lambda self, x: self.second(self.first(x).abs().sqrt()), {}),
+    "a quotient": (lambda self, x: self.second(self.first(x) / self.beside(x)), {}),
     "two that take it": (lambda self, x: self.second(h := self.first(x).relu()) + self.second(h * 2), {}),
 }
 
@@ -932,6 +934,25 @@ def test_zeros_stay_between_layers(name: str) -> None:
             torch.testing.assert_close(fast(x), model(x))
     assert set(weights_of(fast, x)) == {(8, 8)}
     assert not any(word in str(node.target) for node in fast.forward.graphs[False][0].nodes for word in copies)
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("transformed", [False, True])
+def test_what_a_function_makes_of_zeros_comes_into_no_gradient(name: str, transformed: bool) -> None:
+    function, children = KEPT[name]
+    model, x = Between(function, **children).eval(), torch.randn(4, 5)
+    fast = padded(model, x)
+    gradients = []
+    for each in (model, fast):
+        if transformed:
+            gradients.append((torch.func.grad(lambda given, each=each: each(given).sum())(x),))
+        else:
+            given = x.clone().requires_grad_()
+            weights = (each.first.weight, each.first.bias, each.second.weight)
+            gradients.append(torch.autograd.grad(each(given).sum(), (given, *weights)))
+    assert all(gradient.isfinite().all() for gradient in gradients[0])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
 
 
 NARROW: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
