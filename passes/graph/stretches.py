@@ -52,8 +52,8 @@ class Stretch:
         return sum(taken > 0 for taken, _ in self.layers.values())
 
 
-# What is added to the channels of a value, and how many dims there are behind these.
-_Width = tuple[int, int]
+# How many channels a value has, how many are added to these, and how many dims there are behind them.
+_Width = tuple[int, int, int]
 
 
 def stretches_in(program: Program, home: ModuleGraph) -> Iterator[Stretch]:
@@ -63,7 +63,7 @@ def stretches_in(program: Program, home: ModuleGraph) -> Iterator[Stretch]:
     for node in home.graph.nodes:
         if node in layers:
             if layers[node].outputs:
-                wide[node] = layers[node].outputs, layers[node].dims
+                wide[node] = layers[node].made, layers[node].outputs, layers[node].dims
         elif (width := _common_width(node, wide)) is not None and _is_pointwise(program, node):
             wide[node] = width
     _leave_narrow(wide, layers)
@@ -94,7 +94,7 @@ def _leave_narrow(wide: dict[fx.Node, _Width], layers: Mapping[fx.Node, PaddedFo
 
     def _takes(user: fx.Node, width: _Width) -> bool:
         layer = layers.get(user)
-        return user in wide if layer is None else (layer.inputs, layer.dims) == width
+        return user in wide if layer is None else (layer.given, layer.inputs, layer.dims) == width
 
     waiting = list(wide)
     while waiting:

@@ -983,6 +983,22 @@ def test_zeros_are_cut_off_where_something_else_would_see_them(name: str) -> Non
     assert len(done.changes) >= 2
 
 
+@pytest.mark.parametrize("make", [nn.Linear, lambda given, made: nn.Conv1d(given, made, 1)])
+def test_zeros_are_cut_off_where_as_many_are_behind_other_channels(make: Callable[[int, int], nn.Module]) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.gate, self.leave = make(6, 7), make(6, 1), make(7, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(self.enter(x) * self.gate(x).sigmoid())
+
+    model, x = enliven(Gated()).eval(), torch.randn(4, 6, 6)
+    done = check_pass(PadChannels(multiple=2, force=True), model, (x,))
+    assert kept(done) == []
+    assert [change.where for change in done.changes] == ["enter", "gate", "leave"]
+
+
 def test_zeros_stay_around_a_residual_stream() -> None:
     class Stream(nn.Module):
         def __init__(self) -> None:
