@@ -7,6 +7,7 @@ that: `share` is what the error is multiplied by. Nothing is written to the mode
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimizer.float64 import is_question, mapped, off_by_one_ulp, random_signs, written_tensors
-from optimizer.structure import rebuild
 from passes.graph.calls import name_of
-from passes.graph.casts import Precision
+from passes.graph.casts import Loan, Precision, takes_one_dtype
 from passes.graph.interception import intercepted_calls
 
 _RUN_IN = torch.bfloat16
@@ -40,8 +40,9 @@ def computing_as(
     """Inside, calls of `target` by this thread compute as the precision says.
 
     Args:
-        seed: of another sample: parameters and inputs are off by a quarter of a unit before they are rounded, up or down at
-            random. None rounds them as they are.
+        seed: of another sample: parameters are off by a quarter of a unit before they are rounded, up or down at random.
+            None rounds them as they are. Inputs aren't: what computes with them as they are would be off by what a result
+            isn't, as the sine of a large number.
         dtype: what is computed in.
     """
     paths = set(precision.kept)
@@ -50,25 +51,30 @@ def computing_as(
 
     def around(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is target and not mode.is_inside:
-            return _whole(call, args, kwargs)
-        if id(module) in kept and mode.is_inside and not mode.is_off:
+            return _whole(functools.partial(_called, module, call), args, kwargs)
+        return _called(module, call, args, kwargs)
+
+    def _called(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if mode.is_off or not mode.is_inside:
+            return call(*args, **kwargs)
+        if id(module) in kept:
             return _apart(kept[id(module)], call, args, kwargs)
+        if precision.everywhere and takes_one_dtype(module):
+            return Loan(mode.round).call(call, args, kwargs)
         return call(*args, **kwargs)
 
     def _whole(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given, named = rebuild((args, kwargs), mode.enter)
         with ExitStack() as stack:
             stack.enter_context(mode.inside())
             if not precision.everywhere:
                 stack.enter_context(torch.autocast(_device_of(target), dtype, cache_enabled=False))
             if precision.everywhere or seed is not None:
                 stack.enter_context(mode)
-            return call(*given, **named)
+            return call(args, kwargs)
 
     def _apart(path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given, named = pytree.tree_map(_raised, (args, kwargs))
         with mode.off(), torch.autocast(_device_of(target), enabled=False):
-            outputs = call(*given, **named)
+            outputs = Loan(_raised).call(call, args, kwargs)
         is_rounded = precision.everywhere and path not in precision.bare
         return pytree.tree_map(mode.round, outputs) if is_rounded else outputs
 
@@ -106,13 +112,6 @@ class _Rounding(TorchFunctionMode):
             yield
         finally:
             self.is_off = False
-
-    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input as the model is given it."""
-        if tensor.dtype is not torch.float32:
-            return tensor
-        moved = self._off(tensor)
-        return moved.to(self._dtype) if self._everywhere else moved
 
     def round(self, leaf: Any) -> Any:
         """A float32 tensor in the dtype; anything else as it is."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from passes.base import Context, GraphPass
 from passes.checkpointing.units import units_among
@@ -22,11 +21,15 @@ from passes.graph.capture import is_atom
 from passes.graph.casts import (
     AutocastForward,
     CastForward,
+    FiniteMasks,
     InFloat32,
     LoweredInput,
     Precision,
+    UnderAutocast,
     dtypes_of,
+    masks_of,
     root_cast,
+    takes_one_dtype,
 )
 from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
 from passes.graph.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
@@ -48,12 +51,18 @@ class CastPrecision(GraphPass):
     """Compute in bfloat16 or float16, inputs and outputs as before; layers that lose too much by it stay in float32.
 
         autocast:  y = f(x)  ->  with torch.autocast(dtype): y = f(x).float()
-        weights:   y = f(x)  ->  y = f'(x.to(dtype)).float()             the parameters of f' are of the dtype
+        weights:   y = f(x)  ->  y = f'(x).float()      the layers of f' have weights of the dtype, and cast what they take
 
     `autocast` casts where torch's own lists say so, keeps the weights as they are and is for training too; float16 is
     then for a `torch.amp.GradScaler` of your own. `weights` halves the memory of the parameters. The statistics and
     weights of BatchNorm stay in float32, as torch has them beside an input of another dtype, and so do buffers, which are
-    tables, positions and statistics more than they are weights. Checkpoints of the original load into it and are cast.
+    tables, positions and statistics more than they are weights. Checkpoints of the original load into it and are cast; with
+    weights that are given to it in another dtype (`assign=True`, `.float()`) a layer computes in that.
+
+    A model is given its inputs as they are, and a layer casts what comes to it: a time, a position or a mask that no layer
+    takes keeps its digits and its range, and is computed with in float32. A module that then mixes float32 with what its
+    layers give, by a product that takes one dtype alone, computes under autocast with `weights` too. Masks that torch's
+    attention takes stay finite where they were.
 
     With example inputs each layer with parameters is run a second time, on what flows into it, in the dtype: one whose
     output is off by more than 8 units of the dtype (6 % in bfloat16, 0.8 % in float16, in the root mean square), isn't
@@ -73,9 +82,11 @@ class CastPrecision(GraphPass):
     Raises RequirementNotMet: for models in float64 or quantized, for `weights` in training or without example inputs, for
     paths in `keep` that there are none of, and for bfloat16 on GPUs before compute capability 8.0.
 
-    Does not handle: outputs in objects that `torch.utils._pytree` doesn't open, and a float input that the forward writes
-    to (`weights`): there the result is another and is rolled back; operations outside of layers, of which only the whole
-    shows what they lose; overflows that the example inputs don't show.
+    Does not handle: outputs in objects that `torch.utils._pytree` doesn't open, such as the caches of language models: there
+    the result is another and is rolled back; operations outside of layers, of which only the whole shows what they lose;
+    overflows that the example inputs don't show; layers and methods of a result that are called by hand, which take float32
+    and may give the dtype; `.bfloat16()` of a result with weights in bfloat16, which goes on giving float32: cast the
+    original, and that alone.
     """
 
     name: ClassVar[str] = "cast-precision"
@@ -178,12 +189,12 @@ class _Choice:
 
     Attributes:
         kept: in float32, with all below them.
-        lowered: given float32, and to be given the dtype.
+        mixed: to compute under autocast, with weights of the dtype.
         bare: those of `kept` whose outputs stay in float32.
     """
 
     kept: dict[int, str] = field(default_factory=dict)
-    lowered: dict[int, str] = field(default_factory=dict)
+    mixed: dict[int, str] = field(default_factory=dict)
     bare: set[int] = field(default_factory=set)
 
 
@@ -201,6 +212,7 @@ class _Casting:
         self.choice = _Choice()
         self.besides = [module for _, module in self.program.unregistered]
         self.modules = {id(module): module for module in self.program.modules()}
+        self.installed = {key: module.__dict__.get("forward") for key, module in self.modules.items()}
         self.outputs: tuple[torch.dtype | None, ...] = ()
         self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
         # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.
@@ -307,14 +319,14 @@ class _Casting:
     def _try(self, wanted: Any) -> tuple[str | None, float]:
         """Run the whole as it would be: why it doesn't, or the share of its outputs that is lost.
 
-        What raises on the way is run in float32, or given the dtype, from then on.
+        What raises on the way is run under autocast or in float32 from then on.
         """
         trial = TrialWatch(self.root, self.besides, self._ways)
         with in_place(self._edits(self.root)):
             problem = self._run(trial)
         for module, way, error in trial.mended.values():
-            if way == _LOWERED:
-                self.choice.lowered[id(module)] = f"given {self.word}, as it can't take the float32 that comes to it"
+            if way == _MIXED:
+                self.choice.mixed[id(module)] = f"under autocast, as it raises without {_clause(error)}"
             else:
                 self.choice.kept[id(module)] = f"kept in float32: in {self.word} it raises {_clause(error)}"
         if trial.mended:
@@ -328,11 +340,10 @@ class _Casting:
     def _ways(self, module: nn.Module, given: Any) -> Iterator[Way]:
         if self._is_kept(module):
             return
-        leaves = pytree.tree_leaves(given)
-        floats = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in leaves)
-        if self.weights and floats and is_atom(module):
-            yield _LOWERED, in_place([self._lowering(module)])
-        yield _KEPT, in_place([*self._back(module), self._keeping(module)])
+        if self.weights and not is_atom(module) and id(module) not in self.choice.mixed:
+            yield _MIXED, in_place([AttributeEdit(module, "forward", self._forward_of(module, mixed=True))])
+        if module is not self.root:
+            yield _KEPT, in_place([*self._back(module), self._keeping(module)])
 
     @contextmanager
     def _lowered(self, module: nn.Module) -> Iterator[None]:
@@ -355,14 +366,15 @@ class _Casting:
         kept, tops = self._kept_now()
         inside = self.modules.keys() if top is self.root else {id(module) for module in top.modules()}
         edits += [self._keeping(module) for module in tops if id(module) in inside]
-        for key in inside if self.weights else ():
-            if key not in kept:
-                module = self.modules[key]
+        for key in inside - kept:
+            module = self.modules[key]
+            if self.weights:
                 edits += [TensorEdit(module, name, self._cast(tensor)) for name, tensor in _castable(module)]
                 edits += self._flat_weights(module)
-                edits += [self._lowering(module)] if key in self.choice.lowered else []
+            if (forward := self._forward_of(module)) is not self.installed[key]:
+                edits.append(AttributeEdit(module, "forward", forward))
         if top is self.root:
-            edits.append(AttributeEdit(top, "forward", self._around(top)))
+            edits.append(AttributeEdit(top, "forward", self._forward_of(top)))
         return edits
 
     def _cast(self, tensor: torch.Tensor) -> nn.Parameter:
@@ -392,13 +404,23 @@ class _Casting:
         forward = InFloat32(module, module.__dict__.get("forward"), gives, is_atom=is_atom(module))
         return AttributeEdit(module, "forward", forward)
 
-    def _lowering(self, module: nn.Module) -> AttributeEdit:
-        forward = LoweredInput(module, module.__dict__.get("forward"), self.dtype, is_atom=is_atom(module))
-        return AttributeEdit(module, "forward", forward)
-
-    def _around(self, root: nn.Module) -> AutocastForward | CastForward:
+    def _forward_of(self, module: nn.Module, *, mixed: bool = False) -> Any:
+        """What is to be the forward of a module that isn't kept in float32, around what it is now."""
+        forward = self.installed[id(module)]
+        if self.weights and self._takes_one_dtype(module):
+            forward = LoweredInput(module, forward, self.dtype, is_atom=is_atom(module))
+        elif not self.weights and is_atom(module) and masks_of(module):
+            forward = FiniteMasks(module, forward, self.dtype, is_atom=True)
+        if mixed or id(module) in self.choice.mixed:
+            forward = UnderAutocast(module, forward, self.dtype)
+        if module is not self.root:
+            return forward
         kind = CastForward if self.weights else AutocastForward
-        return kind(root, root.__dict__.get("forward"), self.dtype, self.outputs)
+        return kind(module, forward, self.dtype, self.outputs)
+
+    def _takes_one_dtype(self, module: nn.Module) -> bool:
+        # One that has layers computes with their weights itself, of which each is then to be of the dtype.
+        return takes_one_dtype(module) and not any(self._is_kept(each) for each in module.modules())
 
     def write(self) -> None:
         """Make the changes, each with its place."""
@@ -407,25 +429,29 @@ class _Casting:
         for module in tops:
             with graph.change(paths[id(module)][0], self.choice.kept[id(module)]) as change:
                 graph.set_attribute(change, module, "forward", self._keeping(module).new)
-        for key, module in self.modules.items() if self.weights else ():
-            if key in in_float32:
-                continue
-            self._write_weights(paths[key][0], module)
-            if key in self.choice.lowered:
-                with graph.change(paths[key][0], self.choice.lowered[key]) as change:
-                    graph.set_attribute(change, module, "forward", self._lowering(module).new)
+        for key, module in self.modules.items():
+            if key not in in_float32:
+                self._write_one(paths[key][0], module)
         what = "inputs and outputs as before around" if self.weights else "computes under autocast to"
-        with graph.change("", f"{what} {self.word}") as change:
-            graph.set_attribute(change, self.root, "forward", self._around(self.root))
+        mixed = self.choice.mixed.get(id(self.root))
+        with graph.change("", f"{what} {self.word}{f', {mixed}' if mixed else ''}") as change:
+            graph.set_attribute(change, self.root, "forward", self._forward_of(self.root))
         kept = tuple(paths[id(module)][0] for module in tops)
         bare = tuple(paths[key][0] for key in self.choice.bare)
         graph.precision = Precision(self.dtype, self.weights, kept, bare)
 
-    def _write_weights(self, path: str, module: nn.Module) -> None:
-        held = list(_castable(module))
-        if not held:
+    def _write_one(self, path: str, module: nn.Module) -> None:
+        held, forward = list(_castable(module)) if self.weights else [], self._forward_of(module)
+        is_around = module is not self.root and forward is not self.installed[id(module)]
+        if not held and not is_around:
             return
-        with self.graph.change(path, f"weights in {self.word}") as change:
+        what = [f"weights in {self.word}"] if held else []
+        if isinstance(forward, FiniteMasks):
+            what.append(f"masks stay finite in {self.word}")
+        elif self._takes_one_dtype(module) and not held:
+            what.append(f"given {self.word}, for the layers in it")
+        what += [self.choice.mixed[id(module)]] if is_around and id(module) in self.choice.mixed else []
+        with self.graph.change(path, ", ".join(what)) as change:
             flat = self._flat_weights(module)
             for name, tensor in held:
                 change.sources.append(TensorRef(module, name))
@@ -434,6 +460,8 @@ class _Casting:
                 self.graph.set_tensor(change, TensorRef(module, name), made)
             for edit in flat:
                 self.graph.set_attribute(change, module, edit.name, edit.new)
+            if is_around:
+                self.graph.set_attribute(change, module, "forward", forward)
 
     def _why_given_up(self, problem: str | None, lost: float) -> str:
         if problem is not None:
@@ -449,7 +477,7 @@ def _held_flat(module: nn.Module, flat: list[Any]) -> list[AttributeEdit]:
     return [AttributeEdit(module, "_flat_weights", flat), AttributeEdit(module, "_flat_weight_refs", references)]
 
 
-_LOWERED = "lowered"
+_MIXED = "mixed"
 _KEPT = "kept"
 
 

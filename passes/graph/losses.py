@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.graph.capture import training_flags
-from passes.graph.casts import HALF, cast_leaf, map_leaves
+from passes.graph.casts import HALF, cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
 from passes.graph.guards import SealedOutput
 from passes.graph.interception import intercepted_calls
 from passes.graph.side_effects import random_state, set_random_state
@@ -91,6 +91,7 @@ class LossWatch(_Watch):
         self._most = most
         self._lowered = lowered
         self._busy = False
+        self._inputs: dict[int, Any] = {}
         self._makers: dict[int, tuple[weakref.ref[torch.Tensor], nn.Module]] = {}
 
     def _around(
@@ -98,8 +99,10 @@ class LossWatch(_Watch):
     ) -> Any:
         if self._busy:
             return call(*args, **kwargs)
+        if module is self.root:
+            self._inputs = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
         is_layer = id(module) in self._layers and _is_plain((args, kwargs))
-        given = map_leaves(_copied, (args, kwargs)) if is_layer else None
+        given = self._rounded(module, args, kwargs) if is_layer else None
         before = random_state() if is_layer else None
         outputs = call(*args, **kwargs)
         if given is not None and before is not None:
@@ -118,10 +121,24 @@ class LossWatch(_Watch):
                 self._makers[id(leaf)] = weakref.ref(leaf), module
         return outputs
 
+    def _rounded(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Copies of what a module is given, in the dtype but for what the root was given: only a layer casts that."""
+        is_cast = takes_one_dtype(module)
+
+        def is_own(leaf: Any) -> bool:
+            return not is_cast and id(leaf) in self._inputs
+
+        def rounded(leaf: Any) -> Any:
+            return _copied(leaf) if is_own(leaf) else cast_leaf(_copied(leaf), (torch.float32,), self._dtype)
+
+        def mask(leaf: Any) -> Any:
+            return leaf if is_own(leaf) else finite_in(leaf, self._dtype)
+
+        return map_leaves(rounded, with_masks(mask, masks_of(module), args, kwargs))
+
     def _measure(
-        self, module: nn.Module, call: Callable[..., Any], given: Any, outputs: Any, feeder: nn.Module | None
+        self, module: nn.Module, call: Callable[..., Any], rounded: Any, outputs: Any, feeder: nn.Module | None
     ) -> None:
-        rounded = map_leaves(lambda leaf: cast_leaf(leaf, (torch.float32,), self._dtype), given)
         try:
             # With gradients, for which some kernels are others, and fewer.
             with self._lowered(module), torch.enable_grad():
@@ -170,7 +187,7 @@ class TrialWatch(_Watch):
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
-            if module is self.root or not _is_plain((args, kwargs)):
+            if not _is_plain((args, kwargs)):
                 raise
             outputs = self._again(module, call, (args, kwargs), error)
         if module is self.root:

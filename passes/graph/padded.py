@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from passes.graph.casts import LoweredInput, lowering
 from passes.graph.constants import Computed, value_of
 from passes.graph.formats import FORMATS, is_taken_for_last
 from passes.graph.guards import AroundForward, FoldedConvForward, SealedOutput
@@ -182,6 +183,8 @@ def call_wide(layer: nn.Module, value: torch.Tensor, dims: int, taken: int, give
     if forward is None or _is_watched(layer) or taken not in (0, forward.inputs) or given not in (0, forward.outputs):
         own = cut(value, dims, value.shape[-dims - 1] - taken) if taken else value
         return _with_more(layer(own), dims, given)
+    if (cast := lowering(layer)) is not None:
+        value = cast.lowered(value)
     if forward.inner is None:
         return forward.compute_wide(layer, value, taken, given)
     return forward.inner.through(functools.partial(forward.compute_wide, taken=taken, given=given), value)
@@ -190,6 +193,9 @@ def call_wide(layer: nn.Module, value: torch.Tensor, dims: int, taken: int, give
 def wide_forward(layer: nn.Module) -> PaddedForward | None:
     """The layer's forward, where that can take and give channels that were added; None for any other."""
     forward = layer.__dict__.get("forward")
+    # What casts the input to the dtype of the weight casts the channels that were added with it.
+    if isinstance(forward, LoweredInput):
+        forward = forward.inner
     if not isinstance(forward, PaddedForward) or not isinstance(forward.inner, FoldedConvForward | None):
         return None
     return forward

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.graph.casts import changed, lowering
 from passes.graph.forward import GraphForward
 from passes.graph.guards import FoldedConvForward, FoldedNormForward, SealedOutput, inner_forward
 from passes.graph.linear_groups import computing_together, shared_by
@@ -188,6 +189,8 @@ def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if isinstance(guard, FoldedConvForward):
         guard = padded_forward(step.target) or guard
     if isinstance(guard, PaddedForward | FoldedConvForward | FoldedNormForward | GraphForward):
+        if (cast := lowering(step.target)) is not None:
+            args, kwargs = changed((args, kwargs), cast.lowered)
         return guard.compute(*args, **kwargs)
     output = step.target(*args, **kwargs)
     # As above: what a layer computes, with nobody looking where that goes.

@@ -182,6 +182,48 @@ def test_what_stays_in_float32_is_no_part_of_the_noise() -> None:
             assert fine.noise == pytest.approx(2**-8 * fine.scale)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS, ids=IDS)
+def test_an_input_that_no_layer_takes_is_no_part_of_the_noise(precision: Precision) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.layer(x) + time.sin()
+
+    given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    reference = reference_of(Waves(), given, torch.linspace(990, 999, 4)[:, None])
+    noise = reference.in_kind(precision).noises["output"]
+    assert noise.noise < 8 * torch.finfo(precision.dtype).eps * noise.scale
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_stays_in_float32_writes_into_what_it_is_given_there_too(everywhere: bool) -> None:
+    class Tap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = enliven(nn.Linear(6, 6))
+
+        def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+            seen.append(self.layer(x))
+            return seen[-1]
+
+    class Tapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.tap = enliven(nn.Linear(6, 6)), Tap()
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen = [self.first(x)]
+            self.tap(seen[0], seen)
+            return torch.stack(seen).sum(0)
+
+    reference = reference_of(Tapped(), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
+    noise = reference.in_kind(Precision(torch.bfloat16, everywhere, ("tap",), ())).noises["output"]
+    assert noise.noise < 8 * torch.finfo(torch.bfloat16).eps * noise.scale
+
+
 def test_an_original_that_is_lost_in_the_dtype_proves_nothing() -> None:
     class Cancels(nn.Module):
         def __init__(self) -> None:
@@ -212,6 +254,7 @@ def test_integers_are_ties_where_the_original_itself_decides_otherwise() -> None
             scores = self.layer(x)
             return scores, scores.argmax(-1)
 
+    torch.manual_seed(0)
     model = Labels()
     given = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
     reference = Reference.measure(model, Samples((given,)), batch_sizes=[400], draws=2)
