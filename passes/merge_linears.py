@@ -46,9 +46,11 @@ class MergeLinears(GraphPass):
 
     The first of the layers that is called computes for all as long as the forward around them runs. Another one takes its
     part if it is given the very same tensor and nothing was written to that, or to its weight, since; else it computes by
-    itself. So forwards that can't be traced may go any way: the worst is that something is computed for nothing, once. Torch
-    counts writes, but for those by `.data`, numpy and dlpack: what names these stays as it is. A write past torch, between
-    two of the calls, by code that isn't read (C++, other packages that the forward calls) isn't seen.
+    itself. So forwards that can't be traced may go any way: what a run computes for nothing, the next one doesn't, in which
+    those compute for each other that took their parts in the last one.
+
+    Torch counts writes, but for those by `.data`, numpy and dlpack: what names these stays as it is. A write past torch,
+    between two of the calls, by code that isn't read (C++, other packages that the forward calls) isn't seen.
 
     Where weights were replaced (`load_state_dict(assign=True)`, a parametrization, a cast of one layer alone), all compute by
     themselves from then on. Copies, and what is moved or cast as a whole (`.to()`, `.half()`), are joined anew.

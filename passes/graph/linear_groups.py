@@ -57,10 +57,13 @@ class LinearGroup:
     Attributes:
         layers: the layers, in the order of their rows.
         own: the weight and the bias of each layer, as they were when they became parts of one.
+        wanted: the layers, by number, that compute for each other: those in a row that took their shares in the last run, so
+            that nothing is computed for a branch that is off, or for a layer that was replaced, but once.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
+        self.wanted = range(len(self.layers))
         self._forget()
 
     def _forget(self) -> None:
@@ -80,7 +83,7 @@ class LinearGroup:
         parts: list[tuple[nn.Linear, str, nn.Parameter]] = []
         with torch.no_grad():
             weight = torch.cat([layer.weight for layer in self.layers])
-            bias = self._joint_bias([layer.bias for layer in self.layers], weight)
+            bias = _joint_bias(self.layers, weight)
             for joint, name in ((weight, "weight"), (bias, "bias")):
                 if joint is None:
                     continue
@@ -94,15 +97,6 @@ class LinearGroup:
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         return itertools.pairwise(itertools.accumulate((len(layer.weight) for layer in self.layers), initial=0))
-
-    def _joint_bias(self, biases: Sequence[torch.Tensor | None], weight: torch.Tensor) -> torch.Tensor | None:
-        """The biases in one, with zeros for a layer that has none; None where no layer has one."""
-        if all(bias is None for bias in biases):
-            return None
-        counts = [len(layer.weight) for layer in self.layers]
-        return torch.cat(
-            [weight.new_zeros(count) if bias is None else bias for count, bias in zip(counts, biases, strict=True)]
-        )
 
     def link(self) -> bool:
         """Take the layers' parameters for parts of one, if that is what they are; whether they are."""
@@ -195,23 +189,27 @@ class LinearGroup:
         """The weight and the bias of each layer, as they are now."""
         return [layer._parameters.get(name) for layer in self.layers for name in ("weight", "bias")]
 
-    def compute(self, input: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What each layer gives for the input, as parts of one tensor that don't overlap."""
-        weight, bias = self._weight, self._bias
+    def compute(self, input: torch.Tensor, wanted: range) -> Sequence[torch.Tensor]:
+        """What each wanted layer gives for the input, as parts of one tensor that don't overlap."""
+        weight, bias, sizes, parts = self._weight, self._bias, self._sizes, self._parts
         assert weight is not None
+        if len(wanted) < len(sizes):
+            first, end = sum(sizes[: wanted.start]), sum(sizes[: wanted.stop])
+            weight, bias = weight[first:end], None if bias is None else bias[first:end]
+            sizes, parts = sizes[wanted.start : wanted.stop], parts[2 * wanted.start : 2 * wanted.stop]
         if torch.is_grad_enabled():
-            parameters = [part.parameter for part in self._parts]
+            parameters = [part.parameter for part in parts]
             if input.requires_grad or any(one is not None and one.requires_grad for one in parameters):
-                found: Sequence[torch.Tensor] = _Linears.apply(weight, bias, self._sizes, input, *parameters)
+                found: Sequence[torch.Tensor] = _Linears.apply(weight, bias, sizes, input, *parameters)
                 return found
-        return _computed(weight, bias, self._sizes, input)
+        return _computed(weight, bias, sizes, input)
 
-    def compute_in_export(self, input: torch.Tensor) -> list[torch.Tensor]:
+    def compute_in_export(self, input: torch.Tensor, wanted: range) -> list[torch.Tensor]:
         """The same as operations that a file can hold, whose weights are the layers' own."""
-        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
-        joint = torch.cat(weights)
-        output = F.linear(input, joint, self._joint_bias(biases, joint))
-        return list(torch.split(output, [len(weight) for weight in weights], -1))
+        layers = [self.layers[number] for number in wanted]
+        joint = torch.cat([layer.weight for layer in layers])
+        output = F.linear(input, joint, _joint_bias(layers, joint))
+        return list(torch.split(output, [len(layer.weight) for layer in layers], -1))
 
     def can_be_exported(self) -> bool:
         """Whether the layers have parameters that may be laid behind each other."""
@@ -246,6 +244,17 @@ class LinearGroup:
             new is None or (old is not None and _storage(new) != _storage(old) and _fills_its_storage(new))
             for old, new in pairs
         )
+
+
+def _joint_bias(layers: Sequence[nn.Linear], weight: torch.Tensor) -> torch.Tensor | None:
+    """The biases in one, with zeros for a layer that has none; None where no layer has one."""
+    biases = [layer.bias for layer in layers]
+    if all(bias is None for bias in biases):
+        return None
+    counts = [len(layer.weight) for layer in layers]
+    return torch.cat(
+        [weight.new_zeros(count) if bias is None else bias for count, bias in zip(counts, biases, strict=True)]
+    )
 
 
 def _unlinked_group() -> LinearGroup:
@@ -364,7 +373,7 @@ class _Linears(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """What one layer computed for all.
+    """What one layer computed for the others.
 
     Attributes:
         input: what it was given, weakly.
@@ -373,6 +382,7 @@ class _Kept(NamedTuple):
         state: as `_state` gives it.
         parameters, versions: the weight and the bias of each layer, and how often they had been written to.
         shares: what is each layer's, until it is taken.
+        takers: the layers, by number, that took theirs, or would have if it had been computed.
     """
 
     input: weakref.ref[torch.Tensor]
@@ -381,13 +391,14 @@ class _Kept(NamedTuple):
     state: tuple[Any, ...]
     parameters: list[torch.Tensor | None]
     versions: list[int]
-    shares: list[torch.Tensor | None]
+    shares: dict[int, torch.Tensor]
+    takers: set[int]
 
 
 class _Shares:
     """The shares of one group for the time of one run of the forward around it."""
 
-    __slots__ = ("group", "hooks", "is_over", "kept")
+    __slots__ = ("group", "hooks", "is_over", "kept", "takers")
 
     def __init__(self, group: LinearGroup, hooks: Any) -> None:
         self.group = group
@@ -395,9 +406,14 @@ class _Shares:
         self.kept: _Kept | None = None
         # Whether the layers turned out to be called otherwise than was seen.
         self.is_over = False
+        # The layers, by number, that took their shares of every input that some computed for; None before the first.
+        self.takers: set[int] | None = None
 
     def of(self, index: int, input: Any) -> torch.Tensor | None:
         """What the layer of this number gives for the input; None where it has to compute that by itself."""
+        if not self.group.wanted:
+            self._count(index, input)
+            return None
         if torch._C._len_torch_function_stack():
             # A mode that watches what is computed has nothing to see in looks.
             with torch._C.DisableTorchFunction():
@@ -407,11 +423,41 @@ class _Shares:
         if kept is None:
             return None
         if self.kept is not kept:
-            compute = self.group.compute_in_export if _is_exported() else self.group.compute
-            kept.shares.extend(compute(input))
+            self._leave()
             self.kept = kept
-        share, kept.shares[index] = kept.shares[index], None
-        return share
+        group = self.group
+        if not kept.shares and index not in kept.takers:
+            wanted = group.wanted
+            if index in wanted and kept.takers.isdisjoint(wanted):
+                shares = (group.compute_in_export if _is_exported() else group.compute)(input, wanted)
+                kept.shares.update(zip(wanted, shares, strict=True))
+        kept.takers.add(index)
+        return kept.shares.pop(index, None)
+
+    def _count(self, index: int, input: Any) -> None:
+        """See whether the layers would take their shares, in as few steps as can be: none is computed."""
+        if not isinstance(input, torch.Tensor):
+            return
+        if self.kept is None or self.kept.input() is not input:
+            self._leave()
+            self.kept = _Kept(weakref.ref(input), -1, (), (), [], [], {}, set())
+        self.kept.takers.add(index)
+
+    def _leave(self) -> None:
+        kept, self.kept = self.kept, None
+        if kept is None:
+            return
+        # One that is given another input computes by itself, which says nothing of the others.
+        if len(kept.takers) > 1 or not kept.takers.isdisjoint(self.group.wanted):
+            self.takers = kept.takers if self.takers is None else self.takers & kept.takers
+
+    def close(self) -> None:
+        """Have the next run compute for those layers that took their shares in this one."""
+        self._leave()
+        if self.takers is not None and self.takers != {*self.group.wanted}:
+            first, end = min(self.takers, default=0), max(self.takers, default=-1) + 1
+            in_a_row = 1 < end - first == len(self.takers)
+            self.group.wanted = range(first, end) if in_a_row else range(0)
 
     def _found(self, index: int, input: Any) -> _Kept | None:
         """What is kept, or about to be computed, with a share for the layer; None where there is none."""
@@ -422,9 +468,10 @@ class _Shares:
             return kept if self._can_be_taken(kept, index, input) else None
         if self.is_over:
             return None
-        if kept is not None and any(share is not None for share in kept.shares):
+        if kept is not None and kept.shares:
             # Another branch than was seen: to compute for the others is for nothing here.
-            self.is_over, self.kept = True, None
+            self.is_over = True
+            self._leave()
             return None
         group = self.group
         if not _is_exported():
@@ -437,7 +484,7 @@ class _Shares:
             versions = [0 if one is None else one._version for one in parameters]
         else:
             return None
-        return _Kept(weakref.ref(input), input._version, _place(input), _state(input), parameters, versions, [])
+        return _Kept(weakref.ref(input), input._version, _place(input), _state(input), parameters, versions, {}, set())
 
     def _can_be_taken(self, kept: _Kept, index: int, input: Any) -> bool:
         if input is None or input._version != kept.version or _state(input) != kept.state:
@@ -530,6 +577,12 @@ class _Scope:
             shares = self.shares[number] = _Shares(self.groups[number], self.hooks)
         return shares.of(index, input)
 
+    def close(self) -> None:
+        """See, at the end of the run, which shares were taken."""
+        for shares in self.shares:
+            if shares is not None:
+                shares.close()
+
 
 class _Open(threading.local):
     """The innermost run of a forward around groups of Linears, in this thread."""
@@ -601,11 +654,13 @@ class SharingForward(AroundForward):
             self._places = _places_in(self.groups)
         # As `computing_together`, in fewer steps: it stands around every call.
         outer = _open.scope
-        _open.scope = _Scope(self.groups, self._places, outer)
+        scope = _open.scope = _Scope(self.groups, self._places, outer)
         try:
-            return self._inner_forward(*args, **kwargs)
+            outputs = self._inner_forward(*args, **kwargs)
         finally:
             _open.scope = outer
+        scope.close()
+        return outputs
 
     def __getstate__(self) -> dict[str, Any]:
         # The layers of a copy are others.

@@ -821,8 +821,8 @@ WAYS: list[tuple[Callable[..., Tensor], int]] = [
     (_sets_data_between, 3),
     (_writes_to_a_share, 1),
     (_writes_to_a_weight, 3),
-    (_in_another_thread, 1),
-    (_calls_itself, 5),
+    (_in_another_thread, 2),
+    (_calls_itself, 6),
 ]
 
 
@@ -854,6 +854,61 @@ def test_gradients_go_that_way_too(way: Callable[..., Tensor]) -> None:
     fast = merged(model)
     model.is_other = fast.is_other = True
     check_gradients(fast, model, image_of())
+
+
+def rows_computed(model: nn.Module, x: Tensor) -> list[int]:
+    """How wide the result of each linear layer is."""
+    rows: list[int] = []
+
+    class Widths(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is F.linear:
+                rows.append(result.shape[-1])
+            return result
+
+    with torch.no_grad(), Widths():
+        model(x)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("way", "first", "then"),
+    [
+        (lambda self, x: self.query(x).relu(), [24], [8]),
+        (lambda self, x: self.value(x).relu() + self.query(x), [24], [8, 8]),
+        (lambda self, x: self.value(x).relu() + self.key(x), [24], [16]),
+        (lambda self, x: self.query(x) + self.key(x.clone()), [24, 8], [8, 8]),
+        (lambda self, x: self.query(x) + self.key(x) + self.value(x.clone()), [24, 8], [16, 8]),
+        (lambda self, x: self.value(x.clone()) + self.query(x) + self.key(x), [24, 8, 8], [8, 16]),
+        (lambda self, x: sum(self.query(y) + self.key(y) for y in x), [24, 8, 8], [16, 16]),
+        (lambda self, x: x * 2, [], []),
+    ],
+)
+def test_what_a_branch_does_not_take_is_soon_not_computed(
+    way: Callable[..., Tensor], first: list[int], then: list[int]
+) -> None:
+    model = Branching(way).eval()
+    fast = merged(model)
+    fast.is_other = model.is_other = True
+    assert rows_computed(fast, image_of()) == first
+    assert same(fast, model)
+    for seed in range(3):
+        assert rows_computed(fast, image_of()) == then
+        assert same(fast, model, image_of(seed))
+    fast.is_other = model.is_other = False
+    for _ in range(2):
+        assert same(fast, model)
+    assert rows_computed(fast, image_of()) == [24]
+
+
+def test_gradients_of_some_layers_of_a_group() -> None:
+    model = Branching(lambda self, x: self.value(x).relu() + self.key(x)).eval()
+    fast = merged(model)
+    model.is_other = fast.is_other = True
+    check_gradients(fast, model, image_of())
+    check_gradients(fast, model, image_of())
+    assert products(fast, image_of()) == 1
 
 
 def test_nothing_is_kept_behind_the_forward() -> None:
@@ -996,7 +1051,7 @@ def _again_in_another_way(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("way", "count"), [(_all_again, 3), (_one_again, 2), (_first_again, 2), (_again_in_another_way, 1)]
+    ("way", "count"), [(_all_again, 3), (_one_again, 3), (_first_again, 2), (_again_in_another_way, 1)]
 )
 def test_gradients_of_a_part_that_is_computed_again(way: Callable[..., Tensor], count: int) -> None:
     model = Branching(way).eval()
