@@ -72,6 +72,8 @@ class LinearGroup:
         self._parts: tuple[_Part, ...] = ()
         self._sizes: list[int] = []
         self.own: list[torch.Tensor | None] = []
+        # The parameters that were parts until others took their places, which may be for a while only.
+        self._former: list[weakref.ref[torch.Tensor] | None] = []
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -169,13 +171,14 @@ class LinearGroup:
 
     def versions(self) -> list[int] | None:
         """How often the weight and the bias of each layer were written to; None where they are no parts any more."""
-        if self._weight is None:
+        if self._weight is None and not self._are_back():
             return None
         found = []
         # Asked for at every call: the cheapest first.
         for layer, name, parameter, pointer, like in self._parts:
             now = layer._parameters.get(name)
             if now is not parameter:
+                self._let_go()
                 return None
             if now is None:
                 found.append(0)
@@ -184,6 +187,19 @@ class LinearGroup:
                 return None
             found.append(now._version)
         return found
+
+    def _let_go(self) -> None:
+        """Hold none of the parameters any more, of which others took the places: they may be as large as the model."""
+        former = [None if one is None else weakref.ref(one) for one in self.own]
+        self._forget()
+        self._former = former
+
+    def _are_back(self) -> bool:
+        """Whether the parameters that were parts are in their places again, as they are after a functional call."""
+        if not self._former:
+            return False
+        pairs = zip(self._former, self.parameters(), strict=True)
+        return all(now is (None if one is None else one()) for one, now in pairs) and self.link()
 
     def parameters(self) -> list[torch.Tensor | None]:
         """The weight and the bias of each layer, as they are now."""

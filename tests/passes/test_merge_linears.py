@@ -554,6 +554,25 @@ def test_tensors_that_are_put_in_the_place_of_others_are_used() -> None:
     assert products(fast, image_of()) == 4
 
 
+def test_weights_that_were_replaced_are_held_by_nobody() -> None:
+    fast = merged(Attention().eval())
+    old = [weakref.ref(fast.get_submodule(name).weight) for name in NAMES]
+    fast.load_state_dict({name: value.clone() for name, value in fast.state_dict().items()}, assign=True)
+    fast(image_of())
+    assert [reference() for reference in old] == [None, None, None]
+
+
+def test_weights_that_come_back_compute_together_again() -> None:
+    model = Attention().eval()
+    fast = merged(model)
+    others = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    for _ in range(2):
+        mine, theirs = (torch.func.functional_call(one, others, (image_of(),)) for one in (fast, model))
+        torch.testing.assert_close(mine, theirs)
+        assert products(fast, image_of()) == 2
+        assert same(fast, model)
+
+
 def test_safetensors_and_torch_hold_every_weight_once(tmp_path: Any) -> None:
     from safetensors.torch import load_file, save_file
 
