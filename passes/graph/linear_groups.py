@@ -69,6 +69,7 @@ class LinearGroup:
     def _forget(self) -> None:
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
+        self._in_autocast: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._parts: tuple[_Part, ...] = ()
         self._sizes: list[int] = []
         self.own: list[torch.Tensor | None] = []
@@ -118,7 +119,7 @@ class LinearGroup:
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Compute with these, of which the layers' parameters are parts."""
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._in_autocast = weight, bias, None
         self._sizes = [len(layer.weight) for layer in self.layers]
         parameters = (
             (layer, name, layer._parameters.get(name)) for layer in self.layers for name in ("weight", "bias")
@@ -209,16 +210,30 @@ class LinearGroup:
         """What each wanted layer gives for the input, as parts of one tensor that don't overlap."""
         weight, bias, sizes, parts = self._weight, self._bias, self._sizes, self._parts
         assert weight is not None
+        if torch._C._is_any_autocast_enabled() and not torch.is_grad_enabled() and self._are_trained(parts):
+            weight, bias = self._cached_by_autocast(weight, bias)
         if len(wanted) < len(sizes):
             first, end = sum(sizes[: wanted.start]), sum(sizes[: wanted.stop])
             weight, bias = weight[first:end], None if bias is None else bias[first:end]
             sizes, parts = sizes[wanted.start : wanted.stop], parts[2 * wanted.start : 2 * wanted.stop]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (input.requires_grad or self._are_trained(parts)):
             parameters = [part.parameter for part in parts]
-            if input.requires_grad or any(one is not None and one.requires_grad for one in parameters):
-                found: Sequence[torch.Tensor] = _Linears.apply(weight, bias, sizes, input, *parameters)
-                return found
+            found: Sequence[torch.Tensor] = _Linears.apply(weight, bias, sizes, input, *parameters)
+            return found
         return _computed(weight, bias, sizes, input)
+
+    @staticmethod
+    def _are_trained(parts: Sequence[_Part]) -> bool:
+        return any(part.parameter is not None and part.parameter.requires_grad for part in parts)
+
+    def _cached_by_autocast(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same weights as what autocast casts once, and not at each call: leaves that take gradients, and no views."""
+        if self._in_autocast is None:
+            twin = None if bias is None else _over(bias).requires_grad_()
+            self._in_autocast = _over(weight).requires_grad_(), twin
+        return self._in_autocast
 
     def compute_in_export(self, input: torch.Tensor, wanted: range) -> list[torch.Tensor]:
         """The same as operations that a file can hold, whose weights are the layers' own."""
@@ -332,6 +347,12 @@ def _joint(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         start += len(part)
     return joint
+
+
+def _over(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the same numbers, which is no view."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:

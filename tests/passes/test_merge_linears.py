@@ -17,6 +17,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from optimizer import check_parity, export, optimize, report_of
@@ -1144,6 +1145,30 @@ def test_under_autocast() -> None:
     for mine, theirs in zip(*reversed(found), strict=True):
         assert mine.dtype is theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.2)
+
+
+def test_autocast_casts_the_weights_of_a_loop_once() -> None:
+    fast = merged(Attention().eval())
+    casts = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+                fast(image_of())
+            shapes = [event.input_shapes[0] for event in found.events() if event.name == "aten::_to_copy"]
+            casts.append(([24, 8] in shapes, [24] in shapes, [2, 5, 8] in shapes))
+    assert casts == [(True, True, True), (False, False, True)]
+
+
+def test_autocast_doesn_t_make_frozen_layers_take_gradients() -> None:
+    fast = merged(Attention().eval().requires_grad_(False))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        fast(image_of())
+    assert not fast(image_of()).requires_grad
+    fast.requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        fast(image_of())
+    fast.requires_grad_(False)
+    assert not fast(image_of()).requires_grad
 
 
 def test_an_autocast_that_ends_between_two_layers() -> None:
