@@ -59,11 +59,12 @@ class LinearGroup:
         own: the weight and the bias of each layer, as they were when they became parts of one.
         wanted: the layers, by number, that compute for each other: those in a row that took their shares in the last run, so
             that nothing is computed for a branch that is off, or for a layer that was replaced, but once.
+        bits: the same as a bit for each by its number.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
-        self.wanted = range(len(self.layers))
+        self.want((1 << len(self.layers)) - 1)
         self._forget()
 
     def _forget(self) -> None:
@@ -80,6 +81,14 @@ class LinearGroup:
     def weight(self) -> torch.Tensor | None:
         """The joint weight, (sum of out, in); None while the layers' own aren't parts of one."""
         return self._weight
+
+    def want(self, takers: int) -> None:
+        """Have these layers, a bit for each by its number, compute for each other, if they are two or more in a row."""
+        first = (takers & -takers).bit_length() - 1
+        count = takers.bit_count()
+        is_row = count > 1 and takers >> first == (1 << count) - 1
+        self.wanted = range(first, first + count) if is_row else range(0)
+        self.bits = takers if is_row else 0
 
     def joined(self) -> Joined:
         """A new place for all weights and biases."""
@@ -409,46 +418,64 @@ class _Linears(torch.autograd.Function):
         return None, None, None, to_input, *to_parameters
 
 
-class _Kept(NamedTuple):
+class _Kept:
     """What one layer computed for the others.
 
     Attributes:
         input: what it was given, weakly.
         version: how often that had been written to.
-        place: as `_place` gives it.
+        place: as `_place` gives it; none in an export, whose tensors are symbols.
         state: as `_state` gives it.
         parameters, versions: the weight and the bias of each layer, and how often they had been written to.
-        shares: what is each layer's, until it is taken.
-        takers: the layers, by number, that took theirs, or would have if it had been computed.
+        shares: what is each layer's, until it is taken; None as long as nothing is computed.
+        takers: a bit for each layer, by its number, that took its share, or would have if it had been computed.
     """
 
-    input: weakref.ref[torch.Tensor]
-    version: int
-    place: tuple[Any, ...]
-    state: tuple[Any, ...]
-    parameters: list[torch.Tensor | None]
-    versions: list[int]
-    shares: dict[int, torch.Tensor]
-    takers: set[int]
+    __slots__ = ("input", "parameters", "place", "shares", "state", "takers", "version", "versions")
+
+    def __init__(
+        self,
+        input: torch.Tensor,
+        place: tuple[Any, ...],
+        parameters: list[torch.Tensor | None],
+        versions: list[int],
+    ) -> None:
+        self.input = weakref.ref(input)
+        self.version, self.place, self.state = input._version, place, _state(input)
+        self.parameters, self.versions = parameters, versions
+        self.shares: list[torch.Tensor | None] | None = None
+        self.takers = 0
+
+
+class _Counted:
+    """An input that nothing is computed for, held weakly, with the layers that took it, as in `_Kept`."""
+
+    __slots__ = ("input", "takers")
+
+    def __init__(self, input: torch.Tensor) -> None:
+        self.input = weakref.ref(input)
+        self.takers = 0
 
 
 class _Shares:
     """The shares of one group for the time of one run of the forward around it."""
 
-    __slots__ = ("group", "hooks", "is_over", "kept", "takers")
+    __slots__ = ("counted", "group", "hooks", "is_over", "kept", "takers")
 
     def __init__(self, group: LinearGroup, hooks: Any) -> None:
         self.group = group
         self.hooks = hooks
         self.kept: _Kept | None = None
+        self.counted: _Counted | None = None
         # Whether the layers turned out to be called otherwise than was seen.
         self.is_over = False
-        # The layers, by number, that took their shares of every input that some computed for; None before the first.
-        self.takers: set[int] | None = None
+        # A bit for each layer, by its number, that took its share of every input that some computed for; -1 before the first.
+        self.takers = -1
 
     def of(self, index: int, input: Any) -> torch.Tensor | None:
         """What the layer of this number gives for the input; None where it has to compute that by itself."""
-        if not self.group.wanted:
+        group = self.group
+        if not group.bits:
             self._count(index, input)
             return None
         if torch._C._len_torch_function_stack():
@@ -462,39 +489,47 @@ class _Shares:
         if self.kept is not kept:
             self._leave()
             self.kept = kept
-        group = self.group
-        if not kept.shares and index not in kept.takers:
-            wanted = group.wanted
-            if index in wanted and kept.takers.isdisjoint(wanted):
-                shares = (group.compute_in_export if _is_exported() else group.compute)(input, wanted)
-                kept.shares.update(zip(wanted, shares, strict=True))
-        kept.takers.add(index)
-        return kept.shares.pop(index, None)
+        bit = 1 << index
+        if kept.shares is None and bit & group.bits and not kept.takers & group.bits:
+            kept.shares = self._computed(input, is_exported=not kept.place)
+        kept.takers |= bit
+        shares = kept.shares
+        if shares is None:
+            return None
+        share, shares[index] = shares[index], None
+        return share
+
+    def _computed(self, input: torch.Tensor, *, is_exported: bool) -> list[torch.Tensor | None]:
+        group, wanted = self.group, self.group.wanted
+        found = (group.compute_in_export if is_exported else group.compute)(input, wanted)
+        left = len(group.layers) - wanted.stop
+        return [*(None for _ in range(wanted.start)), *found, *(None for _ in range(left))]
 
     def _count(self, index: int, input: Any) -> None:
         """See whether the layers would take their shares, in as few steps as can be: none is computed."""
-        if not isinstance(input, torch.Tensor):
-            return
-        if self.kept is None or self.kept.input() is not input:
+        counted = self.counted
+        if counted is None or counted.input() is not input:
+            if not isinstance(input, torch.Tensor):
+                return
             self._leave()
-            self.kept = _Kept(weakref.ref(input), -1, (), (), [], [], {}, set())
-        self.kept.takers.add(index)
+            counted = self.counted = _Counted(input)
+        counted.takers |= 1 << index
 
     def _leave(self) -> None:
-        kept, self.kept = self.kept, None
-        if kept is None:
-            return
-        # One that is given another input computes by itself, which says nothing of the others.
-        if len(kept.takers) > 1 or not kept.takers.isdisjoint(self.group.wanted):
-            self.takers = kept.takers if self.takers is None else self.takers & kept.takers
+        """Note who took a share of the input until now."""
+        kept: _Kept | _Counted | None = self.kept or self.counted
+        if kept is not None:
+            self.kept = self.counted = None
+            takers = kept.takers
+            # One that is given another input computes by itself, which says nothing of the others.
+            if takers & (takers - 1) or takers & self.group.bits:
+                self.takers &= takers
 
     def close(self) -> None:
         """Have the next run compute for those layers that took their shares in this one."""
         self._leave()
-        if self.takers is not None and self.takers != {*self.group.wanted}:
-            first, end = min(self.takers, default=0), max(self.takers, default=-1) + 1
-            in_a_row = 1 < end - first == len(self.takers)
-            self.group.wanted = range(first, end) if in_a_row else range(0)
+        if self.takers not in (-1, self.group.bits):
+            self.group.want(self.takers)
 
     def _found(self, index: int, input: Any) -> _Kept | None:
         """What is kept, or about to be computed, with a share for the layer; None where there is none."""
@@ -505,7 +540,7 @@ class _Shares:
             return kept if self._can_be_taken(kept, index, input) else None
         if self.is_over:
             return None
-        if kept is not None and kept.shares:
+        if kept is not None and kept.shares is not None and any(share is not None for share in kept.shares):
             # Another branch than was seen: to compute for the others is for nothing here.
             self.is_over = True
             self._leave()
@@ -515,18 +550,18 @@ class _Shares:
             versions = group.versions() if _may_share(input) else None
             if versions is None:
                 return None
-            parameters = group.own
+            parameters, place = group.own, _place(input)
         elif isinstance(input, torch.Tensor) and not input.is_inference() and group.can_be_exported():
-            parameters = group.parameters()
+            parameters, place = group.parameters(), ()
             versions = [0 if one is None else one._version for one in parameters]
         else:
             return None
-        return _Kept(weakref.ref(input), input._version, _place(input), _state(input), parameters, versions, {}, set())
+        return _Kept(input, place, parameters, versions)
 
     def _can_be_taken(self, kept: _Kept, index: int, input: Any) -> bool:
         if input is None or input._version != kept.version or _state(input) != kept.state:
             return False
-        if _place(input) != kept.place:
+        if kept.place and _place(input) != kept.place:
             return False
         own = self.group.layers[index]._parameters
         for place, name in enumerate(("weight", "bias"), 2 * index):
@@ -571,9 +606,7 @@ def _saving_hooks() -> Any:
 
 def _place(input: torch.Tensor) -> tuple[Any, ...]:
     """Where the numbers lie: who sets `.data` has others there, and torch counts no write."""
-    # A symbol of a trace has no place, and `.data` of its own.
-    pointer = 0 if _is_exported() else input.data_ptr()
-    return pointer, input.shape, input.stride()
+    return input.data_ptr(), input.shape, input.stride()
 
 
 def _state(input: torch.Tensor) -> tuple[Any, ...]:
