@@ -58,11 +58,14 @@ class MergeLinears(GraphPass):
     The parts lie in rows of the wider result. A layer stays as it is where that shows: its output leaves the forward, or a
     `view` on the way takes no such tensor, as one run shows.
 
-    By themselves compute: what torch.compile makes, whose compiler sees the layers as they were; calls under
-    torch.inference_mode whose input was made there, as torch counts no writes to it; what is traced, but for ONNX files, which
-    hold one product with the weights behind each other; calls under vmap and the like, and with gradients under autocast; the
-    part of a forward that torch.utils.checkpoint computes again.
-    Pickled without torch.save, each weight is written with all of the joint one.
+    Each layer computes by itself in what torch.compile makes, whose compiler sees the layers as they were; in calls under
+    torch.inference_mode whose input was made there, as torch counts no writes to it; in what is traced, TorchScript files
+    too, but for ONNX files, which hold one product with the weights behind each other; under vmap and the like, and with
+    gradients under autocast; in the part of a forward that torch.utils.checkpoint computes again.
+
+    What it costs: each call looks at the weights and the input, some microseconds for each layer, which is more than small
+    products on a CPU save. The outputs of all stay in memory as long as one of them does. A layer that another one takes the
+    place of stays, too. Pickled without torch.save, each weight is written with all of the joint one.
 
     Does not handle: linear layers that are functions, or of a class with a forward of its own (LoRA, quantized layers); layers
     with hooks or parametrizations, called twice in one forward, under two names, or with tied weights; other dtypes or
