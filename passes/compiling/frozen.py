@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 # How often weights that are compiled in may change before they aren't compiled in any more.
 _MOST_FREEZES = 4
+# Of how many kinds of call it is known that there is code for them.
+_MOST_KINDS = 1024
+_CONSTANTS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
 class Compile(Protocol):
@@ -46,6 +49,7 @@ class FrozenCall:
     def _freeze(self) -> None:
         self.times += 1
         self.baked = BakedTensors(self.module)
+        self._known: set[Any] = set()
         self.compiled = self.compile(entry_of(self.module), self.baked.add)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,11 +57,21 @@ class FrozenCall:
         if torch.is_grad_enabled() or not self._is_frozen():
             return self._by_plain_code(args, kwargs)
         assert self.compiled is not None
+        try:
+            kind = _state_of(self.module), _kind_of(args), _kind_of(kwargs)
+        except _NotTold:
+            kind = None
+        if kind is not None and kind in self._known:
+            # Where code is made nevertheless, for what no kind tells, it takes the weights at each call.
+            return self.compiled(self.module, args, kwargs)
         import torch._inductor.config as inductor
 
-        # What reads Python's bytecode goes by the setting of the process, not by the options of torch.compile.
+        # What reads Python's bytecode goes by the setting of the process, not by the options of torch.compile. To set it
+        # takes longer than all else that is done here.
         with inductor.patch(freezing=True):
             result = self.compiled(self.module, args, kwargs)
+        if kind is not None:
+            self._known = {kind} if len(self._known) >= _MOST_KINDS else {*self._known, kind}
         self.baked.look_up()
         if self.baked.unwatched is not None:
             self._give_up(self.baked.unwatched)
@@ -86,3 +100,29 @@ class FrozenCall:
         if self.plain is None:
             self.plain = self.compile(entry_of(self.module))
         return self.plain(self.module, args, kwargs)
+
+
+class _NotTold(Exception):
+    """An argument of which nothing tells whether there is code for it."""
+
+
+def _state_of(module: nn.Module) -> Any:
+    return module.training, torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+
+
+def _kind_of(value: Any) -> Any:
+    """What is the same for arguments that take the same code.
+
+    Raises:
+        _NotTold: there is something else than tensors and constants among them.
+    """
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return value.shape, value.stride(), value.dtype, value.device
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind, *map(_kind_of, value)
+    if kind is dict:
+        return *value, *map(_kind_of, value.values())
+    if kind not in _CONSTANTS:
+        raise _NotTold
+    return kind, value

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from folding_models import Island, Pair, image
 from pass_contract import captured
 from tiny_models import enliven
@@ -532,6 +533,58 @@ def test_frozen_code_stays_as_long_as_nothing_changes() -> None:
         call(rows())
     assert first is not None
     assert call.compiled is first
+
+
+class Counts(nn.Linear):
+    """Says whether freezing was on, at each call."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.seen: list[bool] = []
+
+    def forward(self, x: Any, *, options: Any = None) -> torch.Tensor:
+        self.seen.append(inductor_config.freezing)
+        return super().forward(x[0] if isinstance(x, list) else x)
+
+
+class Text(str):
+    pass
+
+
+def test_inductor_is_told_to_freeze_only_where_code_may_be_made() -> None:
+    model = Counts()
+    call = FrozenCall(model, lambda function, see=None: function)
+    x = rows()
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], bool]] = [
+        ((x,), {}, True),
+        ((rows(2, 7),), {}, False),
+        ((rows(3),), {}, True),
+        ((rows(3).t().contiguous().t(),), {}, True),
+        ((rows(3),), {}, False),
+        (([x],), {}, True),
+        (([x],), {}, False),
+        ((x,), {"options": {"a": (1, None)}}, True),
+        ((x,), {"options": {"a": (1, None)}}, False),
+        ((x,), {"options": {"a": (True, None)}}, True),
+        ((x,), {"options": {"b": (1, None)}}, True),
+        # What can't be told is asked for each time.
+        ((x,), {"options": Text("a")}, True),
+        ((x,), {"options": Text("a")}, True),
+    ]
+    with torch.no_grad():
+        for args, kwargs, _ in calls:
+            call(*args, **kwargs)
+        assert model.seen == [wanted for *_, wanted in calls]
+        model.seen.clear()
+        model.train(False)
+        call(x)
+        call(x)
+    with torch.inference_mode():
+        call(x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        call(x)
+    assert model.seen == [True, False, True, True]
+    assert not inductor_config.freezing
 
 
 def test_weights_that_were_exchanged_are_let_go() -> None:
