@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections import defaultdict
@@ -109,7 +110,7 @@ class BakedTensors:
         tensors: list[Any] = [reference() for reference in self._tensors]
         return (
             all(map(operator.is_, map(dict.get, self._homes, self._keys), [value() for value in self._values]))
-            and None not in tensors
+            and all(map(operator.is_not, tensors, itertools.repeat(None)))
             and list(map(_version_of, tensors)) == self._versions
             and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
             and all(

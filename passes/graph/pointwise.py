@@ -112,12 +112,10 @@ def name_of_pointwise(node: fx.Node) -> str:
 
 def is_linear(node: fx.Node) -> bool:
     """Whether the gradients of what a pointwise operation is given don't depend on the numbers in that."""
-    if node.kwargs:
-        return False
-    name, sources = name_of_pointwise(node), node.all_input_nodes
+    name = name_of_pointwise(node)
     if name in ("mul", "div"):
         # By a number: not one by the tensor.
-        return len(node.args) == 2 and sources == [node.args[0]] and not isinstance(node.args[1], fx.Node)
+        return len(node.args) == 2 and not isinstance(node.args[1], fx.Node)
     return name in ("add", "sub", "neg") or _is_cast(node)
 
 

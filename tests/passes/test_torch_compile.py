@@ -17,6 +17,7 @@ from folding_models import Island, Pair, image
 from pass_contract import captured
 from tiny_models import enliven
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer import optimize, report_of
 from optimizer.api import _exportable
@@ -533,6 +534,25 @@ def test_frozen_code_stays_as_long_as_nothing_changes() -> None:
         call(rows())
     assert first is not None
     assert call.compiled is first
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_looking_at_what_is_compiled_in_computes_nothing() -> None:
+    call = frozen(enliven(Holder()).eval())
+    with torch.no_grad():
+        call(rows())
+    with Operations() as operations:
+        assert call.baked.hold
+    assert operations.seen == []
 
 
 class Counts(nn.Linear):
