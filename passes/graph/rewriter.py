@@ -394,7 +394,10 @@ class Rewriter:
             if held is not None:
                 args = (graph.get_attr(self._hold(change, self.program.home(last).module, held)), *args)
             new = graph.call_function(function, tuple(args))
-        self.program.home(last).baked += tuple(counted_on)
+        home = self.program.home(last)
+        # One layer may be called many times: what is counted on is looked at once.
+        for item in counted_on:
+            home.baked += (item,) if item not in home.baked else ()
         new.meta.update(last.meta)
         last.replace_all_uses_with(new)
         self._added.append(new)

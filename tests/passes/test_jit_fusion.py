@@ -25,6 +25,7 @@ from passes import ChannelsLast, FoldConvBn, JitFusion, Simplify, TorchCompile
 from passes.base import Context
 from passes.errors import RequirementNotMet
 from passes.graph import fused, fused_trial, kernels
+from passes.graph.baked import BakedLayer
 from passes.graph.fused import FusedUnit
 from passes.graph.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
@@ -366,6 +367,23 @@ def test_a_layer_that_is_changed_later_counts(ran: list[str]) -> None:
         ran.clear()
         assert same(fast, twin)
         assert not ran
+
+
+def test_a_layer_of_many_units_is_looked_at_once(ran: list[str]) -> None:
+    def many(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.gelu(x * 2).cumsum(-1)
+        return x
+
+    model = model_of(many, gelu=nn.GELU())
+    fast, record = fused_model(model)
+    assert units_of(record) == ["mul_gelu"] * 3
+    assert [item.name for item in fast.forward.baked if isinstance(item, BakedLayer)] == ["gelu"]
+    fast.gelu.approximate = "tanh"
+    model.gelu.approximate = "tanh"
+    ran.clear()
+    assert same(fast, model)
+    assert not ran
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
