@@ -160,6 +160,7 @@ def _is_plain(source: torch.Tensor) -> bool:
         type(source) in (torch.Tensor, nn.Parameter)
         and source.layout is torch.strided
         and not source.is_meta
+        and not source.is_nested
         # Their memory holds other numbers than they have.
         and not source.is_neg()
         and not source.is_conj()

@@ -477,6 +477,17 @@ def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the
     assert not ran
 
 
+def test_nested_tensors_are_for_the_operations(ran: list[str]) -> None:
+    unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Of a prototype.
+        nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    # They have no such function, and no kernel.
+    with pytest.raises(NotImplementedError):
+        unit(nested)
+    assert not ran
+
+
 def _first_group(model: nn.Module) -> Any:
     program, _ = captured(model)
     return program, next(pointwise_groups(program, program.graphs[id(program.root)].graph))
