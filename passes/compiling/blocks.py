@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -40,6 +41,16 @@ def repeated_blocks(root: nn.Module) -> list[Blocks]:
     return search.found
 
 
+@contextmanager
+def calls_set(calls: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside, each of the modules, which has no compiled call, is called by what is beside it."""
+    with ExitStack() as stack:
+        for module, call in calls:
+            stack.callback(module.__dict__.pop, COMPILED_CALL)
+            module.__dict__[COMPILED_CALL] = call
+        yield
+
+
 class FusibleWork(TorchDispatchMode):
     """Counts, in an eager run, the elements that operations write other than products: what compiling can spare.
 
@@ -62,15 +73,14 @@ class FusibleWork(TorchDispatchMode):
         return self.in_blocks / self.total if self.total else 0.0
 
     def __enter__(self) -> Self:
-        for block in self.blocks:
-            block.__dict__[COMPILED_CALL] = self._counted(block)
+        self._set = calls_set((block, self._counted(block)) for block in self.blocks)
+        self._set.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for block in self.blocks:
-            del block.__dict__[COMPILED_CALL]
+        self._set.__exit__(*error)
 
     def _counted(self, block: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.compiling.blocks import COMPILED_CALL, Blocks
+from passes.compiling.blocks import Blocks, calls_set
 from passes.compiling.record import CompileRecord, GraphBreak, RecordingBackend
 from passes.graph.forward import bound_forward
 
@@ -66,18 +66,15 @@ class BlocksTrial:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Inside, the blocks run so."""
-        with _bound_forwards(m for g in self.groups for _, m in g):
-            try:
-                for number, group in enumerate(self.groups):
-                    backend = RecordingBackend("eager", _as_it_is, self.records[number])
-                    compiled = torch.compile(entry_of(group[0][1]), backend=backend)
-                    for _, block in group:
-                        block.__dict__[COMPILED_CALL] = self._counted(number, compiled, block)
-                yield
-            finally:
-                for group in self.groups:
-                    for _, block in group:
-                        del block.__dict__[COMPILED_CALL]
+        with _bound_forwards(m for g in self.groups for _, m in g), calls_set(self._calls()):
+            yield
+
+    def _calls(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        for number, group in enumerate(self.groups):
+            backend = RecordingBackend("eager", _as_it_is, self.records[number])
+            compiled = torch.compile(entry_of(group[0][1]), backend=backend)
+            for _, block in group:
+                yield block, self._counted(number, compiled, block)
 
     def _counted(self, number: int, compiled: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -119,14 +116,12 @@ class WholeTrial:
         compiled = torch.compile(
             entry_of(self.root), backend=RecordingBackend("eager", _as_it_is, record), fullgraph=True
         )
-        self.root.__dict__[COMPILED_CALL] = CompiledCall(compiled, self.root)
         try:
-            yield
+            with calls_set([(self.root, CompiledCall(compiled, self.root))]):
+                yield
         except Unsupported as error:
             self.found = GraphBreak.of(str(error), list(getattr(error, "real_stack", None) or ()))
             raise
-        finally:
-            del self.root.__dict__[COMPILED_CALL]
 
 
 def _as_it_is(graph: Any, inputs: Sequence[Any]) -> Any:
