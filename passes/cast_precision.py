@@ -54,7 +54,8 @@ class CastPrecision(GraphPass):
         weights:   y = f(x)  ->  y = f'(x).float()      the layers of f' have weights of the dtype, and cast what they take
 
     `autocast` casts where torch's own lists say so, keeps the weights as they are and is for training too; float16 is
-    then for a `torch.amp.GradScaler` of your own. `weights` halves the memory of the parameters. The statistics and
+    then for a `torch.amp.GradScaler` of your own. It casts weights anew in each call: where calls are small, as in the
+    steps of a language model, `weights` is faster. `weights` halves the memory of the parameters. The statistics and
     weights of BatchNorm stay in float32, as torch has them beside an input of another dtype, and so do buffers, which are
     tables, positions and statistics more than they are weights. Checkpoints of the original load into it and are cast; with
     weights that are given to it in another dtype (`assign=True`, `.float()`) a layer computes in that.
@@ -213,6 +214,7 @@ class _Casting:
         self.besides = [module for _, module in self.program.unregistered]
         self.modules = {id(module): module for module in self.program.modules()}
         self.installed = {key: module.__dict__.get("forward") for key, module in self.modules.items()}
+        self.repeats = any(map(self._is_repeated, self.modules.values()))
         self.outputs: tuple[torch.dtype | None, ...] = ()
         self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
         # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.
@@ -415,8 +417,19 @@ class _Casting:
             forward = UnderAutocast(module, forward, self.dtype)
         if module is not self.root:
             return forward
-        kind = CastForward if self.weights else AutocastForward
-        return kind(module, forward, self.dtype, self.outputs)
+        if self.weights:
+            return CastForward(module, forward, self.dtype, self.outputs)
+        return AutocastForward(module, forward, self.dtype, self.outputs, repeats=self.repeats)
+
+    def _is_repeated(self, module: nn.Module) -> bool:
+        """Whether one call of the model calls the module again, of whose parameters autocast makes casts."""
+        if not _has_floats(module):
+            return False
+        calls = self.program.calls_in_a_run(module)
+        if calls is None:
+            # Other runs have other numbers of them; without any there are the places that call it.
+            return self.program.recordings is not None or len(self.program.calls_of(module)) > 1
+        return calls > 1
 
     def _takes_one_dtype(self, module: nn.Module) -> bool:
         # One that has layers computes with their weights itself, of which each is then to be of the dtype.

@@ -99,13 +99,26 @@ class RootCast(AroundForward):
 class AutocastForward(RootCast):
     """The forward of a root, under autocast; what it returns has the dtypes that it had without.
 
-    Each cast of a weight is made where it is used and kept for nothing else: a cache would hold them all until the end
-    of the call, and a trace would take them for constants. Once the parameters are of another dtype, as somebody cast
+    Where each weight is used once, its cast is made there and kept for nothing else: a cache would hold them all until the
+    end of the call. One that is used again is cast once in a call, but for a trace, which would take a cast that was made
+    before, under an autocast around both, for a constant. Once the parameters are of another dtype, as somebody cast
     them, it computes in that.
+
+    Attributes:
+        repeats: whether weights are used more than once in a call.
     """
 
-    def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, outputs: Sequence[torch.dtype | None]) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        inner: Any,
+        dtype: torch.dtype,
+        outputs: Sequence[torch.dtype | None],
+        *,
+        repeats: bool = False,
+    ) -> None:
         super().__init__(owner, inner, dtype, outputs)
+        self.repeats = repeats
         self.made_for = _dtype_of(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +127,8 @@ class AutocastForward(RootCast):
         return self._given_out(self._cast_call, args, kwargs)
 
     def _cast_call(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(_device_type(self.owner), self.dtype, cache_enabled=False):
+        is_cached = self.repeats and not torch._C._is_tracing()
+        with torch.autocast(_device_type(self.owner), self.dtype, cache_enabled=is_cached):
             return self._inner_forward(*args, **kwargs)
 
 
@@ -195,7 +209,12 @@ class LoweredInput(AroundForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            return self._inner_forward(self.lowered(args[0]))
+            # By far the most calls, in few steps.
+            held = self.owner._parameters.get(self.weight)
+            (value,) = args
+            if held is None or value.dtype is not held.dtype:
+                value = self.lowered(value)
+            return type(self.owner).forward(self.owner, value) if self.inner is None else self.inner(value)
         if self.masks:
             args, kwargs = with_masks(lambda mask: finite_in(mask, self._dtype), self.masks, args, kwargs)
         return Loan(self.lowered).call(self._inner_forward, args, kwargs)

@@ -946,6 +946,90 @@ def test_training_gets_the_gradients_of_autocast(dtype: Any) -> None:
     assert {gradient.dtype for gradient in got} == {torch.float32}
 
 
+class Repeated(nn.Module):
+    """A cell that is called as often as there are steps, and a layer that is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(6, 6), nn.Linear(6, 7)
+        enliven(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            h = (self.cell(h) + x[:, step]).tanh()
+        return self.head(h)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of weights from float32, by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_to_copy" in str(func) and args[0].dtype is torch.float32 and args[0].shape in ((6, 6), (7, 6)):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("examples", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_weight_that_is_used_again_is_cast_once_in_a_call(gradients: bool, examples: bool) -> None:
+    model, x = Repeated().eval(), rows(4, 5, 6)
+    fast = optimize(model, [CastPrecision()], example_inputs=(x,) if examples else None)
+    wanted = optimize(linear(6, 3), [CastPrecision()], example_inputs=(rows(2, 6),))
+    cast, other = root_cast(fast), root_cast(wanted)
+    assert isinstance(cast, AutocastForward)
+    assert isinstance(other, AutocastForward)
+    # Nothing tells it of a loop without a run.
+    assert (cast.repeats, other.repeats) == (examples, False)
+    with torch.set_grad_enabled(gradients):
+        for _ in range(2):
+            with Casts() as seen:
+                fast(x)
+            assert sorted(seen.shapes) == [(6, 6)] * (1 if examples else 5) + [(7, 6)]
+        with torch.no_grad():
+            fast.cell.weight.mul_(2)
+            model.cell.weight.copy_(fast.cell.weight)
+        torch.testing.assert_close(fast(x), model(x), rtol=0.05, atol=0.05)
+
+
+def test_a_weight_that_is_used_again_gets_its_gradient_through_one_cast() -> None:
+    class Stopped(Repeated):
+        """Its first use of the weight asks for no gradient, and makes the cast."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                first = self.cell(x[:, 0])
+            return super().forward(x) + first.sum()
+
+    model, x = Stopped(), rows(4, 5, 6)
+    fast = optimize(model, [CastPrecision()], mode="training", example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    fast(x).square().mean().backward()
+    got = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    for one, parameter in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=0.05, atol=0.05)
+
+
+def test_a_trace_holds_the_casts_of_weights_that_are_used_again() -> None:
+    model, x = Repeated().eval(), rows(4, 5, 6)
+    fast = optimize(model, [CastPrecision()], example_inputs=(x,))
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("ignore")
+        fast(x)
+        traced = torch.jit.trace(fast, (x,), check_trace=False)
+    before = traced(x)
+    with torch.no_grad():
+        traced.cell.weight.mul_(2)
+    assert not torch.equal(traced(x), before)
+    torch.testing.assert_close(traced(x), model(x), rtol=0.05, atol=0.05)
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
