@@ -142,6 +142,9 @@ class _Candidate:
         for layer in self.layers:
             yield AttributeEdit(layer, "forward", SharedLinearForward(layer))
         groups, installed = (*shared_by(around), self.group), around.__dict__.get("forward")
+        if isinstance(installed, SharingForward):
+            # One around all of them: a call deep for each would be too deep for a forward with hundreds.
+            installed = installed.inner
         yield AttributeEdit(around, "forward", SharingForward(around, groups, installed))
 
 

@@ -7,6 +7,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -1396,3 +1397,30 @@ def test_a_language_model_generates_the_same_with_its_cache() -> None:
     fast = optimize(model, ["merge-linears"], example_kwargs={"input_ids": ids})
     answers = [one.generate(ids, max_new_tokens=5, do_sample=False) for one in (model, fast)]
     assert torch.equal(*answers)
+
+
+def test_a_forward_with_hundreds_of_groups_is_tried_in_one_run() -> None:
+    class Parallel(nn.Module):
+        """As many gated units, one behind another."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gates = nn.ModuleList(nn.Linear(2, 2) for _ in range(600))
+            self.values = nn.ModuleList(nn.Linear(2, 2) for _ in range(600))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for gate, value in zip(self.gates, self.values, strict=True):
+                x = x + gate(x).tanh() * value(x).tanh()
+            return x
+
+    program, context = captured(Parallel().eval(), (torch.randn(3, 2),))
+    run_inside, problems = context.run_inside, []
+    assert run_inside is not None
+
+    def noting(watch: Any) -> str | None:
+        problems.append(run_inside(watch))
+        return problems[-1]
+
+    done = MergeLinears().run(program, replace(context, run_inside=noting))
+    assert problems == [None]
+    assert len(done.changes) == 600
