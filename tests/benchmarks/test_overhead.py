@@ -39,9 +39,10 @@ def test_the_passes_do_their_work_on_every_block(done, shape):
     small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
     by_name = {"simplify": 0, "merge-linears": 0, "jit-fusion": 0}
     folded = {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15, "pad-channels": 15}
-    assert small["changes"] == {**folded, **by_name}
+    # Each convolution, and what stands around the model.
+    assert small["changes"] == {**folded, **by_name, "cast-precision": 16}
     folded = {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30, "pad-channels": 30}
-    assert large["changes"] == {**folded, **by_name}
+    assert large["changes"] == {**folded, **by_name, "cast-precision": 31}
     # Without example inputs nothing shows that a memory format may change.
     assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 0}
 
@@ -56,7 +57,7 @@ def test_a_pass_does_its_work_on_every_block_of_parallel_layers(done, name):
 def test_times_every_step_in_every_round(done):
     figures, _, _ = done
     steps = {"symbolic_trace", "fuse", "working copy", "capture", "fold-conv-bias", "fold-conv-bn", "channels-last"}
-    steps |= {"simplify", "merge-linears", "pad-channels", "jit-fusion", "all passes", "optimize()"}
+    steps |= {"simplify", "merge-linears", "pad-channels", "jit-fusion", "cast-precision", "all passes", "optimize()"}
     for graph in figures["graphs"]:
         assert set(graph["seconds"]) == set(graph["to_symbolic_trace"]) == steps
         assert all(len(seconds["values"]) == 1 and seconds["median"] > 0 for seconds in graph["seconds"].values())
