@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from passes.graph.fingerprint import is_of, kind_without_parts
+from passes.graph.fingerprint import TooMuch, is_of, kind_without_parts
 from passes.graph.outside import is_data, named_everywhere
 from passes.graph.side_effects import assigned_outside, globals_in, names_in
 
@@ -71,7 +71,10 @@ def _of_named(name: str, value: Any) -> str | None:
         home = str(value.__module__)
         is_asking = home.partition(".")[0] in _ASKING or (home.startswith("torch") and value.__name__ in _ASKING_TORCH)
         return f"uses {value.__qualname__}" if is_asking else None
-    kind = kind_without_parts(value, _STEADY) if is_data(value) else None
+    try:
+        kind = kind_without_parts(value, _STEADY) if is_data(value) else None
+    except TooMuch:
+        return f"goes by a {type(value).__name__}{name and f' ({name})'} that holds too much to be looked through"
     return None if kind is None else f"goes by a {kind.__name__}{name and f' ({name})'}"
 
 

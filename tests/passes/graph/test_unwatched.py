@@ -177,3 +177,10 @@ def test_state_of_functions_and_classes_is_compared(kind: str, inputs: Any) -> N
     finally:
         state[0] = before
     assert torch.allclose(fast(image()), model(image()), atol=1e-5)
+
+
+def test_what_holds_too_much_to_be_looked_through_is_told_of() -> None:
+    many = list(range(5000))
+    wanted = "goes by a list that holds too much to be looked through"
+    assert unwatched({}, [many]) == wanted
+    assert unwatched({}, [many[:1000]]) is None
