@@ -368,8 +368,10 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
     hint = ""
     if evidence.computes_in is not None:
         word = str(evidence.computes_in).removeprefix("torch.")
+        others = " in float16, or" if evidence.computes_in is torch.bfloat16 else ""
         hint = (
-            f" It computes in {word}, which not every operator and not every runtime takes: another dtype may be had."
+            f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
+            " float32."
         )
     raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{hint}")
 

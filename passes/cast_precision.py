@@ -72,6 +72,9 @@ class CastPrecision(GraphPass):
     float32 too, more and more of them, until they aren't. Each is named, with the figure. Nothing is changed where that
     doesn't help.
 
+    TorchScript files hold both dtypes. ONNX has no convolutions in bfloat16, and the export of such a model is refused with a
+    sentence: take float16 for these.
+
     A result is judged in kind: it may be off by as much as the original is where it computes in the dtype itself, with
     what is named in float32, and not by four times that.
 

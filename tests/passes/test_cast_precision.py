@@ -1067,21 +1067,32 @@ def test_an_onnx_file_holds_float16(how: Any, tmp_path: Path) -> None:
     assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
 
 
-def test_what_a_format_cannot_hold_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "others"), [("bfloat16", " in float16, or in float32."), ("float16", " in float32.")]
+)
+def test_what_a_format_cannot_hold_is_told_in_a_sentence(
+    dtype: Any, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*args: Any) -> Any:
-        raise RouteRefused("there is no Conv in bfloat16")
+        raise RouteRefused(f"there is no Conv in {dtype}")
 
     # The three routes of ONNX say so of a convolution, each after seconds.
     for route in ("_dynamo", "_by_torchscript"):
         monkeypatch.setattr(exporters.onnx, route, lambda *args, **kwargs: refuses())
     x = rows(3, 6)
     options: dict[str, Any] = {"example_inputs": (x,), "formats": ("onnx",), "batch_sizes": (1, 5)}
-    hint = " It computes in bfloat16, which not every operator and not every runtime takes: another dtype may be had."
+    hint = (
+        f" It computes in {dtype}, which not every operator of a format and not every runtime takes: export it{others}"
+    )
     with pytest.raises(
         ExportError,
-        match=re.escape(f"(dynamo and dynamo-unoptimized and torchscript: there is no Conv in bfloat16).{hint}"),
+        match=re.escape(f"(dynamo and dynamo-unoptimized and torchscript: there is no Conv in {dtype}).{hint}"),
     ):
-        export(optimize(linear(6, 3), [CastPrecision()], example_inputs=(x,)), output=tmp_path / "cast", **options)
+        export(
+            optimize(linear(6, 3), [CastPrecision(dtype=dtype)], example_inputs=(x,)),
+            output=tmp_path / "cast",
+            **options,
+        )
     with pytest.raises(ExportError) as plain:
         export(linear(6, 3), output=tmp_path / "plain", **options)
     assert hint not in str(plain.value)
