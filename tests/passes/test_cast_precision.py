@@ -563,7 +563,7 @@ def test_zeros_stay_between_padded_layers_whose_inputs_are_cast() -> None:
     results = []
     for passes in ([cast, padding], [padding, cast], [cast]):
         fast = optimize(model, passes, example_inputs=(x,))
-        assert report_of(fast).verified
+        assert {record.status for record in report_of(fast).passes} == {"applied"}, str(report_of(fast))
         results.append(fast)
         texts = [place.text for record in report_of(fast).passes for place in record.changes]
         assert ("added zeros kept from first to third" in texts) == (padding in passes)
