@@ -6,38 +6,14 @@ import itertools
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from passes.compiling.blocks import COMPILED_CALL
-from passes.graph.side_effects import REGISTRIES, contents_of
-
-# More than that of objects aren't looked through for one tensor.
-_MOST = 1 << 20
-
-
-class _Place(NamedTuple):
-    """Where something stands: in a dict under a key, or in another container, all of whose items are meant.
-
-    Attributes:
-        owner: what is reached on the way to it: a module or an object, whose dict it is, or the container itself.
-        home: the dict or the container.
-        key: that of the dict; None for another container.
-        values: what stands there; one in a dict.
-    """
-
-    owner: Any
-    home: Any
-    key: Any
-    values: tuple[Any, ...]
-
-    @property
-    def is_row(self) -> bool:
-        """Whether it is a container without keys."""
-        return not isinstance(self.home, dict)
+from passes.graph.holdings import Holding, holdings_from
 
 
 class BakedTensors:
@@ -74,8 +50,9 @@ class BakedTensors:
         if self._looked_up or self.unwatched is not None:
             return
         self._looked_up = True
-        into: dict[int, list[_Place]] = defaultdict(list)
-        for place in _places(self.root):
+        into: dict[int, list[Holding]] = defaultdict(list)
+        # What stands for a call isn't read by it.
+        for place in holdings_from(self.root, without=(COMPILED_CALL,)):
             for value in place.values:
                 into[id(value)].append(place)
         waiting, seen, ways = list(self._found), set(self._found), []
@@ -93,7 +70,7 @@ class BakedTensors:
                     waiting.append(id(place.owner))
         self._put(ways)
 
-    def _put(self, ways: list[_Place]) -> None:
+    def _put(self, ways: list[Holding]) -> None:
         # In columns, for they are compared at every call.
         places = {(id(place.home), place.key): place for place in ways}.values()
         single = [place for place in places if not place.is_row]
@@ -133,38 +110,3 @@ def _attribute_of(program: Any, path: str) -> Any:
 def _reference(value: Any) -> Callable[[], Any]:
     """Gives the value, without keeping the tensors alive that were exchanged."""
     return weakref.ref(value) if isinstance(value, torch.Tensor | nn.Module) else lambda: value
-
-
-def _places(root: nn.Module) -> Iterator[_Place]:
-    """All places that are reached from a module by attributes and through containers."""
-    # What stands in a place lives as long as this runs: nothing else gets its identity.
-    waiting: list[Any] = [root]
-    seen = {id(root)}
-    for owner in waiting:
-        if len(waiting) > _MOST:
-            return
-        for place in _places_in(owner):
-            yield place
-            for value in place.values:
-                if id(value) not in seen and not isinstance(value, torch.Tensor | fx.Graph | fx.Node):
-                    seen.add(id(value))
-                    waiting.append(value)
-
-
-def _places_in(owner: Any) -> Iterator[_Place]:
-    if isinstance(owner, nn.Module):
-        own = vars(owner)
-        # What stands for its call isn't read by it.
-        attributes = (_Place(owner, own, key, (own[key],)) for key in own if key not in (*REGISTRIES, COMPILED_CALL))
-        yield from attributes
-        yield from (_Place(owner, own[name], *item) for name in REGISTRIES for item in _items(own[name]))
-        return
-    inside = owner if isinstance(owner, tuple) else contents_of(owner)
-    if isinstance(inside, dict):
-        yield from (_Place(owner, inside, *item) for item in _items(inside))
-    elif inside is not None:
-        yield _Place(owner, inside, None, tuple(inside))
-
-
-def _items(home: dict[Any, Any]) -> Iterator[tuple[Any, tuple[Any]]]:
-    return ((key, (value,)) for key, value in dict.items(home))
