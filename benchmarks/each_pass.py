@@ -42,6 +42,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "channels-last": ("channels-last",),
     "simplify": ("simplify",),
     "merge-linears": ("merge-linears",),
+    "merge-linears, forced": ("merge-linears:force=true",),
     "pad-channels": ("pad-channels",),
     "jit-fusion": ("jit-fusion",),
     "cast-precision": ("cast-precision",),

@@ -52,7 +52,7 @@ _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 # The passes of graphs that are asked for by name, one behind another, behind those of the preset.
 BY_NAME: tuple[Pass, ...] = (
     Simplify(),
-    MergeLinears(),
+    MergeLinears(force=True),
     PadChannels(force=True),
     JitFusion(),
     CastPrecision(how="weights"),

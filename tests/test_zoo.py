@@ -84,7 +84,7 @@ GRAPH_PASSES = {
     "fold-conv-bn": FoldConvBn(),
     "channels-last": ChannelsLast(),
     "simplify": Simplify(),
-    "merge-linears": MergeLinears(),
+    "merge-linears": MergeLinears(force=True),
     "pad-channels": PadChannels(force=True),
     "jit-fusion": JitFusion(),
     "cast-precision": CastPrecision(),

@@ -596,7 +596,13 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(
     "item",
-    ["fold-conv-bn", "merge-linears", "pad-channels:force=true", "cast-precision:how=weights", "channels-last"],
+    [
+        "fold-conv-bn",
+        "merge-linears:force=true",
+        "pad-channels:force=true",
+        "cast-precision:how=weights",
+        "channels-last",
+    ],
 )
 def test_what_is_made_in_inference_mode_is_as_what_is_made_outside(item):
     model, x = Wide().eval(), X.clone()
@@ -612,7 +618,13 @@ def test_what_is_made_in_inference_mode_is_as_what_is_made_outside(item):
 
 @pytest.mark.parametrize(
     "item",
-    ["fold-conv-bn", "merge-linears", "pad-channels:force=true", "cast-precision:how=weights", "channels-last"],
+    [
+        "fold-conv-bn",
+        "merge-linears:force=true",
+        "pad-channels:force=true",
+        "cast-precision:how=weights",
+        "channels-last",
+    ],
 )
 @pytest.mark.parametrize("optimized_there", [False, True])
 def test_models_that_were_built_in_inference_mode_go_through(item, optimized_there):

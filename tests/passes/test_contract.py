@@ -53,7 +53,7 @@ class Plain(nn.Module):
 
 
 # Without a compiler, and doing what pays on other devices.
-OPTIONS = {"torch-compile": {"backend": "eager"}, "pad-channels": {"force": "true"}}
+OPTIONS = {"torch-compile": {"backend": "eager"}, "pad-channels": {"force": "true"}, "merge-linears": {"force": "true"}}
 
 
 def made(name: str) -> Pass:

@@ -103,7 +103,7 @@ def image_of(seed: int = 0) -> Tensor:
 
 
 def merged(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    fast = optimize(model.eval(), ["merge-linears"], example_inputs=args or (image_of(),), **kwargs)
+    fast = optimize(model.eval(), ["merge-linears:force=true"], example_inputs=args or (image_of(),), **kwargs)
     assert report_of(fast).passes[0].status == "applied", report_of(fast).passes[0]
     return fast
 
@@ -128,7 +128,7 @@ def same(fast: nn.Module, model: nn.Module, x: Tensor | None = None) -> bool:
 
 def test_the_gate_of_a_gated_unit() -> None:
     model, x = Gated().eval(), torch.randn(3, 6)
-    done = check_pass(MergeLinears(), model, (x,))
+    done = check_pass(MergeLinears(force=True), model, (x,))
     assert changes(done) == [("", "gate and up computed together")]
     assert skips(done) == []
     assert (products(model, x), products(merged(model, x), x)) == (3, 2)
@@ -136,10 +136,22 @@ def test_the_gate_of_a_gated_unit() -> None:
 
 def test_query_key_and_value_where_no_trace_goes() -> None:
     model = nn.Sequential(Attention(), nn.ReLU(), Attention()).eval()
-    done = check_pass(MergeLinears(), model, (image_of(),))
+    done = check_pass(MergeLinears(force=True), model, (image_of(),))
     what = "query, key and value computed together"
     assert changes(done) == [("0", what), ("2", what)]
     assert (products(model, image_of()), products(merged(model), image_of())) == (8, 4)
+
+
+def test_on_a_cpu_nothing_is_merged_unless_that_is_asked_for() -> None:
+    model = nn.Sequential(Attention(), nn.ReLU(), Attention()).eval()
+    done = check_pass(MergeLinears(), model, (image_of(),))
+    reason = (
+        "of its layers 2 groups take one input, and the model is on a device where one product for all only costs (cpu):"
+        " merge-linears:force=true has it anyway"
+    )
+    assert changes(done) == []
+    assert skips(done) == [("", reason)]
+    assert skips(check_pass(MergeLinears(), nn.Sequential(nn.Linear(8, 8)).eval(), (image_of(),))) == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -162,7 +174,7 @@ def test_groups_of_one_forward_each_on_an_input_of_its_own() -> None:
             return first.sum(-1) * third.sum(-1) + second.sum(-1) * fourth.sum(-1)
 
     model = Two().eval()
-    done = check_pass(MergeLinears(), model, (image_of(),))
+    done = check_pass(MergeLinears(force=True), model, (image_of(),))
     assert changes(done) == [("", "a and c computed together"), ("", "b and d computed together")]
     assert products(merged(model), image_of()) == 2
 
@@ -185,7 +197,7 @@ def test_without_example_inputs_by_the_graph_alone() -> None:
             return self.down(self.gate(x).view(-1, 10) * self.up(x))
 
     model = nn.Sequential(Gated(), Flat()).eval()
-    fast = optimize(model, ["merge-linears"])
+    fast = optimize(model, ["merge-linears:force=true"])
     (record,) = report_of(fast).passes
     assert [(change.where, change.text) for change in record.changes] == [("0", "gate and up computed together")]
     reason = "its output comes to view, which may not take rows of a wider tensor: give example inputs"
@@ -362,7 +374,7 @@ def test_what_may_not_be_merged_stays(
     change: Callable[[Any], Any], use: Callable[..., Tensor] | None, where: str, reason: str
 ) -> None:
     program, context = captured(Refused(change, use).eval(), (image_of(),))
-    done = MergeLinears().run(program, context)
+    done = MergeLinears(force=True).run(program, context)
     assert changes(done) == []
     assert any(skip[0] == where and skip[1].startswith(reason) for skip in skips(done)), skips(done)
 
@@ -388,7 +400,7 @@ def _writes_and_copies_apart(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("use", [_writes_to_its_own, _writes_and_copies_apart])
 def test_writes_that_no_copy_misses_are_merged(use: Callable[..., Tensor]) -> None:
     model = Refused(_no_change, use).eval()
-    done = check_pass(MergeLinears(), model, (image_of(),))
+    done = check_pass(MergeLinears(force=True), model, (image_of(),))
     assert changes(done) == [("", "first and second computed together")]
 
 
@@ -400,13 +412,13 @@ def test_a_write_through_a_view_that_strides_make_a_copy_reaches_the_output(writ
         return y + self.second(x).relu()
 
     model = Refused(_no_change, use).eval()
-    assert same(optimize(model, ["merge-linears"], example_inputs=(image_of(),)), model)
+    assert same(optimize(model, ["merge-linears:force=true"], example_inputs=(image_of(),)), model)
 
 
 def test_the_others_of_a_group_are_merged_all_the_same() -> None:
     model = Attention().eval()
     model.key.register_forward_hook(lambda *_: None)
-    done = check_pass(MergeLinears(), model, (image_of(),))
+    done = check_pass(MergeLinears(force=True), model, (image_of(),))
     assert changes(done) == [("", "query and value computed together")]
     assert skips(done) == [("key", "it has hooks")]
 
@@ -416,7 +428,7 @@ def test_weights_of_another_dtype_stay() -> None:
     model.second.weight = nn.Parameter(model.second.weight.detach().double())
     model.second.bias = nn.Parameter(model.second.bias.detach().double())
     program, context = captured(model)
-    done = MergeLinears().run(program, context)
+    done = MergeLinears(force=True).run(program, context)
     assert changes(done) == [("", "first and other computed together")]
     assert skips(done) == [("second", "its weight is of another dtype, device or width than those beside it")]
 
@@ -432,7 +444,7 @@ def test_outputs_that_leave_lie_as_they_did() -> None:
             return self.a(x), self.b(x).transpose(0, 1), self.c(x).relu(), self.d(x).relu()
 
     model = Heads().eval()
-    done = check_pass(MergeLinears(), model, (image_of(),))
+    done = check_pass(MergeLinears(force=True), model, (image_of(),))
     assert changes(done) == [("", "c and d computed together")]
     reason = "its output may leave the forward, and would lie in memory otherwise than it did"
     assert skips(done) == [("a", reason), ("b", reason)]
@@ -445,7 +457,7 @@ def test_what_takes_no_rows_of_a_wider_tensor_is_found_by_a_run() -> None:
         flat = self.key(x).view(x.shape[0], -1)
         return self.query(x), flat.view(x.shape), self.value(x)
 
-    done = check_pass(MergeLinears(), Attention(projections).eval(), (image_of(),))
+    done = check_pass(MergeLinears(force=True), Attention(projections).eval(), (image_of(),))
     assert changes(done) == [("", "query and value computed together")]
     assert skips(done) == [("key", "its output comes to view, which takes no rows of a wider tensor")]
 
@@ -469,7 +481,7 @@ def test_a_dim_of_one_hides_nothing_that_a_longer_one_shows(
 ) -> None:
     model = Refused(_no_change, lambda self, x: view(self.first(x)).sum() + self.second(x).relu()).eval()
     program, context = captured(model, (torch.randn(shape),))
-    done = MergeLinears().run(program, context)
+    done = MergeLinears(force=True).run(program, context)
     assert bool(changes(done)) == is_merged
     longer = ", which may take no rows of a wider tensor where a dim is longer than 1: give longer example inputs"
     reasons = [reason for where, reason in skips(done) if where == "first"]
@@ -487,7 +499,7 @@ def test_a_group_that_a_run_raises_with_stays_and_the_others_go_on() -> None:
             return x + self.key(x).relu() + self.value(x)
 
     model = nn.Sequential(Attention(), Picky(), Attention()).eval()
-    done = check_pass(MergeLinears(), model, (image_of(),))
+    done = check_pass(MergeLinears(force=True), model, (image_of(),))
     assert [where for where, _ in changes(done)] == ["0", "2"]
     assert {skip[0] for skip in skips(done)} == {"1.query", "1.key", "1.value"}
     assert "raises (ValueError: it has to lie in one piece)" in done.skips[0].reason
@@ -498,13 +510,13 @@ def test_a_module_around_that_has_a_forward_of_its_own_stays() -> None:
     inner = model[0]
     inner.forward = lambda x: Attention.forward(inner, x)  # type: ignore[method-assign]
     program, context = captured(model.eval(), (image_of(),))
-    done = MergeLinears().run(program, context)
+    done = MergeLinears(force=True).run(program, context)
     assert changes(done) == []
 
 
 def test_another_linear_on_another_input_stays() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    assert changes(check_pass(MergeLinears(), model, (image_of(),))) == []
+    assert changes(check_pass(MergeLinears(force=True), model, (image_of(),))) == []
 
 
 def test_a_wrong_joint_weight_is_found_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +529,7 @@ def test_a_wrong_joint_weight_is_found_where_it_was_made(monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(LinearGroup, "joined", wrong)
-    fast = optimize(Attention().eval(), ["merge-linears"], example_inputs=(image_of(),))
+    fast = optimize(Attention().eval(), ["merge-linears:force=true"], example_inputs=(image_of(),))
     (record,) = report_of(fast).passes
     assert record.status == "rolled-back"
     assert "query, key and value computed together" in record.reason
@@ -737,7 +749,7 @@ def test_a_copy_of_what_came_apart_stays_apart() -> None:
 def test_a_result_is_optimized_again() -> None:
     model = Attention().eval()
     fast = merged(model)
-    again = optimize(fast, ["merge-linears"], example_inputs=(image_of(),))
+    again = optimize(fast, ["merge-linears:force=true"], example_inputs=(image_of(),))
     assert report_of(again).passes[0].status == "unchanged"
     assert products(again, image_of()) == products(fast, image_of()) == 2
     assert same(again, model)
@@ -1295,7 +1307,7 @@ OTHERS = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify")
 @pytest.mark.parametrize("first", [True, False])
 def test_in_a_pair_of_passes(other: str, first: bool) -> None:
     model, x = Mixed().eval(), torch.randn(2, 3, 4, 4)
-    order = ["merge-linears", other] if first else [other, "merge-linears"]
+    order = ["merge-linears:force=true", other] if first else [other, "merge-linears:force=true"]
     fast = optimize(model, order, example_inputs=(x,))
     assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
     report = check_parity(model, fast, (x,), batch_sizes=(1, 2, 5))
@@ -1307,7 +1319,7 @@ def test_before_torch_compile() -> None:
     from passes import TorchCompile
 
     model, x = Mixed().eval(), torch.randn(2, 3, 4, 4)
-    fast = optimize(model, ["merge-linears", TorchCompile(backend="eager")], example_inputs=(x,))
+    fast = optimize(model, ["merge-linears:force=true", TorchCompile(backend="eager")], example_inputs=(x,))
     assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
     assert check_parity(model, fast, (x,)).ok
     torch._dynamo.reset()
@@ -1326,7 +1338,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_layer_that_is_folded_is_not_merged_and_the_reverse(first: bool) -> None:
     model, x = Normed().eval(), torch.randn(4, 8)
-    order = ["merge-linears", "fold-conv-bn"] if first else ["fold-conv-bn", "merge-linears"]
+    order = ["merge-linears:force=true", "fold-conv-bn"] if first else ["fold-conv-bn", "merge-linears:force=true"]
     fast = optimize(model, order, example_inputs=(x,))
     mine, other = report_of(fast).passes
     assert (mine.status, other.status) == ("applied", "unchanged")
@@ -1342,7 +1354,7 @@ def test_a_layer_that_is_folded_is_not_merged_and_the_reverse(first: bool) -> No
 def test_taken_back_alone() -> None:
     model, x = Mixed().eval(), torch.randn(2, 3, 4, 4)
     program, context = captured(model, (x,))
-    done = MergeLinears().run(program, context)
+    done = MergeLinears(force=True).run(program, context)
     assert isinstance(vars(program.root.unit)["forward"], SharingForward)
     done.rewriter.roll_back()
     assert not {"forward", "_apply"} & vars(program.root.unit).keys()
@@ -1374,7 +1386,7 @@ def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor], int]:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama"])
 def test_a_transformer(name: str) -> None:
     model, kwargs, layers = _transformer(name)
-    fast = optimize(model, ["merge-linears"], example_kwargs=kwargs)
+    fast = optimize(model, ["merge-linears:force=true"], example_kwargs=kwargs)
     (record,) = report_of(fast).passes
     assert record.status == ("applied" if layers else "unchanged")
     groups = len(record.changes)
@@ -1394,7 +1406,7 @@ def test_a_language_model_generates_the_same_with_its_cache() -> None:
     )  # fmt: skip
     model = lively(transformers.LlamaForCausalLM(config))
     ids = torch.randint(3, 30, (2, 6), generator=torch.Generator().manual_seed(0))
-    fast = optimize(model, ["merge-linears"], example_kwargs={"input_ids": ids})
+    fast = optimize(model, ["merge-linears:force=true"], example_kwargs={"input_ids": ids})
     answers = [one.generate(ids, max_new_tokens=5, do_sample=False) for one in (model, fast)]
     assert torch.equal(*answers)
 
@@ -1421,6 +1433,6 @@ def test_a_forward_with_hundreds_of_groups_is_tried_in_one_run() -> None:
         problems.append(run_inside(watch))
         return problems[-1]
 
-    done = MergeLinears().run(program, replace(context, run_inside=noting))
+    done = MergeLinears(force=True).run(program, replace(context, run_inside=noting))
     assert problems == [None]
     assert len(done.changes) == 600

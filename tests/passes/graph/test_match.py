@@ -10,13 +10,13 @@ from folding_models import CONVOLUTIONS, Pair, image, norm_behind
 from pass_contract import captured
 from torch import Tensor, nn
 
+from passes.graph.hooks import has_hooks
 from passes.graph.match import (
     TensorRef,
     activation_at,
     batch_norm_at,
     conv_bn_chains,
     convolution_at,
-    has_hooks,
     is_parametrized,
     is_stock,
     modules_between,
