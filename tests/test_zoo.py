@@ -92,6 +92,16 @@ GRAPH_PASSES = {
 COMPILED = TorchCompile(backend="eager")
 
 
+def front_end(test):
+    """A test in which torch.compile's front end reads the code of transformers, of which it warns in any model."""
+    for text in (
+        ".*should not be instantiated:DeprecationWarning",
+        "Dynamo detected a call to a `functools.lru_cache`",
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
+    return test
+
+
 @pytest.fixture(scope="module")
 def reference_of():
     """The model of a name, its inputs, and what the original gives at batch 1, 2 and 5; the last one is kept."""
@@ -133,6 +143,7 @@ def test_a_member_takes_a_pass_beside_every_other_one(name, first, reference_of)
 
 
 @pytest.mark.zoo
+@front_end
 @pytest.mark.parametrize("name", ZOO)
 def test_a_member_takes_every_pass_in_front_of_torch_compile(name, reference_of):
     model, kwargs, reference = reference_of(name)
@@ -142,6 +153,7 @@ def test_a_member_takes_every_pass_in_front_of_torch_compile(name, reference_of)
 
 
 @pytest.mark.zoo
+@front_end
 @pytest.mark.parametrize("name", ZOO)
 def test_a_member_takes_all_passes_together(name, reference_of):
     model, kwargs, reference = reference_of(name)
