@@ -27,7 +27,7 @@ from optimizer.written_parameters import kept_parameters, kept_values
 from passes.base import Context, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
-from passes.graph.casts import Precision
+from passes.graph.casts import AutocastForward, Precision, root_cast
 from passes.graph.edits import AttributeEdit, in_place, taken_back
 from passes.graph.formats import DimOrder
 from passes.graph.guards import dim_order, is_carried, ordered_leaves
@@ -514,6 +514,8 @@ class Pipeline:
         """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
         found = _Checked()
+        cast = root_cast(self.copy.root)
+        autocast = cast.dtype if isinstance(cast, AutocastForward) else None
         while regions:
             try:
                 inputs = self._witness(program, result, regions)
@@ -532,7 +534,7 @@ class Pipeline:
                 for number in reversed(range(len(result.changes))):
                     change = result.changes[number]
                     if number in inputs:
-                        checks = _check_change(regions.pop(number), change, inputs[number], self.mode)
+                        checks = _check_change(regions.pop(number), change, inputs[number], self.mode, autocast)
                         for algebra, precision in checks:
                             found.add(change, algebra, precision)
                             record.parity = found.worst
@@ -810,10 +812,14 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
 
 
 def _check_change(
-    before: Region, change: Change, values: tuple[torch.Tensor, ...], mode: Mode
+    before: Region, change: Change, values: tuple[torch.Tensor, ...], mode: Mode, autocast: torch.dtype | None
 ) -> Iterator[tuple[RegionParity, RegionParity | None]]:
-    """Whether the region computes with the change what it computed without it, as `_check`; in training, in eval too."""
-    after = change.after
+    """Whether the region computes with the change what it computed without it, as `_check`; in training, in eval too.
+
+    Args:
+        autocast: the dtype of an autocast around the whole: under that it is looked at as well, as kernels are others there.
+    """
+    after, given = change.after, values
     assert after is not None
     with taken_back(change.edits):
         read = before.read_tensors()
@@ -832,13 +838,29 @@ def _check_change(
         with after.private_state():
             return after(*values)
 
-    yield _check(old, new, values, is_half)
+    algebra, rounding = _check(old, new, values, is_half)
+    yield algebra, rounding
+    if autocast is not None and algebra.ok:
+        yield (
+            algebra,
+            _reference_in_half(_under(autocast, old), given).compare(_under(autocast, new), by_own_error=True),
+        )
     if mode == "training" and any(module.training for module in before.modules):
         # What running statistics are for shows in eval alone.
         with ExitStack() as stack:
             for module in before.modules:
                 stack.enter_context(training_flags(module, False))
             yield _check(old, new, values, is_half)
+
+
+def _under(autocast: torch.dtype, region: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*values: Any) -> Any:
+        tensors = (value for value in values if isinstance(value, torch.Tensor))
+        device = next((tensor.device.type for tensor in tensors), "cpu")
+        with torch.autocast(device, autocast, cache_enabled=False):
+            return region(*values)
+
+    return run
 
 
 def _check(
@@ -860,11 +882,15 @@ def _check(
         # Each in the dtype that it gives by itself, which needn't be that of what goes in.
         return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
 
-    reference = RegionReference.measure(old, [values, *(_neighbours(old, values) if is_half else ())])
+    reference = _reference_in_half(old, values) if is_half else RegionReference.measure(old, [values])
     if not reference.in_float64:
         return reference.compare(new), None
     algebra = reference.compare(in_float64)
     return algebra, reference.compare(new, by_own_error=True) if is_half and algebra.ok else None
+
+
+def _reference_in_half(old: Callable[..., Any], values: tuple[torch.Tensor, ...]) -> RegionReference:
+    return RegionReference.measure(old, [values, *_neighbours(old, values)])
 
 
 def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -369,6 +369,38 @@ def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
         assert report.passes[1].reason.startswith("0 (its weight a little larger)")
 
 
+class WrongInHalf(nn.Conv2d):
+    """Right in float32, as a kernel for one dtype may be wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output * 1.5 if output.dtype is torch.bfloat16 else output
+
+
+@dataclass(frozen=True)
+class OtherClass(GraphPass):
+    """Give one convolution a class that is wrong in bfloat16, and the other one that is right."""
+
+    name: ClassVar[str] = "other-class"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        for number, cls in ((0, WrongInHalf), (3, type("Right", (nn.Conv2d,), {}))):
+            conv = graph.program.root[number]
+            with graph.change(str(number), f"made a {cls.__name__}", graph.program.calls_of(conv)) as change:
+                graph.set_class(change, conv, cls)
+
+
+def test_a_change_behind_autocast_that_is_wrong_in_its_dtype_alone_is_left_alone() -> None:
+    model = net()
+    (record,) = report_of(optimize(model, [OtherClass()], example_inputs=(x(),))).passes
+    assert [change.where for change in record.changes] == ["0", "3"], "right in float32"
+    _, record = report_of(optimize(model, [CastPrecision(), OtherClass()], example_inputs=(x(),))).passes
+    assert (record.status, [change.where for change in record.changes]) == ("applied", ["3"])
+    (skip,) = record.skips
+    assert skip.where == "0"
+    assert "made a WrongInHalf, it loses too much to rounding" in skip.text
+
+
 def test_what_compiles_behind_a_cast_is_run_with_it_alone() -> None:
     seen = []
 
