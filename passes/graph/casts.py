@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from passes.graph.capture import is_atom
-from passes.graph.guards import AroundForward, SealedOutput
+from passes.graph.guards import AroundForward, SealedOutput, standing_around
 
 HALF = (torch.bfloat16, torch.float16)
 _CAST = (torch.float32, *HALF)
@@ -250,22 +250,12 @@ class FiniteMasks(AroundForward):
 
 def lowering(layer: nn.Module) -> LoweredInput | None:
     """What casts the input of the layer; None for nothing."""
-    installed = layer.__dict__.get("forward")
-    while isinstance(installed, AroundForward):
-        if isinstance(installed, LoweredInput):
-            return installed
-        installed = installed.inner
-    return None
+    return standing_around(layer, LoweredInput)
 
 
 def root_cast(root: nn.Module) -> RootCast | None:
     """What casts in the root's forward already; None for nothing."""
-    installed = root.__dict__.get("forward")
-    while isinstance(installed, AroundForward):
-        if isinstance(installed, RootCast):
-            return installed
-        installed = installed.inner
-    return None
+    return standing_around(root, RootCast)
 
 
 def takes_one_dtype(module: nn.Module) -> bool:

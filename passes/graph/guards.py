@@ -16,7 +16,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -810,6 +810,19 @@ def _is_dense(leaf: Any) -> bool:
 
 def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
     return leaf.dim() == len(order) and leaf.permute(order).is_contiguous()
+
+
+_Around = TypeVar("_Around", bound=AroundForward)
+
+
+def standing_around(module: nn.Module, kind: type[_Around]) -> _Around | None:
+    """The outermost of this kind that stands around the module's forward; None for none."""
+    installed = module.__dict__.get("forward")
+    while isinstance(installed, AroundForward):
+        if isinstance(installed, kind):
+            return installed
+        installed = installed.inner
+    return None
 
 
 def inner_forward(module: nn.Module) -> Any:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from passes.graph.guards import AroundForward, InstanceForward
+from passes.graph.guards import AroundForward, InstanceForward, standing_around
 
 
 class _Part(NamedTuple):
@@ -760,9 +760,5 @@ class JoiningApply:
 
 def shared_by(module: nn.Module) -> tuple[LinearGroup, ...]:
     """The groups of Linears that compute together in the module's forward."""
-    installed = module.__dict__.get("forward")
-    while isinstance(installed, AroundForward):
-        if isinstance(installed, SharingForward):
-            return installed.groups
-        installed = installed.inner
-    return ()
+    found = standing_around(module, SharingForward)
+    return () if found is None else found.groups

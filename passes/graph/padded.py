@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from passes.graph.casts import LoweredInput, lowering
 from passes.graph.constants import Computed, value_of
 from passes.graph.formats import FORMATS, is_taken_for_last
-from passes.graph.guards import AroundForward, FoldedConvForward, SealedOutput
+from passes.graph.guards import AroundForward, FoldedConvForward, SealedOutput, standing_around
 from passes.graph.hooks import has_global_hooks, has_hooks
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -241,9 +241,4 @@ def cut(value: torch.Tensor, dims: int, channels: int) -> torch.Tensor:
 
 def padded_forward(module: nn.Module) -> PaddedForward | None:
     """The one that stands around the module's forward; None for none."""
-    forward = module.__dict__.get("forward")
-    while isinstance(forward, AroundForward):
-        if isinstance(forward, PaddedForward):
-            return forward
-        forward = forward.inner
-    return None
+    return standing_around(module, PaddedForward)

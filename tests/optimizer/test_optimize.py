@@ -580,6 +580,16 @@ def test_under_inference_mode():
         assert_close(fast(X), model(X))
 
 
+# The passes that make tensors of their own.
+MAKING = [
+    "fold-conv-bn",
+    "merge-linears:force=true",
+    "pad-channels:force=true",
+    "cast-precision:how=weights",
+    "channels-last",
+]
+
+
 class Wide(nn.Module):
     """Something for every pass."""
 
@@ -594,16 +604,7 @@ class Wide(nn.Module):
         return self.out(self.q(x).sigmoid() * self.k(x) * 2)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        "fold-conv-bn",
-        "merge-linears:force=true",
-        "pad-channels:force=true",
-        "cast-precision:how=weights",
-        "channels-last",
-    ],
-)
+@pytest.mark.parametrize("item", MAKING)
 def test_what_is_made_in_inference_mode_is_as_what_is_made_outside(item):
     model, x = Wide().eval(), X.clone()
     with torch.inference_mode():
@@ -616,16 +617,7 @@ def test_what_is_made_in_inference_mode_is_as_what_is_made_outside(item):
         torch.testing.assert_close(fast(X), model(X), rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        "fold-conv-bn",
-        "merge-linears:force=true",
-        "pad-channels:force=true",
-        "cast-precision:how=weights",
-        "channels-last",
-    ],
-)
+@pytest.mark.parametrize("item", MAKING)
 @pytest.mark.parametrize("optimized_there", [False, True])
 def test_models_that_were_built_in_inference_mode_go_through(item, optimized_there):
     with torch.inference_mode():
