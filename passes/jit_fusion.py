@@ -41,7 +41,8 @@ class JitFusion(GraphPass):
     Where a forward is traced, exported, or compiled as a whole, its units are the operations that they were made of: a
     fused model exports as it did before, and the pass may stand anywhere in the order. So are calls of few elements on a
     CPU. No tensor of the module is touched, and the forward of the class answers where the graph doesn't hold. With example
-    inputs each kernel is run once beside its operations, whatever the size; one that computes otherwise isn't used.
+    inputs each kernel is run once beside its operations, whatever the size, in training with its gradients; one that
+    computes otherwise isn't used.
 
     Does not handle: forwards that can't be traced; groups across modules; reductions, products of matrices; operations in
     place; a backward pass after a write to what a unit was given, where its operations keep only what they gave.
@@ -120,7 +121,7 @@ def _wrong_kernels(result: PassResult, context: Context) -> dict[Place, str]:
     found = list(_units_of(result))
     if not found or context.run_compiled is None:
         return {}
-    trial = KernelTrial([unit for _, unit in found])
+    trial = KernelTrial([unit for _, unit in found], training=context.mode == "training")
     context.run_compiled(trial)
     return {found[number][0].place: reason for number, reason in trial.wrong.items()}
 

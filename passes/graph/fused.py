@@ -91,8 +91,7 @@ class FusedUnit:
             return self.plain(*sources)
         if not torch.is_grad_enabled() or not self._has_gradient(sources):
             return value
-        result: torch.Tensor = _Fused.apply(self, (value,), *sources)
-        return result
+        return differentiated(self, value, sources)
 
     def kernels(self, sources: Sequence[torch.Tensor]) -> Kernels | None:
         """Those for the device of the sources; None where none can be made for it."""
@@ -182,6 +181,12 @@ def name_of(program: Program, group: PointwiseGroup) -> str:
         module = program.module_of(node)
         names.append(name_of_pointwise(node) if module is None else type(module).__name__.lower())
     return "_".join(names)
+
+
+def differentiated(unit: FusedUnit, value: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A value that the unit's kernel computed of these, with their gradients."""
+    result: torch.Tensor = _Fused.apply(unit, (value,), *sources)
+    return result
 
 
 class _Fused(torch.autograd.Function):

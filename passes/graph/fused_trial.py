@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from passes.graph.fused import FusedUnit
+from passes.graph.fused import FusedUnit, differentiated
 
 # What a kernel may be off by: so many times what its operations are off by, and so many roundings of its value.
 _TIMES, _ROUNDINGS = 4, 16
@@ -19,19 +20,24 @@ class KernelTrial:
 
     Args:
         units: those that are tried.
+        training: whether gradients are computed inside, and the kernel of each unit's gradients is tried as well.
 
     Attributes:
         wrong: by the number of the unit, the clause why its kernel is wrong, of those that are.
         tried: the numbers of the units that were called.
     """
 
-    def __init__(self, units: Sequence[FusedUnit]) -> None:
+    def __init__(self, units: Sequence[FusedUnit], *, training: bool = False) -> None:
         self.units = units
+        self.training = training
         self.tried: set[int] = set()
         self.wrong: dict[int, str] = {}
         self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self._entered = ExitStack()
 
     def __enter__(self) -> Self:
+        if self.training:
+            self._entered.enter_context(torch.enable_grad())
         for unit in self.units:
             unit.trial = self._run
         return self
@@ -41,14 +47,21 @@ class KernelTrial:
     ) -> None:
         for unit in self.units:
             unit.trial = None
+        self._entered.close()
 
     def _run(self, unit: FusedUnit, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         value = unit.plain(*sources)
         number = self._numbers[id(unit)]
         if number not in self.tried and unit.can_run_kernel(sources):
             self.tried.add(number)
-            reason = self._why_wrong(unit, sources, value)
-            if reason is not None:
+            # Stays where the trial raises, as then the kernel would at a call.
+            self.wrong[number] = "its kernel raises on what the examples give it"
+            reason = self._why_wrong(unit, sources, value.detach())
+            if reason is None and value.requires_grad:
+                reason = _why_gradients_wrong(unit, sources, value.detach())
+            if reason is None:
+                del self.wrong[number]
+            else:
                 self.wrong[number] = reason
         return value
 
@@ -56,7 +69,9 @@ class KernelTrial:
         kernels = unit.kernels(sources)
         if kernels is None:
             return None
-        got = kernels.value(sources)
+        with torch.no_grad():
+            got = kernels.value([source.detach() for source in sources])
+            exact = unit.plain(*map(_in_float64, sources))
         if got is None:
             return kernels.failure
         if (got.shape, got.dtype, got.device) != (value.shape, value.dtype, value.device):
@@ -64,11 +79,51 @@ class KernelTrial:
                 f"its kernel gives {got.dtype} of shape {tuple(got.shape)} where its operations give {value.dtype} of shape"
                 f" {tuple(value.shape)}"
             )
-        return _why_apart(got, value, unit.plain(*map(_in_float64, sources)))
+        reason = _why_apart(got, value, exact)
+        return None if reason is None else f"its kernel {reason}"
 
 
-def _why_apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """Why a value isn't as good as another one, by what both should be; None where it is."""
+def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value: torch.Tensor) -> str | None:
+    """Why the gradients of a unit that its kernel computes aren't as good as those of its operations."""
+    wanted = [number for number, source in enumerate(sources) if source.requires_grad]
+    # Numbers of both signs, and none that a power of two makes exact.
+    gradient = torch.linspace(-1.3, 1.7, value.numel(), device=value.device).to(value.dtype).reshape(value.shape)
+
+    def gradients_of(run: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]) -> Sequence[Any]:
+        leaves = [each.detach().requires_grad_(number in wanted) for number, each in enumerate(given)]
+        return torch.autograd.grad(run(*leaves), [leaves[number] for number in wanted], gradient, allow_unused=True)
+
+    got = gradients_of(lambda *leaves: differentiated(unit, value, leaves), sources)
+    own = gradients_of(unit.plain, sources)
+    # Each element by itself: what a broadcast source gets is a sum, which is as exact as what is in it is large.
+    wide = [
+        _in_float64(source).expand(value.shape) if number in wanted else _in_float64(source)
+        for number, source in enumerate(sources)
+    ]
+    parts = gradients_of(unit.plain, wide)
+    for number, found, expected, part in zip(wanted, got, own, parts, strict=True):
+        if expected is None or part is None:
+            # What doesn't depend on a source has no gradient, or zeros.
+            if found is not None and found.count_nonzero():
+                return f"its kernel gives a gradient to input {number}, on which nothing depends"
+            continue
+        if found is None:
+            return f"its kernel gives no gradient to input {number}"
+        shape = sources[number].shape
+        reason = _why_apart(found, expected, part.sum_to_size(shape), part.abs().sum_to_size(shape))
+        if reason is not None:
+            return f"the kernel of its gradients {reason}"
+    return None
+
+
+def _why_apart(
+    got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | None = None
+) -> str | None:
+    """Why a value isn't as good as another one, by what both should be; None where it is.
+
+    `size` is that of which a rounding is taken, where it isn't the value's: for a sum that of its terms.
+    """
+    size = exact if size is None else size
     eps = torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
     got, value, exact = got.double(), value.double(), exact.double()
     same = torch.isclose(got, value, rtol=0, atol=0, equal_nan=True)
@@ -76,13 +131,13 @@ def _why_apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> s
     open_to = ~value.isfinite() & exact.isfinite()
     off, may_be = (got - exact).abs(), (value - exact).abs()
     noise = float(may_be[may_be.isfinite()].max()) if may_be.isfinite().any() else 0.0
-    near = off <= _TIMES * noise + _ROUNDINGS * eps * exact.abs()
+    near = off <= _TIMES * noise + _ROUNDINGS * eps * size.double().abs()
     wrong = ~(same | open_to | (near & value.isfinite()))
     if not wrong.any():
         return None
     apart = float(off[wrong].nan_to_num(posinf=torch.inf, nan=torch.inf).max())
     return (
-        f"its kernel computes otherwise than its operations, {int(wrong.sum())} of {wrong.numel()} values: off by up to"
+        f"computes otherwise than its operations, {int(wrong.sum())} of {wrong.numel()} values: off by up to"
         f" {apart:.1e} where they are off by {noise:.1e}"
     )
 

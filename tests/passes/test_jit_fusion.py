@@ -582,10 +582,106 @@ def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, off: dict[str,
     assert same(fast, model)
 
 
+def test_a_kernel_that_raises_is_refused(off: dict[str, Any]) -> None:
+    def raising(value: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such thing")
+
+    off["exp_add"] = raising
+    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2)
+    fast, record = fused_model(model)
+    assert units_of(record) == ["add_sin_mul"]
+    assert [skip.text for skip in record.skips] == ["its kernel raises on what the examples give it"]
+    assert same(fast, model)
+
+
 def test_each_kernel_is_tried_once_and_the_operations_answer(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
     fused_model(model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2), batch_sizes=(1, 2, 3))
     assert sorted(ran) == ["add_sin_mul", "exp_add"]
+
+
+WRONG_GRADIENTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "other values": (
+        lambda each: each * 1.5,
+        "the kernel of its gradients computes otherwise than its operations, 12 of",
+    ),
+    "one value": (_off_in_one, "the kernel of its gradients computes otherwise than its operations, 1 of"),
+    "none": (lambda each: None, "its kernel gives no gradient to input 0"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_GRADIENTS)
+def test_a_kernel_with_wrong_gradients_is_refused_in_training(
+    kind: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, said = WRONG_GRADIENTS[kind]
+    right = OneByOne.gradients
+
+    def gradients(self: OneByOne, *arguments: Any) -> Any:
+        first, *others = right(self, *arguments)
+        return (make(first) if self.unit.name == "exp_add" else first, *others)
+
+    monkeypatch.setattr(OneByOne, "gradients", gradients)
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
+    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale)
+    # What is never differentiated has no gradients to be tried.
+    _, record = fused_model(model)
+    assert sorted(units_of(record)) == ["add_sin_mul", "exp_add"]
+    assert OneByOne.differentiated == []
+    _, record = fused_model(model.train(), mode="training")
+    assert units_of(record) == ["add_sin_mul"]
+    (skip,) = record.skips
+    assert said in skip.text, skip.text
+
+
+def test_gradients_of_each_kernel_are_tried_once_in_training(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
+    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale).train()
+    _, record = fused_model(model, mode="training", batch_sizes=(1, 2, 3))
+    assert sorted(units_of(record)) == sorted(ran) == sorted(OneByOne.differentiated) == ["add_sin_mul", "exp_add"]
+    assert model.scale.grad is None
+
+
+def test_gradients_through_a_cast_are_tried(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
+    fast, record = fused_model(model_of(lambda self, x: (x.sin() * self.scale).bfloat16() + 1).train(), mode="training")
+    assert units_of(record) == OneByOne.differentiated == ["sin_mul_bfloat16_add"]
+    assert record.detail.kernels_before == 4
+    assert report_of(fast).parity.verdict == "ok"
+
+
+def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str]) -> None:
+    """Of terms of both signs hardly anything is left, by luck all of it right."""
+    unit = FusedUnit.of(*_first_group(OfFunction(lambda self, x: x.sin() * self.scale)), "inductor")
+    x, scale = torch.randn(4, 6, requires_grad=True), torch.ones(1, requires_grad=True)
+    value = unit.plain(x, scale).detach()
+    gradient = torch.linspace(-1.3, 1.7, 24).reshape(4, 6)
+    rounding = torch.finfo(torch.float32).eps * float((gradient * x.detach().sin()).abs().sum())
+
+    class Answering(OneByOne):
+        def gradients(self, wanted: Any, gradient: torch.Tensor, sources: Any) -> Any:
+            of_x, of_scale = super().gradients(wanted, gradient, sources)
+            return of_x, of_scale + self.off
+
+    for times, is_right in ((8, True), (-8, True), (100, False)):
+        Answering.off = times * rounding
+        unit.kernels = lambda sources: Answering(unit)
+        assert (fused_trial._why_gradients_wrong(unit, (x, scale), value) is None) == is_right
+
+
+def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) -> None:
+    unit = FusedUnit.of(*_first_group(OfFunction(lambda self, x: x.sin() * (self.scale > 0))), "inductor")
+    x, scale = torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    value, (of_x,) = unit.plain(x, scale).detach(), torch.autograd.grad(unit.plain(x, scale).sum(), x)
+    for of_scale, is_right in ((None, True), (torch.zeros(6), True), (torch.ones(6), False)):
+
+        class Answering(OneByOne):
+            def gradients(self, wanted: Any, gradient: torch.Tensor, sources: Any, found: Any = of_scale) -> Any:
+                return (of_x * gradient, found)
+
+        unit.kernels = lambda sources, answering=Answering: answering(unit)
+        reason = fused_trial._why_gradients_wrong(unit, (x, scale), value)
+        assert reason == (None if is_right else "its kernel gives a gradient to input 1, on which nothing depends")
 
 
 def apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> bool:
