@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from passes.base import Context, GraphPass
 from passes.graph.capture import ModuleGraph
+from passes.graph.casts import InFloat32, LoweredInput
 from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
 from passes.graph.effects import Aliases, copies_by_strides, may_share, operation_writes
 from passes.graph.forward import GraphForward
-from passes.graph.guards import InstanceForward, inner_forward
+from passes.graph.guards import InstanceForward, inner_forward, standing_around
 from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
 from passes.graph.match import Node, TensorRef, is_parametrized, is_stock
@@ -151,7 +152,7 @@ class _Candidate:
         for layer, name, parameter in self.group.joined().parts:
             yield TensorEdit(layer, name, parameter)
         for layer in self.layers:
-            yield AttributeEdit(layer, "forward", SharedLinearForward(layer))
+            yield AttributeEdit(layer, "forward", SharedLinearForward.of(layer))
         groups, installed = (*shared_by(around), self.group), around.__dict__.get("forward")
         if isinstance(installed, SharingForward):
             # One around all of them: a call deep for each would be too deep for a forward with hundreds.
@@ -232,6 +233,10 @@ def _why_not(program: Program, node: Node, memory: _Memory) -> str | None:
 def _why_not_module(program: Program, node: Node, module: nn.Linear) -> str | None:
     if isinstance(inner_forward(module), InstanceForward):
         return "it was folded together with another layer"
+    if standing_around(module, InFloat32) is not None:
+        return "it stays in float32, in the midst of others that don't"
+    if not isinstance(module.__dict__.get("forward"), LoweredInput | None):
+        return "an earlier pass changed its forward: put merge-linears in front of that"
     if not is_stock(module, (nn.Linear,)) or len(node.args) + len(node.kwargs) != 1:
         return f"it is of the class {type(module).__name__} or has a forward of its own, and may compute anything"
     if has_hooks(module):

@@ -15,10 +15,19 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from passes.graph.capture import is_atom
+from passes.graph.casts import InFloat32, LoweredInput
+from passes.graph.guards import (
+    ChannelsLastInput,
+    ContiguousInput,
+    FoldedConvForward,
+    FoldedNormForward,
+    inner_forward,
+)
 from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import SharedLinearForward
 from passes.graph.match import is_parametrized
 from passes.graph.operations import draws_numbers, may_give_memory, schemas
+from passes.graph.padded import PaddedForward, call_wide
 from passes.graph.program import Program, operation_name
 from passes.graph.tracing import IS_TENSOR, METADATA, writes
 
@@ -88,8 +97,10 @@ def may_share(program: Program, node: fx.Node) -> bool:
 def written_by(program: Program, node: fx.Node) -> bool:
     """Whether the node may write to what it is given."""
     if node.op == "call_module":
-        return not _is_pure_module(program, program.module_of(node), frozenset())
-    if node.op in ("placeholder", "get_attr", "output"):
+        module = program.module_of(node)
+        return not (_is_pure_module(program, module, frozenset()) or (module is not None and _only_reads(module)))
+    # It writes zeros to channels that were added, which nobody reads.
+    if node.op in ("placeholder", "get_attr", "output") or node.target is call_wide:
         return False
     return writes(node) or not _is_known(node)
 
@@ -161,7 +172,9 @@ _FRESH_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.modules
 
 
 def _makes_memory(module: nn.Module) -> bool:
-    return isinstance(module, _FRESH_LAYERS) and is_atom(module)
+    # A BatchNorm that was folded gives what it is given.
+    is_folded = isinstance(inner_forward(module), FoldedNormForward)
+    return isinstance(module, _FRESH_LAYERS) and is_atom(module) and not is_folded
 
 
 def _is_pure_module(program: Program, module: nn.Module | None, around: frozenset[int]) -> bool:
@@ -185,11 +198,30 @@ def _is_pure_module(program: Program, module: nn.Module | None, around: frozense
     )
 
 
+# What earlier passes put in the place of a layer's forward, or around it, and what writes to nothing that comes in.
+_READERS = (
+    ChannelsLastInput, ContiguousInput, FoldedConvForward, FoldedNormForward, InFloat32, LoweredInput, PaddedForward,
+    SharedLinearForward,
+)  # fmt: skip
+
+
+def _only_reads(layer: nn.Module) -> bool:
+    """Whether a layer, whatever earlier passes made of it, writes to nothing that it is given."""
+    installed = layer.__dict__.get("forward")
+    while isinstance(installed, _READERS):
+        installed = getattr(installed, "inner", None)
+    is_own = installed is not None or type(layer).__call__ is not nn.Module.__call__
+    return is_atom(layer) and not is_own and not has_hooks(layer) and _is_pure_class(layer)
+
+
 def _is_pure_layer(module: nn.Module) -> bool:
-    home = type(module).__module__
     # One that computes together with others gives what it gives alone.
-    is_own = not isinstance(module.__dict__.get("forward"), SharedLinearForward | None)
-    if not home.startswith("torch.nn.modules.") or is_own or is_parametrized(module):
+    return isinstance(module.__dict__.get("forward"), SharedLinearForward | None) and _is_pure_class(module)
+
+
+def _is_pure_class(module: nn.Module) -> bool:
+    """Whether the forward of the layer's class gives a value of what it is given, and does nothing else."""
+    if not type(module).__module__.startswith("torch.nn.modules.") or is_parametrized(module):
         return False
     if getattr(module, "inplace", False) or getattr(module, "max_norm", None) is not None:
         return False

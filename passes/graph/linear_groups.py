@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
+from passes.graph.casts import LoweredInput, lowering
 from passes.graph.guards import AroundForward, InstanceForward, standing_around
 
 
@@ -96,16 +97,30 @@ class LinearGroup:
         with torch.no_grad():
             weight = torch.cat([layer.weight for layer in self.layers])
             bias = _joint_bias(self.layers, weight)
-            for joint, name in ((weight, "weight"), (bias, "bias")):
-                if joint is None:
-                    continue
-                for (start, stop), layer in zip(self._rows(), self.layers, strict=True):
-                    old = layer._parameters.get(name)
-                    if old is not None:
-                        new = nn.Parameter(joint[start:stop], requires_grad=old.requires_grad)
-                        new.__dict__.update(old.__dict__)
-                        parts.append((layer, name, new))
+            for layer, name, old, rows in self._parts_in(weight, bias):
+                new = nn.Parameter(rows, requires_grad=old.requires_grad)
+                new.__dict__.update(old.__dict__)
+                parts.append((layer, name, new))
         return Joined(weight, bias, parts)
+
+    def cast(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters that are parts of one, each with what it is in the dtype: parts of another one."""
+        if not self.holds:
+            return []
+        assert self._weight is not None
+        weight = self._weight.detach().to(dtype)
+        bias = None if self._bias is None else self._bias.detach().to(dtype)
+        return [(old, rows) for _, _, old, rows in self._parts_in(weight, bias)]
+
+    def _parts_in(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Iterator[tuple[nn.Linear, str, torch.Tensor, torch.Tensor]]:
+        """For each parameter that a layer has, of which name, and what is its part of a joint weight or bias."""
+        for joint, name in ((weight, "weight"), (bias, "bias")):
+            for (start, stop), layer in zip(self._rows(), self.layers, strict=True):
+                old = layer._parameters.get(name)
+                if joint is not None and old is not None:
+                    yield layer, name, old, joint[start:stop]
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         return itertools.pairwise(itertools.accumulate((len(layer.weight) for layer in self.layers), initial=0))
@@ -188,8 +203,7 @@ class LinearGroup:
         for layer, name, parameter, pointer, like in self._parts:
             now = layer._parameters.get(name)
             if now is not parameter:
-                self._let_go()
-                return None
+                return self.versions() if self._has_others() else None
             if now is None:
                 found.append(0)
                 continue
@@ -198,11 +212,17 @@ class LinearGroup:
             found.append(now._version)
         return found
 
-    def _let_go(self) -> None:
-        """Hold none of the parameters any more, of which others took the places: they may be as large as the model."""
+    def _has_others(self) -> bool:
+        """Whether the parameters that took the places of the parts are parts of one as well.
+
+        If not, none of the former is held any more: they may be as large as the model.
+        """
         former = [None if one is None else weakref.ref(one) for one in self.own]
+        if self.link():
+            return True
         self._forget()
         self._former = former
+        return False
 
     def _are_back(self) -> bool:
         """Whether the parameters that were parts are in their places again, as they are after a functional call."""
@@ -219,6 +239,7 @@ class LinearGroup:
         """What each wanted layer gives for the input, as parts of one tensor that don't overlap."""
         weight, bias, sizes, parts = self._weight, self._bias, self._sizes, self._parts
         assert weight is not None
+        input = self._as_taken(input)
         if torch._C._is_any_autocast_enabled() and not torch.is_grad_enabled() and self._are_trained(parts):
             weight, bias = self._cached_by_autocast(weight, bias)
         if len(wanted) < len(sizes):
@@ -230,6 +251,13 @@ class LinearGroup:
             found: Sequence[torch.Tensor] = _Linears.apply(weight, bias, sizes, input, *parameters)
             return found
         return _computed(weight, bias, sizes, input)
+
+    def _as_taken(self, input: torch.Tensor) -> torch.Tensor:
+        """The input in the dtype of the weights, where each of the layers would bring it there."""
+        forward = self.layers[0].__dict__.get("forward")
+        cast = forward.cast if isinstance(forward, SharedLinearForward) else None
+        taken: torch.Tensor = input if cast is None else cast.lowered(input)
+        return taken
 
     @staticmethod
     def _are_trained(parts: Sequence[_Part]) -> bool:
@@ -248,7 +276,7 @@ class LinearGroup:
         """The same as operations that a file can hold, whose weights are the layers' own."""
         layers = [self.layers[number] for number in wanted]
         joint = torch.cat([layer.weight for layer in layers])
-        output = F.linear(input, joint, _joint_bias(layers, joint))
+        output = F.linear(self._as_taken(input), joint, _joint_bias(layers, joint))
         return list(torch.split(output, [len(layer.weight) for layer in layers], -1))
 
     def can_be_exported(self) -> bool:
@@ -679,12 +707,22 @@ def computing_together(groups: Sequence[LinearGroup]) -> Iterator[None]:
 
 
 class SharedLinearForward(InstanceForward):
-    """The forward of a Linear that computes together with others as long as the forward around them runs."""
+    """The forward of a Linear that computes together with others as long as the forward around them runs.
+
+    Attributes:
+        cast: what brings the input to the dtype of the weight; None for nothing.
+    """
 
     is_atom = True
 
-    def __init__(self, owner: nn.Linear) -> None:
+    def __init__(self, owner: nn.Linear, cast: LoweredInput | None = None) -> None:
         self.owner = owner
+        self.cast = cast
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> SharedLinearForward:
+        """That of a layer, in the place of what casts for it alone."""
+        return cls(layer, lowering(layer))
 
     def __call__(self, input: Any) -> torch.Tensor:
         owner = self.owner
@@ -700,7 +738,7 @@ class SharedLinearForward(InstanceForward):
                 if share is not None:
                     return share
                 break
-        output: torch.Tensor = type(owner).forward(owner, input)
+        output: torch.Tensor = type(owner).forward(owner, input) if self.cast is None else self.cast(input)
         return output
 
 

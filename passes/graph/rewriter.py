@@ -559,7 +559,7 @@ class Rewriter:
             self.set_tensor(change, TensorRef(layer, name), parameter)
         group.take(weight, bias)
         for layer in group.layers:
-            self.set_forward(change, layer, SharedLinearForward(layer))
+            self.set_attribute(change, layer, "forward", SharedLinearForward.of(layer))
         groups = (*shared_by(around), group)
         installed = around.__dict__.get("forward")
         if isinstance(installed, SharingForward):

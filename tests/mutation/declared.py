@@ -4,7 +4,7 @@ _OTHER_TARGETS = (
     "what other nodes than calls of functions aim at is a text, which is none of the functions asked for next"
 )
 _A_MODULE_IS_CALLED = "a node that calls a module has one: this tells the type checker so"
-_BY_ATTRIBUTE = "it writes by set_attribute alone, which drops it as well"
+_BY_ATTRIBUTE = "it writes by set_attribute and set_tensor alone, which drop it as well"
 _ONE_ARGUMENT = (
     "a Flatten or Dropout that is called with more raises, in the original and in the result, where it stays"
 )
@@ -17,6 +17,8 @@ DECLARED: dict[str, str] = {
     "passes/graph/rewriter.py: keep_contiguous: _writes": _BY_ATTRIBUTE,
     "passes/graph/rewriter.py: enter_channels_last: _writes": _BY_ATTRIBUTE,
     "passes/graph/rewriter.py: draw_in_order: _writes": _BY_ATTRIBUTE,
+    "passes/graph/rewriter.py: pad_layer: _writes": _BY_ATTRIBUTE,
+    "passes/graph/rewriter.py: share_input: _writes": _BY_ATTRIBUTE,
     "passes/graph/match.py: value: name in owner._parameters and name not in owner.__dict__": (
         "the look by getattr, which it spares, finds the same None"
     ),

@@ -21,7 +21,16 @@ from torch import nn
 
 from optimizer import export, optimize, report_of
 from optimizer.report import PassRecord
-from passes import ChannelsLast, FoldConvBn, JitFusion, Simplify, TorchCompile
+from passes import (
+    CastPrecision,
+    ChannelsLast,
+    FoldConvBn,
+    JitFusion,
+    MergeLinears,
+    PadChannels,
+    Simplify,
+    TorchCompile,
+)
 from passes.base import Context
 from passes.errors import RequirementNotMet
 from passes.graph import fused, fused_trial, kernels
@@ -529,6 +538,62 @@ def test_it_goes_with_folding_and_channels_last(first: bool, ran: list[str]) -> 
     assert {record.status for record in report_of(fast).passes} == {"applied"}
     with torch.no_grad():
         assert torch.allclose(fast(x), model(x), atol=1e-4)
+
+
+class Residual(nn.Module):
+    """Two convolutions with a BatchNorm each, and a sum around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.second, self.other = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = F.silu(self.norm(self.first(x)) + 1)
+        return F.silu(self.other(self.second(inside)) * 0.5 + x)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [FoldConvBn()],
+        [FoldConvBn(), ChannelsLast()],
+        [PadChannels(force=True)],
+        [FoldConvBn(), ChannelsLast(), PadChannels(force=True)],
+        [CastPrecision(how="weights")],
+        [CastPrecision(how="weights", keep="1.second")],
+        [FoldConvBn(), CastPrecision(how="weights"), PadChannels(force=True)],
+    ],
+    ids=lambda passes: "+".join(each.name for each in passes),
+)
+def test_layers_that_other_passes_changed_are_no_barrier(others: list[Any], ran: list[str]) -> None:
+    model = enliven(nn.Sequential(Residual(), Residual())).eval()
+    x = torch.randn(2, 12, 8, 8)
+    fast = optimize(model, [*others, JitFusion()], example_inputs=(x,))
+    *before, record = report_of(fast).passes
+    assert {each.status for each in before} == {"applied"}
+    assert sorted(units_of(record)) == ["add_silu"] * 2 + ["mul_add_silu"] * 2
+    # As many values as the fused pipeline gives without units.
+    plain = optimize(model, others, example_inputs=(x,))
+    with torch.no_grad():
+        ran.clear()
+        torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert len(ran) == 4
+
+
+def test_layers_around_which_others_compute_together_are_no_barrier(ran: list[str]) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Linear(4, 6), nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.sin() * 2
+            return self.up(y) * torch.sigmoid(self.gate(y))
+
+    fast, record = fused_model(enliven(Gated()).eval(), MergeLinears(force=True), JitFusion())
+    assert [each.status for each in report_of(fast).passes] == ["applied", "applied"]
+    assert sorted(units_of(record)) == ["sigmoid_mul", "sin_mul"]
 
 
 # --------------------------------------------------------------------------------------------- the trial of each kernel

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimizer import check_parity, export, optimize, report_of
 from passes import MergeLinears, PassResult
-from passes.graph.linear_groups import LinearGroup, SharingForward
+from passes.graph.linear_groups import LinearGroup, SharingForward, shared_by
 
 NAMES = ("query", "key", "value")
 
@@ -1158,6 +1158,38 @@ def test_under_autocast() -> None:
     for mine, theirs in zip(*reversed(found), strict=True):
         assert mine.dtype is theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("is_cast_first", [True, False])
+def test_weights_of_half_a_precision_take_any_input_together(is_cast_first: bool, dtype: str) -> None:
+    model = Attention().eval()
+    cast = f"cast-precision:how=weights:dtype={dtype}"
+    passes = [cast, "merge-linears:force=true"] if is_cast_first else ["merge-linears:force=true", cast]
+    fast, alone = (optimize(model, each, example_inputs=(image_of(),)) for each in (passes, [cast]))
+    assert [record.status for record in report_of(fast).passes] == ["applied"] * 2
+    assert products(fast, image_of()) == 2
+    twin = copy.deepcopy(fast)
+    assert products(twin, image_of()) == 2
+    half = getattr(torch, dtype)
+    (group,) = [group for module in fast.modules() for group in shared_by(module)]
+    with torch.no_grad():
+        for x in (image_of(9), image_of(9).to(half)):
+            torch.testing.assert_close(fast(x), alone(x), rtol=4 * torch.finfo(half).eps, atol=0.02)
+            # Called by hand they go on taking what the cast ones take, as in a file.
+            assert fast.query(x).dtype is half
+            assert {share.dtype for share in group.compute_in_export(x, range(3))} == {half}
+
+
+def test_a_layer_that_stays_in_float32_computes_by_itself() -> None:
+    passes = ["cast-precision:how=weights:keep=key", "merge-linears:force=true"]
+    fast = optimize(Attention().eval(), passes, example_inputs=(image_of(),))
+    (skip,) = report_of(fast).passes[1].skips
+    assert (skip.where, skip.text) == ("key", "it stays in float32, in the midst of others that don't")
+    assert products(fast, image_of()) == 3
+    fast = optimize(Attention().eval(), passes[::-1], example_inputs=(image_of(),))
+    assert products(fast, image_of()) == 4
+    assert report_of(fast).parity.verdict == "ok"
 
 
 def test_autocast_casts_the_weights_of_a_loop_once() -> None:

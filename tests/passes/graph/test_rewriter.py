@@ -17,9 +17,11 @@ from passes import ChannelsLast, FoldConvBias, FoldConvBn, Rewriter
 from passes.graph.capture import capture
 from passes.graph.edits import taken_back
 from passes.graph.guards import ChannelsLastInputs, FormattedForward
+from passes.graph.linear_groups import LinearGroup
 from passes.graph.match import TensorRef, conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.rewriter import Place, Skip
+from passes.graph.stretches import Stretch
 
 
 def chain(pairs: int) -> nn.Module:
@@ -108,6 +110,26 @@ def test_of_a_change_that_is_left_alone_nothing_is_written(cls: type[nn.Module])
     graph.finish()
     assert state_of(program) == before
     assert (graph.changes, graph.skips, graph.edits) == ([], [Skip("conv", "it is better as it is")], [])
+
+
+def test_a_stretch_that_is_left_alone_keeps_its_graph() -> None:
+    layers = enliven(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 7), nn.Linear(7, 2))).eval()
+    program = program_of(layers)
+    stretch = Stretch(
+        tuple(node for node in program.graphs[id(program.root)].graph.nodes if node.op == "call_module"), {}, 0
+    )
+    before = state_of(program)
+    graph = Rewriter(program, {Place("0", "all that can be written", 0): "it is better as it is"})
+    with graph.change("0", "all that can be written", stretch.nodes) as change:
+        graph.keep_wide(change, stretch)
+        graph.pad_layer(change, program.root[0], 5, 3)
+        graph.share_input(change, program.root, LinearGroup([program.root[0]]))
+    assert change.edits == []
+    graph.finish()
+    assert state_of(program) == before
+    with pytest.raises(RuntimeError, match="a graph is written to outside of its change"):
+        graph.keep_wide(change, stretch)
+    assert state_of(program) == before
 
 
 def test_a_change_that_is_left_alone_writes_to_nothing_that_an_earlier_one_made() -> None:
