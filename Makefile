@@ -2,9 +2,10 @@
 # make test    install what the tests need and run them
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
-# make zoo     thirty architectures the whole way, all others with a BatchNorm through optimize (minutes)
+# make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
+#              through optimize (an hour)
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
-# make bench   the benchmarks (three hours; leave the machine alone meanwhile), then `make docs` shows them
+# make bench   the benchmarks (four hours; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
 VENV ?= .venv

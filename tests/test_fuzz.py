@@ -63,15 +63,18 @@ SHARE = 50
 # Of those in training there are fewer: each is captured in both modes, and compared in both.
 TRAINED_SHARE = 20
 PLANNED_SHARE = 12
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 # Shares of different runs have different seeds.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
 BATCH_SIZES = (1, 2, 5)
 HALF = ("float16", "bfloat16")
-PASSES = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify")
+PASSES = (
+    *("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify"),
+    *("pad-channels:force=true", "merge-linears:force=true"),
+)
 PLANS = (
     st.permutations(PASSES)
-    .flatmap(lambda order: st.sampled_from([order, order, order[:3], order[:2], order[:1]]))
+    .flatmap(lambda order: st.sampled_from([order, order, order[:4], order[:2], order[:1]]))
     .map(tuple)
 )
 # How often each kind of module, fold and answer of a part occurred; `conftest.py` prints the sums of a run.

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from benchmark_runs import run_benchmark
 
-WAYS = ["merge-linears, forced", "jit-fusion", "cast-precision, weights", "all exact"]
+WAYS = ["merge-linears, forced", "cast-precision, weights", "all exact"]
 
 run = partial(run_benchmark, "each_pass")
 
