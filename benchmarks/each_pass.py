@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import os
 import sys
@@ -257,6 +258,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --json was interrupted")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
     if unknown := [name for name in models if name not in PASS_SUBJECTS]:
@@ -267,7 +269,7 @@ def main() -> int:
     where = prepared(parser, arguments)
     settings = {
         "models": models,
-        "ways": {name: WAYS[name] for name in names},
+        "ways": {name: list(WAYS[name]) for name in names},
         "batch": arguments.batch,
         "rounds": arguments.rounds,
         "scale": arguments.scale,
@@ -275,20 +277,41 @@ def main() -> int:
         "dtype": arguments.dtype or "float32",
     }
     results: list[dict[str, Any]] = []
-    data = {"benchmark": "each_pass", "environment": where, "settings": settings, "results": results}
+    data = {"benchmark": "each_pass", "environment": where, "resumed": [], "settings": settings, "results": results}
+    if arguments.resume:
+        data = _resumed(parser, arguments.json, data)
+        results = data["results"]
+    done = {(result["model"], result["batch"]) for result in results}
     for name in models:
-        asked = _cast(subject(name, arguments.scale), arguments.device, arguments.dtype)
-        for batch in arguments.batch:
+        left = [batch for batch in arguments.batch if (name, batch) not in done]
+        asked = _cast(subject(name, arguments.scale), arguments.device, arguments.dtype) if left else None
+        for batch in left:
+            assert asked is not None
             print(f"{time.strftime('%H:%M:%S')}  {name}, batch {batch} …", file=sys.stderr)
             ways = {each: WAYS[each] for each in names}
             measured = measure_batch(asked, batch, ways, arguments.rounds, arguments.device)
             results.append({"model": name, "batch": batch, "ways": measured})
             # After each size: what was measured stays, if the rest is interrupted.
             table = table_of(results)
-            table.caption.append(caption(where))
+            table.caption += map(caption, [data["environment"], *data["resumed"]])
             write([table], data, arguments.json, arguments.markdown)
-    table.show()
+    table_of(results).show()
     return 0
+
+
+def _resumed(parser: argparse.ArgumentParser, path: Path | None, data: dict[str, Any]) -> dict[str, Any]:
+    """What an interrupted run has measured, if it was to measure the same on a machine like this."""
+    if path is None or not path.exists():
+        parser.error("--resume goes on with the figures of --json, and there are none")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found["settings"] != data["settings"]:
+        parser.error(f"--resume: {path} has the figures of a run with other options")
+    then, now = found["environment"], data["environment"]
+    other = [key for key in then if key not in ("date", "load_before") and then[key] != now[key]]
+    if other:
+        parser.error(f"--resume: the figures in {path} were measured with another {other[0]}: measure all of them anew")
+    found["resumed"] = [*found.get("resumed", ()), now]
+    return found
 
 
 def _cast(asked: Subject, device: str, dtype: str | None) -> Subject:

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from benchmark_runs import run_benchmark
@@ -16,11 +17,32 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("each_pass")
     paths = [f"--json={folder / 'passes.json'}", f"--markdown={folder / 'passes.md'}"]
     size = ["--models=bert_small", "--batch=2", "--rounds=2", "--scale=0.1", "--threads=1"]
-    process = run(*size, f"--ways={';'.join(WAYS)}", *paths)
+    options = [*size, f"--ways={';'.join(WAYS)}", *paths]
+    process = run(*options)
     assert process.returncode == 0, process.stderr
     (result,) = json.loads((folder / "passes.json").read_text())["results"]
     ways = {way["name"]: way for way in result["ways"]}
-    return ways, (folder / "passes.md").read_text(), process
+    return ways, (folder / "passes.md").read_text(), options
+
+
+def test_goes_on_where_it_was_interrupted(done):
+    *_, options = done
+    path = Path(next(option for option in options if option.startswith("--json=")).removeprefix("--json="))
+    before = path.read_text()
+    again = run(*options, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "bert_small" in again.stdout
+    # What is measured isn't measured again.
+    assert path.read_text() == before
+    other = run(*options, "--rounds=3", "--resume")
+    assert other.returncode == 2
+    assert "has the figures of a run with other options" in other.stderr
+    figures = json.loads(before)
+    figures["environment"]["cpu"] = "another one"
+    path.write_text(json.dumps(figures))
+    elsewhere = run(*options, "--resume")
+    assert elsewhere.returncode == 2
+    assert "were measured with another cpu: measure all of them anew" in elsewhere.stderr
 
 
 def test_measures_every_way_in_every_round(done):
