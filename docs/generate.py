@@ -12,7 +12,7 @@ from pathlib import Path
 from passes.registry import PassDescription, describe_passes, pass_named
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("correctness", "overhead", "reach", "channels_last", "latency", "checkpoints")
+BENCHMARKS = ("correctness", "overhead", "reach", "channels_last", "latency", "fusion", "cold_start", "checkpoints")
 
 
 def passes_table() -> str:
