@@ -216,13 +216,13 @@ def _result(made: Made, figures: dict[str, list[float]], errors: dict[str, float
     }
 
 
-def table_of(results: Sequence[dict[str, Any]]) -> Table:
+def table_of(data: dict[str, Any]) -> Table:
     headings = [
         "model", "batch", "passes", "did", "latency", "quartiles", "speed-up", "quartiles", "error", "kernels",
         "weights", "peak",
     ]  # fmt: skip
     table = Table("Passes", headings, left=4)
-    for result in results:
+    for result in data["results"]:
         for each in result["ways"]:
             row = [result["model"], str(result["batch"]), each["name"], _did(each["statuses"])]
             if each["unavailable"] is not None:
@@ -235,6 +235,7 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
         "Speed-up is the time of eager over that of the way, taken within each round; medians with quartiles. The error is"
         " the largest difference from eager, over the output's largest value. Peak is what one call takes beside the weights."
     )
+    table.caption += map(caption, [data["environment"], *data["resumed"]])
     return table
 
 
@@ -284,18 +285,17 @@ def main() -> int:
     done = {(result["model"], result["batch"]) for result in results}
     for name in models:
         left = [batch for batch in arguments.batch if (name, batch) not in done]
-        asked = _cast(subject(name, arguments.scale), arguments.device, arguments.dtype) if left else None
+        if not left:
+            continue
+        asked = _cast(subject(name, arguments.scale), arguments.device, arguments.dtype)
         for batch in left:
-            assert asked is not None
             print(f"{time.strftime('%H:%M:%S')}  {name}, batch {batch} …", file=sys.stderr)
             ways = {each: WAYS[each] for each in names}
             measured = measure_batch(asked, batch, ways, arguments.rounds, arguments.device)
             results.append({"model": name, "batch": batch, "ways": measured})
             # After each size: what was measured stays, if the rest is interrupted.
-            table = table_of(results)
-            table.caption += map(caption, [data["environment"], *data["resumed"]])
-            write([table], data, arguments.json, arguments.markdown)
-    table_of(results).show()
+            write([table_of(data)], data, arguments.json, arguments.markdown)
+    table_of(data).show()
     return 0
 
 

@@ -25,7 +25,7 @@ from passes.graph.effects import Aliases, copies_by_strides, may_share, operatio
 from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward, standing_around
 from passes.graph.hooks import has_hooks
-from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, SharingForward, shared_by
+from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, sharing_forwards
 from passes.graph.match import Node, TensorRef, is_parametrized, is_stock
 from passes.graph.named_writes import BY_PLACE, PAST_COUNTS, Named, named_in, named_of
 from passes.graph.program import Program, operation_name
@@ -148,16 +148,10 @@ class _Candidate:
 
     def edits(self) -> Iterator[Edit]:
         """What makes the layers compute together."""
-        around = self.home.module
         for layer, name, parameter in self.group.joined().parts:
             yield TensorEdit(layer, name, parameter)
-        for layer in self.layers:
-            yield AttributeEdit(layer, "forward", SharedLinearForward.of(layer))
-        groups, installed = (*shared_by(around), self.group), around.__dict__.get("forward")
-        if isinstance(installed, SharingForward):
-            # One around all of them: a call deep for each would be too deep for a forward with hundreds.
-            installed = installed.inner
-        yield AttributeEdit(around, "forward", SharingForward(around, groups, installed))
+        for module, forward in sharing_forwards(self.home.module, self.group):
+            yield AttributeEdit(module, "forward", forward)
 
 
 # Which layers take one value ------------------------------------------------------------------------------------------

@@ -796,6 +796,17 @@ class JoiningApply:
         return applied
 
 
+def sharing_forwards(around: nn.Module, group: LinearGroup) -> Iterator[tuple[nn.Module, InstanceForward]]:
+    """The modules with the forwards that have the layers compute together as long as that of the module around them runs."""
+    for layer in group.layers:
+        yield layer, SharedLinearForward.of(layer)
+    groups, installed = (*shared_by(around), group), around.__dict__.get("forward")
+    if isinstance(installed, SharingForward):
+        # One around all of them: a call deep for each would be too deep for a forward with hundreds.
+        installed = installed.inner
+    yield around, SharingForward(around, groups, installed)
+
+
 def shared_by(module: nn.Module) -> tuple[LinearGroup, ...]:
     """The groups of Linears that compute together in the module's forward."""
     found = standing_around(module, SharingForward)

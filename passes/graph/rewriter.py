@@ -50,9 +50,8 @@ from passes.graph.guards import (
 from passes.graph.linear_groups import (
     JoiningApply,
     LinearGroup,
-    SharedLinearForward,
-    SharingForward,
     shared_by,
+    sharing_forwards,
 )
 from passes.graph.match import (
     Affine,
@@ -558,14 +557,9 @@ class Rewriter:
         for layer, name, parameter in parts:
             self.set_tensor(change, TensorRef(layer, name), parameter)
         group.take(weight, bias)
-        for layer in group.layers:
-            self.set_attribute(change, layer, "forward", SharedLinearForward.of(layer))
-        groups = (*shared_by(around), group)
-        installed = around.__dict__.get("forward")
-        if isinstance(installed, SharingForward):
-            installed = installed.inner
-        self.set_attribute(change, around, "forward", SharingForward(around, groups, installed))
-        self.set_attribute(change, around, "_apply", JoiningApply(around, groups))
+        for module, forward in sharing_forwards(around, group):
+            self.set_attribute(change, module, "forward", forward)
+        self.set_attribute(change, around, "_apply", JoiningApply(around, shared_by(around)))
 
     @_writes
     def carry_norm(self, change: Change, conv: Convolution, norm: Affine) -> None:
