@@ -1,0 +1,57 @@
+"""The pairs that decide any tolerance, beside their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimizer import difference
+from optimizer.difference import frontier
+
+KINDS = ("any", "in proportion", "often equal", "no error", "falling")
+
+
+def pairs(kind: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Errors and sizes, both float64 of shape (count // 20, 20)."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = torch.randn(count, generator=generator, dtype=torch.float64).abs()
+    errors = torch.rand(count, generator=generator, dtype=torch.float64)
+    if kind == "in proportion":
+        errors = errors * sizes
+    elif kind == "often equal":
+        sizes, errors = sizes.mul(4).round(), errors.mul(4).add(sizes).mul(2).round()
+    elif kind == "no error":
+        errors = torch.zeros_like(errors)
+    elif kind == "falling":
+        errors = (-sizes).exp()
+    return errors.reshape(-1, 20), sizes.reshape(-1, 20)
+
+
+def by_definition(points: set[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Those that no other one stands above: as large an error at no larger size."""
+    kept = [
+        (error, size)
+        for error, size in points
+        if not any((e, s) != (error, size) and e >= error and s <= size for e, s in points)
+    ]
+    return tuple(sorted(kept, key=lambda point: point[1])[-256:])
+
+
+@pytest.mark.parametrize("at_once", [8, 50, 1 << 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_frontier_is_what_no_other_pair_stands_above(
+    kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(difference, "_SORTED_AT_ONCE", at_once)
+    errors, sizes = pairs(kind, 1000)
+    expected = by_definition(set(zip(errors.flatten().tolist(), sizes.flatten().tolist(), strict=True)))
+    assert len(expected) == 1 if kind in ("no error", "falling") else len(expected) > 2
+
+    assert frontier(errors, sizes, ()) == expected
+    assert frontier(errors[20:], sizes[20:], frontier(errors[:20], sizes[:20], ())) == expected
+
+
+def test_the_frontier_of_nothing_is_what_was_known() -> None:
+    none = torch.empty(0, dtype=torch.float64)
+    assert frontier(none, none, ()) == ()
+    assert frontier(none, none, [(2.0, 1.0)]) == ((2.0, 1.0),)
