@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ OPERATIONS = 4
 _CHANNELS = 2
 _WIDTH = 4
 _BLOCKS_OF_A_STAGE = 8
+# A forward that goes through a list of thousands of layers goes by more than passes look through at every call.
+_LAYERS_OF_A_LIST = 512
 
 
 def _convolution(number: int) -> nn.Conv2d:
@@ -26,17 +28,26 @@ def _activation(value: torch.Tensor, number: int) -> torch.Tensor:
     return value.relu() if number % 3 == 1 else torch.relu(value)
 
 
+def _in_lists(layers: Iterable[nn.Module]) -> nn.ModuleList:
+    left, lists = list(layers), nn.ModuleList()
+    while left:
+        part, left = left[:_LAYERS_OF_A_LIST], left[_LAYERS_OF_A_LIST:]
+        lists.append(nn.ModuleList(part))
+    return lists
+
+
 class Flat(nn.Module):
     """All blocks in one forward: one long graph."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(_convolution(number) for number in range(blocks))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(_CHANNELS) for _ in range(blocks))
+        self.convolutions = _in_lists(_convolution(number) for number in range(blocks))
+        self.norms = _in_lists(nn.BatchNorm2d(_CHANNELS) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
-            x = x + _activation(norm(convolution(x)), number)
+        for convolutions, norms in zip(self.convolutions, self.norms, strict=True):
+            for number, (convolution, norm) in enumerate(zip(convolutions, norms, strict=True)):
+                x = x + _activation(norm(convolution(x)), number)
         return x
 
 
@@ -72,12 +83,13 @@ class Parallel(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(blocks))
-        self.values = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(blocks))
+        self.gates = _in_lists(nn.Linear(_WIDTH, _WIDTH) for _ in range(blocks))
+        self.values = _in_lists(nn.Linear(_WIDTH, _WIDTH) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for gate, value in zip(self.gates, self.values, strict=True):
-            x = x + gate(x) * value(x)
+        for gates, values in zip(self.gates, self.values, strict=True):
+            for gate, value in zip(gates, values, strict=True):
+                x = x + gate(x) * value(x)
         return x
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 from passes.registry import PassDescription, describe_passes, pass_named
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("correctness", "overhead", "reach", "channels_last", "latency", "fusion", "cold_start", "checkpoints")
+BENCHMARKS = (
+    "correctness", "overhead", "reach", "channels_last", "latency", "each_pass", "each_pass_gpt2_8", "fusion", "cold_start",
+    "checkpoints",
+)  # fmt: skip
 
 
 def passes_table() -> str:

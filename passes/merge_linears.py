@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -305,9 +305,13 @@ class _Memory:
         self.aliases = Aliases(program, home.graph)
         called = {id(program.module_of(node)) for node in home.graph.nodes if node.op == "call_module"}
         # What no run calls may be given anything in another branch.
-        self.uncalled = [
+        uncalled = [
             child for child in home.module.children() if not any(id(each) in called for each in child.modules())
         ]
+        below = (module for child in uncalled for module in child.modules())
+        self._named_anywhere = named_in([home.module]) | named_in(dict.fromkeys(below))
+        # By the first of the values that may share one piece of memory.
+        self._known: dict[Node, Named] = {}
 
     def why_not(self, node: Node) -> str | None:
         """Why the output of the layer has to lie in memory of its own."""
@@ -325,19 +329,26 @@ class _Memory:
 
     def _done_to(self, node: Node) -> Named:
         """What may write to the output, and what may give a copy of it where it gave its memory."""
-        program, beside = self.program, self.aliases.beside(node)
-        users = [
-            user for user in self.home.graph.nodes if user is not node and not beside.isdisjoint(user.all_input_nodes)
-        ]
-        children = [child for user in users if (child := program.module_of(user)) is not None]
+        together = self.aliases.together(node)
+        users = dict.fromkeys(user for each in together for user in each.users)
+        if node in users:
+            del users[node]
+            return self._named_by(users)
+        first = next(iter(together))
+        if first not in self._known:
+            self._known[first] = self._named_by(users)
+        return self._known[first]
+
+    def _named_by(self, users: Iterable[Node]) -> Named:
+        children = [child for user in users if (child := self.program.module_of(user)) is not None]
         operations = [user for user in users if user.op in ("call_function", "call_method")]
         is_recorded = not self.home.traced
         named = Named(
             frozenset(operation_name(user) for user in operations if operation_writes(user, is_recorded=is_recorded)),
-            frozenset(operation_name(user) for user in operations if copies_by_strides(program, user)),
+            frozenset(operation_name(user) for user in operations if copies_by_strides(self.program, user)),
         )
-        below = (module for child in (*children, *self.uncalled) for module in child.modules())
-        return named | named_in([self.home.module]) | named_in(dict.fromkeys(below))
+        below = (module for child in children for module in child.modules())
+        return named | self._named_anywhere | named_in(dict.fromkeys(below))
 
 
 # Whether what comes behind takes rows of a wider tensor ----------------------------------------------------------------

@@ -5,8 +5,9 @@ What torch's own operations do is read from the schemas that torch has of them. 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -302,10 +303,16 @@ class Aliases:
         """Whether the memory of the value may be given out, to somebody who may write to it."""
         return self._root(node) in self._leaving
 
-    def beside(self, node: fx.Node) -> set[fx.Node]:
-        """The values whose memory may be that of this one, and this one."""
-        root = self._root(node)
-        return {other for other in self._nodes if self._root(other) is root}
+    def together(self, node: fx.Node) -> Mapping[fx.Node, None]:
+        """The values whose memory may be that of this one, and this one, in order; of one piece always the same object."""
+        return self._groups[self._root(node)]
+
+    @functools.cached_property
+    def _groups(self) -> dict[fx.Node, dict[fx.Node, None]]:
+        groups: dict[fx.Node, dict[fx.Node, None]] = {}
+        for node in self._nodes:
+            groups.setdefault(self._root(node), {})[node] = None
+        return groups
 
     def _root(self, node: fx.Node) -> fx.Node:
         root = node

@@ -202,6 +202,8 @@ class Rewriter:
         # The pairs in the graphs that become forwards whatever the training flag says, and the biases that these had.
         self._tied: dict[int, list[tuple[TensorRef, FoldedPair]]] = {}
         self._places: dict[int, list[tuple[nn.Module, str]]] | None = None
+        # By module and word: the number in the last name that was given.
+        self._named: dict[tuple[int, str], int] = {}
 
     def skip(self, node: fx.Node, reason: str) -> None:
         """Leave the node alone, for a reason that is a sentence without its full stop."""
@@ -757,13 +759,15 @@ class Rewriter:
     def _hold(self, change: Change, owner: nn.Module, held: Any) -> str:
         """Put what a graph needs into the `__dict__` of the module whose graph it is, under a name of its own."""
         word = re.sub(r"(?<!^)(?=[A-Z])", "_", type(held).__name__).lower()
-        for number in itertools.count():
+        # Names up to there are taken: what asks for two names for one object does so one after the other.
+        for number in itertools.count(self._named.get((id(owner), word), 0)):
             name = f"_{word}_{number}"
             if owner.__dict__.get(name) is held:
                 break
             if not hasattr(owner, name):
                 self.set_attribute(change, owner, name, held)
                 break
+        self._named[id(owner), word] = number
         return name
 
     def _forget_statistics(self, change: Change, norm: BatchNorm) -> None:

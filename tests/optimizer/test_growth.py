@@ -1,0 +1,66 @@
+"""A model of eight times as many operations is eight times the work: counted in calls, which no clock does."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+import pytest
+import torch
+from torch import nn
+
+from optimizer import optimize
+from passes.registry import pass_names
+
+FEW, MANY = 40, 320
+ASKED_FOR = {"merge-linears": "merge-linears:force=true", "pad-channels": "pad-channels:force=true"}
+# Compiling is torch's own work; the others are for training.
+OTHERS = {"torch-compile", "insert-checkpoints", "sync-batch-norm"}
+
+
+class InARow(nn.Module):
+    """Blocks of a convolution, a BatchNorm, an activation and an addition in one forward."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(2) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + norm(conv(x)).relu()
+        return x
+
+
+class SideBySide(nn.Module):
+    """Blocks of two linear layers on one input, their product and an addition in one forward."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(3, 3) for _ in range(blocks))
+        self.values = nn.ModuleList(nn.Linear(3, 3) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate, value in zip(self.gates, self.values, strict=True):
+            x = x + gate(x) * value(x)
+        return x
+
+
+def calls_of(model: nn.Module, item: str) -> int:
+    """Calls of functions of Python and of C while the model is optimized."""
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        optimize(model.eval(), [item])
+    finally:
+        profile.disable()
+    return int(pstats.Stats(profile).total_calls)
+
+
+@pytest.mark.parametrize("kind", [InARow, SideBySide])
+@pytest.mark.parametrize("name", sorted({*pass_names()} - OTHERS))
+def test_a_pass_does_no_more_for_an_operation_of_a_larger_model(name: str, kind: type[nn.Module]) -> None:
+    item = ASKED_FOR.get(name, name)
+    calls_of(kind(2), item)  # what is done once in a process
+    few, many = (calls_of(kind(blocks), item) for blocks in (FEW, MANY))
+    assert many <= MANY / FEW * few
