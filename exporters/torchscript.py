@@ -6,7 +6,6 @@ gives a trace with the batch size baked in.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ from exporters.isolation import silent, undisturbed
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.writing import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be mapped into memory.
 _ALIGNMENT = 64
-
-# Bytes of weights.
-SAVED_THROUGH_MEMORY = 500_000_000
 
 
 class TorchScriptExporter(Exporter):
@@ -178,25 +175,10 @@ def _save(module: torch.jit.ScriptModule, path: Path) -> None:
     """
     raw = path.with_suffix(".raw")
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
-    # torch's own writer ends the process when the disk is full. Through memory it can't; that takes three times the
-    # weights for a moment, so large ones are written by it after all, to a place that was made sure of.
     with refusing("the module can't be saved"), torchscript_allowed(), silent():
-        if weights <= SAVED_THROUGH_MEMORY:
-            raw.write_bytes(module.save_to_buffer())
-        else:
-            _reserve(raw, weights + weights // 8)
-            torch.jit.save(module, str(raw))
+        write_archive(raw, weights, module.save_to_buffer, partial(torch.jit.save, module))
     _copy_without_traces(raw, path)
     raw.unlink()
-
-
-def _reserve(path: Path, size: int) -> None:
-    """Fail as any writing does, with an OSError, where `path` can't take `size` bytes."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-    path.unlink()
 
 
 def _copy_without_traces(source: Path, target: Path) -> None:

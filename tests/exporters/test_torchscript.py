@@ -11,7 +11,7 @@ from exportable_models import Branch, Mlp, Replacement, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
-import exporters.torchscript
+import exporters.writing
 from exporters import ExportError, ExportRequest, TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
 
@@ -152,7 +152,7 @@ def test_the_archive_is_plain(tmp_path):
 
 def test_large_weights_are_written_by_torch_to_a_place_made_sure_of(tmp_path, monkeypatch):
     small = export(Mlp(), mlp_calls(2, 3), tmp_path).path.stat().st_size
-    monkeypatch.setattr(exporters.torchscript, "SAVED_THROUGH_MEMORY", 0)
+    monkeypatch.setattr(exporters.writing, "WRITTEN_THROUGH_MEMORY", 0)
     artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
     assert abs(artifact.path.stat().st_size - small) < 200  # names of classes are numbered within a process
     x = floats(4, 3)
