@@ -4,12 +4,15 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArt
 from exporters.errors import (
     ExporterError,
     ExportError,
+    OtherMachine,
     ProviderFallback,
     RouteRefused,
     StructureError,
     UnknownFormat,
+    UnsafeFile,
 )
 from exporters.onnx import OnnxExporter
+from exporters.pt2 import Pt2Exporter
 from exporters.registry import exporter_named, exporter_names, load_artifact
 from exporters.torchscript import TorchScriptExporter
 
@@ -22,12 +25,15 @@ __all__ = [
     "ExporterError",
     "LoadedArtifact",
     "OnnxExporter",
+    "OtherMachine",
     "ProviderFallback",
+    "Pt2Exporter",
     "RouteRefused",
     "StructureError",
     "TensorSpec",
     "TorchScriptExporter",
     "UnknownFormat",
+    "UnsafeFile",
     "exporter_named",
     "exporter_names",
     "load_artifact",

@@ -198,7 +198,8 @@ class Artifact:
         format: name of the exporter.
         path: the file to load.
         files: all files of the artifact, `path` first, then external data if any.
-        route: how it was made: "trace", "script", "dynamo", "dynamo-unoptimized", "torchscript".
+        route: how it was made: "trace", "script", "dynamo", "dynamo-unoptimized", "torchscript", "export",
+            "export-strict".
         refused: (route, reason) of the routes that were tried before.
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked.

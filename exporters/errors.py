@@ -5,6 +5,8 @@ ExporterError
 ├── StructureError       a call whose arguments or outputs don't have the structure that was exported
 ├── RouteRefused         one route to a format didn't give a right file; the exporter goes on with the next one
 ├── ExportError          every route to a format failed; the message names each route with its reason
+├── UnsafeFile           a file holds what could run code of whoever made it, beside what it computes
+├── OtherMachine         a file made for one device and processor was loaded on another
 └── ProviderFallback     nodes of an ONNX session run on the CPU where the GPU was asked for
 """
 
@@ -31,3 +33,11 @@ class ExportError(ExporterError):
 
 class ProviderFallback(ExporterError):
     """Nodes of an ONNX session run on the CPU where the GPU was asked for."""
+
+
+class UnsafeFile(ExporterError):
+    """A file holds what could run code of whoever made it, beside what it computes."""
+
+
+class OtherMachine(ExporterError):
+    """A file made for one device and processor was loaded on another."""

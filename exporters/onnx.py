@@ -7,8 +7,7 @@ gives the model's values at every call.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,9 +20,10 @@ import onnxruntime as ort
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
-from exporters.conditions import Condition, Line, batches_near
+from exporters.conditions import Condition
 from exporters.decisions import conditions_at, conditions_of, watching
 from exporters.errors import ProviderFallback, RouteRefused
+from exporters.exported_program import conditions_of_program, named_dims
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
@@ -88,10 +88,7 @@ _Captured = tuple[ir.Model, Sequence[Condition]]
 
 def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
     # A dim given by name raises where the capture fixes it; a Dim or Dim.AUTO would be fixed without a word.
-    shapes = tuple(
-        {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)} or None
-        for spec in evidence.input_specs
-    )
+    shapes = tuple(named_dims(spec) or None for spec in evidence.input_specs)
     program = torch.onnx.export(
         evidence.adapter,
         clones(evidence.inputs[0]),
@@ -106,70 +103,12 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captur
     )
     if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export gave no program")
-    return program.model, _guards(program.exported_program, evidence)
-
-
-def _guards(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
-    """What torch.export took for granted of the open dims: the ranges and relations that its branches imply.
-
-    It raises for none of them where a dim is given by name.
-    """
-    if not evidence.open_dims:
-        return ()
-    examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    values = [examples[name] for name in program.graph_signature.user_inputs]
-    lines: dict[Any, Line] = {}
-    for index, dim in evidence.open_dims:
-        size, line = values[index].shape[dim], evidence.line(index, dim)
-        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and line is not None:
-            lines[size.node.expr] = line
-    environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
-    # What holds sizes that come from data was checked in the run, and is no branch.
-    relations = [relation for relation in environment.get_axioms() if relation.free_symbols <= lines.keys()]
-    ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in lines]
-    return (
-        *(_relation(relation, lines) for relation in relations),
-        *(_range(bounds, lines[symbol]) for symbol, bounds in ranges),
-    )
-
-
-def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
-    symbols = sorted(relation.free_symbols, key=str)
-
-    def holds(batch: int) -> bool:
-        try:
-            value = relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols})
-        except ArithmeticError:  # no value: the model can't go the same way there either
-            return False
-        return bool(value == True)  # noqa: E712 - it may be an expression still
-
-    numbers = [int(number) for number in relation.atoms() if number.is_Integer]
-    hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
-    return Condition(f"`{_by_name(relation)}`", holds, hints)
-
-
-def _by_name(relation: Any) -> str:
-    """The relation with the batch by name; torch's symbols are called s77."""
-    return re.sub(r"\bs\d+\b", "batch", str(relation))
-
-
-def _range(bounds: Any, line: Line) -> Condition:
-    lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
-
-    def holds(batch: int) -> bool:
-        size = line.at(batch)
-        return (lower is None or lower <= size) and (upper is None or size <= upper)
-
-    hints = batches_near((bound for bound in (lower, upper) if bound is not None), (line,))
-    return Condition(f"a size between {lower} and {upper}", holds, hints)
+    return program.model, conditions_of_program(program.exported_program, evidence)
 
 
 def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:
     adapter = evidence.adapter
-    axes = {
-        spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
-        for spec in (*evidence.input_specs, *evidence.output_specs)
-    }
+    axes = {spec.name: named_dims(spec) for spec in (*evidence.input_specs, *evidence.output_specs)}
     # By way of a file: above 2 GiB this exporter writes the weights beside it. The folder goes when the export is done.
     raw = folder / "raw"
     raw.mkdir()

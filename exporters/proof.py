@@ -87,6 +87,22 @@ class Evidence:
         """How an open dim grows with the first one."""
         return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
 
+    def shapes_at(self, batch: int) -> list[tuple[int, ...]]:
+        """The shapes of the inputs at another batch.
+
+        Raises:
+            RouteRefused: the open dims don't grow together.
+        """
+        shapes = [list(tensor.shape) for tensor in self.inputs[0]]
+        for index, dim in self.open_dims:
+            line = self.line(index, dim)
+            if line is None:
+                raise RouteRefused(
+                    f"dim {dim} of input `{self.adapter.input_names[index]}` doesn't grow with the batch"
+                )
+            shapes[index][dim] = line.at(batch)
+        return [tuple(shape) for shape in shapes]
+
     def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
         """Inputs of another batch, made of the rows of the calls.
 
@@ -94,14 +110,10 @@ class Evidence:
             RouteRefused: they would be too large, or the open dims don't grow together.
         """
         made = list(self.inputs[0])
+        shapes = self.shapes_at(batch)
         for index, dim in self.open_dims:
-            line = self.line(index, dim)
-            if line is None:
-                raise RouteRefused(
-                    f"dim {dim} of input `{self.adapter.input_names[index]}` doesn't grow with the batch"
-                )
             rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
-            size = line.at(batch)
+            size = shapes[index][dim]
             if size * rows.nbytes > rows.shape[dim] * LARGEST_TRIAL:
                 raise RouteRefused("such inputs are too large to compare the two")
             made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
@@ -173,8 +185,10 @@ def prove_beyond(
     conditions: Sequence[Condition],
     decided_at: Callable[[int], Sequence[Condition]],
     errors: Sequence[float],
-) -> None:
+) -> frozenset[int]:
     """Run the file and the model at batches that break each condition of the capture: the first, and one twice as large.
+
+    Gives all batches at which they were seen to agree, those of the calls among them.
 
     Where the model raises there is no answer that the file could get wrong, and the next batch is looked at. Where they
     agree the model went another way all the same, and may take decisions there that the capture hasn't seen.
@@ -188,15 +202,18 @@ def prove_beyond(
             `decided_at` raises.
     """
     tried = set(evidence.batches)
+    agreed = set(tried)
     waiting = list(conditions)
     known = {(condition.what, condition.hints) for condition in conditions}
     for condition in waiting:  # grows
         for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors):
+            agreed.add(batch)
             for further in decided_at(batch):
                 key = (further.what, further.hints)
                 if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
                     known.add(key)
                     waiting.append(further)
+    return frozenset(agreed)
 
 
 def _proven_where_it_breaks(

@@ -9,10 +9,11 @@ from pathlib import Path
 from exporters.base import Exporter, LoadedArtifact
 from exporters.errors import ExporterError, UnknownFormat
 from exporters.onnx import OnnxExporter
+from exporters.pt2 import Pt2Exporter
 from exporters.torchscript import TorchScriptExporter
 
 _GROUP = "optimize_export.exporters"
-_OWN: dict[str, type[Exporter]] = {cls.name: cls for cls in (TorchScriptExporter, OnnxExporter)}
+_OWN: dict[str, type[Exporter]] = {cls.name: cls for cls in (TorchScriptExporter, OnnxExporter, Pt2Exporter)}
 
 
 def exporter_names() -> tuple[str, ...]:

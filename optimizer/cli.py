@@ -161,7 +161,13 @@ def _installed(distribution: str) -> str:
 @click.option("--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); once for each.")
 @click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
 @click.option("--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none for no pass.")
-@click.option("--formats", metavar="LIST", default=",".join(DEFAULT_FORMATS), show_default=True, help="What to write.")
+@click.option(
+    "--formats",
+    metavar="LIST",
+    default=",".join(DEFAULT_FORMATS),
+    show_default=True,
+    help="What to write: torchscript, onnx, pt2.",
+)
 @click.option("--output", metavar="DIR", help="The folder of the bundle.  [default: dist/<name of the file>]")
 @click.option(
     "--device",

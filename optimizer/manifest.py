@@ -452,7 +452,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         f"Parity with the original model: {parity['verdict']}. {parity['reason']}".rstrip(),
         "",
         f"`{_PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
-        f"`sha256sum -c {SUMS}` checks the files alone. A TorchScript file is a program: load only those you trust.",
+        f"`sha256sum -c {SUMS}` checks the files alone. TorchScript and PT2 files are programs: load only those you trust.",
         "",
     ]
     for artifact in manifest["artifacts"]:
@@ -472,7 +472,7 @@ def _table(artifact: Mapping[str, Any]) -> list[str]:
 
 
 def _example(artifact: Mapping[str, Any]) -> list[str]:
-    write = {"onnx": _onnx_example, "torchscript": _torchscript_example}.get(artifact["format"])
+    write = {"onnx": _onnx_example, "torchscript": _torchscript_example, "pt2": _pt2_example}.get(artifact["format"])
     return ["```python", *write(artifact), "```"] if write else []
 
 
@@ -511,11 +511,19 @@ def _onnx_example(artifact: Mapping[str, Any]) -> list[str]:
 
 
 def _torchscript_example(artifact: Mapping[str, Any]) -> list[str]:
+    return _torch_example(artifact, f'model = torch.jit.load("{artifact["path"]}").eval()')
+
+
+def _pt2_example(artifact: Mapping[str, Any]) -> list[str]:
+    return _torch_example(artifact, f'model = torch.export.load("{artifact["path"]}").module()')
+
+
+def _torch_example(artifact: Mapping[str, Any], *load: str) -> list[str]:
     names = [t["name"] for t in artifact["inputs"]]
     return [
         "import torch",
         "",
-        f'model = torch.jit.load("{artifact["path"]}").eval()',
+        *load,
         *(f"{t['name']} = torch.zeros({_sizes(t)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]),
         "with torch.inference_mode():",
         f"    outputs = model({', '.join(names)})",

@@ -16,7 +16,7 @@ from torch import nn
 from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
 from exporters.torchscript_deprecation import torchscript_allowed
 
-FORMATS = ("torchscript", "onnx")
+FORMATS = ("torchscript", "onnx", "pt2")
 
 
 def close(left, right):

@@ -8,6 +8,7 @@ from exporters import (
     Exporter,
     ExporterError,
     OnnxExporter,
+    Pt2Exporter,
     TorchScriptExporter,
     UnknownFormat,
     exporter_named,
@@ -40,19 +41,20 @@ def bring(monkeypatch):
 
 
 def test_our_own_formats():
-    assert exporter_names()[:2] == ("torchscript", "onnx")
+    assert exporter_names()[:3] == ("torchscript", "onnx", "pt2")
     assert isinstance(exporter_named("onnx"), OnnxExporter)
     assert isinstance(exporter_named("torchscript"), TorchScriptExporter)
+    assert isinstance(exporter_named("pt2"), Pt2Exporter)
 
 
 def test_an_unknown_format_lists_the_known():
-    with pytest.raises(UnknownFormat, match=r"^There is no format 'onxx'; there are torchscript, onnx"):
+    with pytest.raises(UnknownFormat, match=r"^There is no format 'onxx'; there are torchscript, onnx, pt2"):
         exporter_named("onxx")
 
 
 def test_another_package_brings_a_format(bring):
     bring(("weights", "Weights"))
-    assert exporter_names() == ("torchscript", "onnx", "weights")
+    assert exporter_names() == ("torchscript", "onnx", "pt2", "weights")
     assert isinstance(exporter_named("weights"), Weights)
     assert load_artifact("weights", Path("w"), "cuda") == "w on cuda"
 

@@ -249,12 +249,14 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
     manifest["artifacts"] = [
         {**artifact, "format": "onnx", "path": "model.onnx"},
         {**artifact, "format": "torchscript", "path": "model.torchscript.pt"},
+        {**artifact, "format": "pt2", "path": "model.pt2"},
     ]
     text = usage_text(manifest)
     assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
     assert '"mask": numpy.zeros((2,), dtype=numpy.bool_),' in text
     assert "mask = torch.zeros((2,), dtype=torch.bool)" in text
     assert "outputs = model(x, mask)" in text
+    assert 'model = torch.export.load("model.pt2").module()' in text
     assert "`[batch, 4]`" in text
     for snippet in text.split("```python")[1:]:
         compile(snippet.partition("```")[0], "README.md", "exec")
@@ -1021,7 +1023,7 @@ class Classifier(nn.Module):
         return {"logits": logits, "label": logits.argmax(1)}
 
 
-def export_both(folder: Path) -> dict[str, Any]:
+def export_all(folder: Path) -> dict[str, Any]:
     model = enliven(Classifier()).eval()
     example = (torch.randn(2, 3, 8, 8), torch.rand(2, 1) + 0.5)
     samples = Samples(example)
@@ -1029,7 +1031,7 @@ def export_both(folder: Path) -> dict[str, Any]:
     reference = Reference.measure(model, samples, batch_sizes=(1, 2, 3), draws=1)
     calls = tuple((entry.call.args, entry.call.kwargs) for entry in (samples_at(samples, n) for n in (2, 3)))
     artifacts = []
-    for name in ("torchscript", "onnx"):
+    for name in ("torchscript", "onnx", "pt2"):
         artifact = exporter_named(name).export(ExportRequest(model, calls), folder)
         loaded = artifact.load("cpu")
         report = judge(reference.compare(loaded, flatten=adapter.flatten_inputs))
@@ -1062,7 +1064,7 @@ def samples_at(samples: Samples, batch_size: int) -> GoldenEntry:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return write_bundle(tmp_path_factory.mktemp("real") / "net", export_both)
+    return write_bundle(tmp_path_factory.mktemp("real") / "net", export_all)
 
 
 @pytest.fixture
@@ -1074,14 +1076,14 @@ def real_copy(real: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_real_artifacts_are_verified_after_the_move(real_copy: Path) -> None:
     report = verify_bundle(real_copy)
     assert report.ok, str(report)
-    assert [figures.format for figures in report.artifacts] == ["torchscript", "onnx"]
+    assert [figures.format for figures in report.artifacts] == ["torchscript", "onnx", "pt2"]
     assert all(figures.parity.ok for figures in report.artifacts)
     assert report.artifacts[1].placement
 
 
 def test_the_readme_of_real_artifacts_runs_without_this_program(real_copy: Path) -> None:
     snippets = [part.partition("```")[0] for part in (real_copy / "README.md").read_text().split("```python")[1:]]
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     end = (
         "\nimport sys\nassert not {'optimizer', 'exporters', 'passes'} & sys.modules.keys()\nassert len(outputs) == 2\n"
     )
@@ -1089,9 +1091,9 @@ def test_the_readme_of_real_artifacts_runs_without_this_program(real_copy: Path)
         subprocess.run([sys.executable, "-I", "-c", snippet + end], cwd=real_copy, check=True, capture_output=True)
 
 
-def test_a_flipped_bit_in_the_onnx_leaves_the_other_artifact_verified(real_copy: Path) -> None:
+def test_a_flipped_bit_in_the_onnx_leaves_the_other_artifacts_verified(real_copy: Path) -> None:
     flip(real_copy / "model.onnx", (real_copy / "model.onnx").stat().st_size // 2)
     report = verify_bundle(real_copy)
-    assert [figures.format for figures in report.artifacts] == ["torchscript"]
-    assert report.artifacts[0].ok
+    assert [figures.format for figures in report.artifacts] == ["torchscript", "pt2"]
+    assert all(figures.ok for figures in report.artifacts)
     assert [problem.partition(" was changed")[0] for problem in report.problems] == ["model.onnx"]

@@ -1,0 +1,165 @@
+"""What torch.export captures, and what it takes for granted of the open dims."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from exporters.base import TensorSpec, clones, parameter_names
+from exporters.conditions import Condition, Line, batches_near
+from exporters.decisions import conditions_of, traced_with_decisions
+from exporters.errors import RouteRefused
+from exporters.guards import UnreadableGuard, guard_holds
+from exporters.isolation import silent, undisturbed
+from exporters.proof import Evidence, refusing
+
+# Where a node came from: files and lines of this machine, and how the graph was made.
+_TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
+
+_FIXED = re.compile(
+    r"L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)"
+)
+
+
+def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgram:
+    """The adapter as torch.export takes it, on the first call, without traces of this machine and of the user's data.
+
+    `strict` reads the model's byte code in place of running it: it takes `len(x)` of an open batch, which Python wants as
+    a number, and fewer other things.
+
+    Raises:
+        RouteRefused: it can't be captured, or an open dim was fixed.
+    """
+    # DYNAMIC raises where the capture fixes a dim; AUTO would fix it without a word.
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
+    inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
+    try:
+        with undisturbed(evidence.adapter), refusing(), silent():
+            program = torch.export.export(
+                evidence.adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
+            )
+    except RouteRefused as refusal:
+        # A trace sees more of what a capture fails at: the line, and whether it goes by values or by the batch.
+        conditions_of(evidence, traced_with_decisions(evidence.adapter, evidence.inputs[0])[1])
+        names = parameter_names(evidence.adapter.input_names)
+        if (fixed := _FIXED.search(_by_input(str(refusal.__cause__), names))) is not None:
+            name, dim, size = fixed.groups()
+            raise RouteRefused(
+                f"the model fixes dim {dim} of input `{name}` to {size}, and it must be open"
+            ) from refusal
+        raise
+    _drop_traces(program)
+    return program
+
+
+def named_dims(spec: TensorSpec) -> dict[int, str]:
+    """The open dims of an input or output, with their names."""
+    return {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
+
+
+def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
+    """What torch.export took for granted of the open dims: the ranges and relations that its branches imply.
+
+    It raises for none of them where a dim is given by name.
+    """
+    if not evidence.open_dims:
+        return ()
+    examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    values = [examples[name] for name in program.graph_signature.user_inputs]
+    lines: dict[Any, Line] = {}
+    for index, dim in evidence.open_dims:
+        size, line = values[index].shape[dim], evidence.line(index, dim)
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and line is not None:
+            lines[size.node.expr] = line
+    environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
+    # What holds sizes that come from data was checked in the run, and is no branch.
+    relations = [relation for relation in environment.get_axioms() if relation.free_symbols <= lines.keys()]
+    ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in lines]
+    return (
+        *(_relation(relation, lines) for relation in relations),
+        *(_range(bounds, lines[symbol]) for symbol, bounds in ranges),
+    )
+
+
+def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
+    symbols = sorted(relation.free_symbols, key=str)
+
+    def holds(batch: int) -> bool:
+        try:
+            value = relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols})
+        except ArithmeticError:  # no value: the model can't go the same way there either
+            return False
+        return bool(value == True)  # noqa: E712 - it may be an expression still
+
+    numbers = [int(number) for number in relation.atoms() if number.is_Integer]
+    hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
+    return Condition(f"`{_by_name(relation)}`", holds, hints)
+
+
+def _by_name(relation: Any) -> str:
+    """The relation with the batch by name; torch's symbols are called s77."""
+    return re.sub(r"\bs\d+\b", "batch", str(relation))
+
+
+def _range(bounds: Any, line: Line) -> Condition:
+    lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
+
+    def holds(batch: int) -> bool:
+        size = line.at(batch)
+        return (lower is None or lower <= size) and (upper is None or size <= upper)
+
+    hints = batches_near((bound for bound in (lower, upper) if bound is not None), (line,))
+    return Condition(f"a size between {lower} and {upper}", holds, hints)
+
+
+def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """The program's guards, taken out of it, with the ranges that they gave its open dims.
+
+    torch.export keeps every comparison that it met, also those that only tell small batches from others: a program that
+    refused what they exclude would refuse batches that it is right for.
+    """
+    guards = tuple(_by_input(guard, program.graph_signature.user_inputs) for guard in program._guards_code)
+    program._guards_code = []
+    for symbol, bounds in program.range_constraints.items():
+        program.range_constraints[symbol] = ValueRanges(min(bounds.lower, 2), int_oo)
+    return guards
+
+
+def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[int]) -> tuple[str, ...]:
+    """The guards that hold wherever the program was seen to be right: they refuse what it wasn't captured for.
+
+    Raises:
+        RouteRefused: one of them can't be read.
+    """
+    names = parameter_names(evidence.adapter.input_names)
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
+    shapes += [evidence.shapes_at(batch) for batch in agreed if batch not in evidence.batches]
+    sizes = [dict(zip(names, each, strict=True)) for each in shapes]
+    return tuple(guard for guard in guards if all(_holds(guard, each) for each in sizes))
+
+
+def _by_input(text: str, names: Sequence[Any]) -> str:
+    """The text with `L['x']` for `L['flat_args'][0]`, as a strict capture calls the first input."""
+    return re.sub(r"L\['flat_args'\]\[(\d+)\]", lambda found: f"L['{names[int(found[1])]}']", text)
+
+
+def _holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
+    try:
+        return guard_holds(guard, sizes)
+    except ArithmeticError:
+        return False
+    except UnreadableGuard as error:
+        raise RouteRefused(f"torch.export guards its program by what can't be judged: {error}") from error
+
+
+def _drop_traces(program: torch.export.ExportedProgram) -> None:
+    for module in program.graph_module.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            for name in _TRACES:
+                node.meta.pop(name, None)

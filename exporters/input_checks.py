@@ -1,0 +1,27 @@
+"""Inputs that a loaded program wasn't made for: refused before they are computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from exporters.base import TensorSpec
+
+
+def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError for inputs of another number, dtype or shape; dims of one name have one size."""
+    if len(tensors) != len(specs):
+        raise ValueError(f"The file takes {len(specs)} tensors, not {len(tensors)}.")
+    sizes: dict[str, int] = {}
+    for spec, tensor in zip(specs, tensors, strict=True):
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        fits = len(shape) == len(spec.shape) and all(
+            size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
+            for wanted, size in zip(spec.shape, shape, strict=True)
+        )
+        if dtype != spec.dtype or not fits:
+            wanted = ", ".join(str(sizes.get(size, size) if isinstance(size, str) else size) for size in spec.shape)
+            raise ValueError(
+                f"Input `{spec.name}` of the file is {spec.dtype}[{wanted}], and {dtype}{shape} was given."
+            )

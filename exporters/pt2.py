@@ -1,0 +1,122 @@
+"""PT2: the program that torch.export captures, a graph of ATen operators with its weights.
+
+`torch.export.load` runs it in any process that has torch; ExecuTorch, AOTInductor and others compile it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.export.passes import move_to_device_pass
+
+from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.decisions import conditions_at
+from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
+from exporters.input_checks import refuse_unfit
+from exporters.isolation import silent, undisturbed
+from exporters.proof import Evidence, Route, dtype_name, first_right, gather, prove, prove_beyond, refusing
+from exporters.pt2_contents import refuse_unsafe
+from exporters.writing import write_archive
+
+
+class Pt2Exporter(Exporter):
+    """`model.pt2`."""
+
+    name: ClassVar[str] = "pt2"
+    file_name: ClassVar[str] = "model.pt2"
+
+    def export(self, request: ExportRequest, directory: Path) -> Artifact:
+        evidence = gather(request)
+        routes = (
+            Route("export", partial(self._exported, evidence, strict=False)),
+            Route("export-strict", partial(self._exported, evidence, strict=True)),
+        )
+        return first_right(self, evidence, routes, directory)
+
+    @staticmethod
+    def load(path: Path, device: str) -> LoadedArtifact:
+        refuse_unsafe(path)
+        with silent():
+            program = torch.export.load(str(path))
+            if torch.device(device).type != "cpu":
+                program = move_to_device_pass(program, device)
+            return _LoadedProgram(program, device)
+
+    def _exported(self, evidence: Evidence, folder: Path, *, strict: bool) -> tuple[Path, ...]:
+        program = captured(evidence, strict=strict)
+        conditions = conditions_of_program(program, evidence)
+        device = str(evidence.device)
+        guards = take_guards(program)
+        with undisturbed(evidence.adapter), silent():
+            unguarded = _LoadedProgram(program, device)
+            errors = prove(evidence, unguarded)
+            agreed = prove_beyond(evidence, unguarded, conditions, partial(conditions_at, evidence), errors)
+        program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
+        path = folder / self.file_name
+        _save(program, path)
+        with refusing("the file can't be loaded"):
+            loaded = self.load(path, device)
+        with undisturbed(evidence.adapter), silent():
+            prove(evidence, loaded)
+        return (path,)
+
+
+def _of_ranks(program: torch.export.ExportedProgram) -> list[str]:
+    """Guards of the number of dims of each input; torch has guards of their sizes only."""
+    return [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
+
+
+class _LoadedProgram:
+    placement: dict[str, int] | None = None
+
+    def __init__(self, program: torch.export.ExportedProgram, device: str) -> None:
+        self.device = device
+        self._inputs = input_specs(program)
+        self._module = program.module()
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        refuse_unfit(self._inputs, tensors)
+        with torch.no_grad():
+            outputs = self._module(*(tensor.to(self.device) for tensor in tensors))
+        return tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+
+
+def input_specs(program: torch.export.ExportedProgram) -> tuple[TensorSpec, ...]:
+    """The inputs that a program takes, with torch's own names for the open dims."""
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    return tuple(_spec(name, values[name]) for name in program.graph_signature.user_inputs)
+
+
+def _spec(name: Any, value: torch.Tensor) -> TensorSpec:
+    shape: Sequence[int | str] = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return TensorSpec(name, dtype_name(value), tuple(shape))
+
+
+def _save(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write the archive, without the inputs of the capture, which are the user's data.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    with refusing("the program can't be saved"), silent():
+        # Whoever loads it has no GPU, maybe.
+        program = move_to_device_pass(program, "cpu")
+        program.example_inputs = (tuple(map(_blank, input_specs(program), program.example_inputs[0])), {})
+        weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+        write_archive(path, weights, lambda: _in_memory(program), partial(torch.export.save, program))
+
+
+def _blank(spec: TensorSpec, example: torch.Tensor) -> torch.Tensor:
+    """Zeros in the place of an example, one number in the file: torch goes by the names of the inputs that it has."""
+    return torch.zeros((), dtype=example.dtype).expand(example.shape)
+
+
+def _in_memory(program: torch.export.ExportedProgram) -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,61 @@
+import pytest
+
+from exporters.guards import UnreadableGuard, guard_holds, refuse_unreadable
+
+
+@pytest.mark.parametrize(
+    ("guard", "holding"),
+    [
+        ("L['x'].size()[0] <= 16", [2, 3, 4, 5, 6, 16]),
+        ("((3*L['x'].size()[0]) % 6) == 0", [2, 4, 6, 16, 18]),
+        ("L['x'].size()[0] // 2 != 1", [4, 5, 6, 16, 17, 18]),
+        ("max(L['x'].size()[0], L['y'].size()[1]) > 16", [17, 18]),
+        ("not (L['x'].size()[0] < 5 or L['x'].size()[0] == 17)", [5, 6, 16, 18]),
+        ("2 < L['x'].size()[0] <= 5", [3, 4, 5]),
+        ("L['x'].size()[0] ** 2 - 4 > 20", [5, 6, 16, 17, 18]),
+        ("len(L['y'].size()) == 2 and L['x'].size()[0] / 2 == 8", [16]),
+        ("len(L['y'].size()) == 3", []),
+    ],
+)
+def test_a_guard_is_read_as_python_does(guard, holding):
+    sizes = (2, 3, 4, 5, 6, 16, 17, 18)
+    assert [size for size in sizes if guard_holds(guard, {"x": (size, 3), "y": (1, 7)})] == [
+        size for size in sizes if size in holding
+    ]
+    refuse_unreadable(guard, ["x", "y"])
+
+
+def test_a_guard_without_a_value_says_so():
+    guard = "L['x'].size()[0] % (L['x'].size()[0] // 2) == 0"
+    refuse_unreadable(guard, ["x"])
+    with pytest.raises(ZeroDivisionError):
+        guard_holds(guard, {"x": (1,)})
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "__import__('os').getcwd() == ''",
+        "L['x'].size().__class__ == 1",
+        "L['y'].size()[0] == 1",
+        "L['x'].size()[1.0] == 1",
+        "L['x'].stride()[0] == 1",
+        "open == 1",
+        "max() == 1",
+        "max(key=1) == 1",
+        "[1 for a in L] == 1",
+        "(lambda: 1)() == 1",
+        "2 ** 2 ** 2 ** 99 == 1",
+        "L['x'].size()[0] is 1",
+        "'a' == 'a'",
+        "1 or print(1)",
+        "1 ==",
+        "x" * 10 + "\n\n1",
+        "(" * 300 + "1" + ")" * 300,
+    ],
+)
+def test_nothing_else_is_read(guard):
+    with pytest.raises(UnreadableGuard, match=r"is no comparison of sizes$"):
+        refuse_unreadable(guard, ["x"])
+    with pytest.raises(UnreadableGuard):
+        guard_holds(guard, {"x": (3,)})

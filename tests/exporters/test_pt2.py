@@ -1,0 +1,256 @@
+import io
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from exportable_models import Branch, Mlp, exportable, floats, mlp_calls
+from tiny_models import enliven
+from torch import nn
+
+import exporters.writing
+from exporters import ExportError, ExportRequest, Pt2Exporter
+
+
+def export(model, calls, tmp_path, **options):
+    return Pt2Exporter().export(ExportRequest(model.eval(), calls, **options), tmp_path)
+
+
+def records(path):
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def shapes(path, *, open_as):
+    """Sizes of the inputs and outputs of the program, with `open_as` for those that are open."""
+    program = torch.export.load(str(path))
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
+    names = (*program.graph_signature.user_inputs, *program.graph_signature.user_outputs)
+    return [[size if isinstance(size, int) else open_as for size in values[name].shape] for name in names]
+
+
+class Grouped(nn.Module):
+    """Takes rows in pairs, and fails for an odd number."""
+
+    def forward(self, x):
+        return x.view(-1, 2, 3).sum(1)
+
+
+class Switch(nn.Module):
+    """Another way from 17 rows on, by as much as `step`."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, x):
+        return x + self.step if x.shape[0] > 16 else x
+
+
+def test_dims_are_open_exactly_where_they_change(tmp_path):
+    artifact = export(*exportable("rows"), tmp_path)
+    assert shapes(artifact.path, open_as="?") == [["?", 3], ["?", 4], ["?"], [4, "?"], [4]]
+    assert artifact.route == "export"
+    assert artifact.refused == ()
+
+
+def test_a_static_export_has_no_open_dim(tmp_path):
+    artifact = export(Mlp(), mlp_calls(1), tmp_path, dynamic_batch=False)
+    assert shapes(artifact.path, open_as="?") == [[1, 3], [1, 4]]
+
+
+def test_two_batches_may_differ(tmp_path):
+    class Cross(nn.Module):
+        def forward(self, queries, keys):
+            return queries @ keys.t()
+
+    calls = tuple(((floats(size, 3), floats(other, 3)), {}) for size, other in ((2, 3), (4, 5), (5, 6)))
+    loaded = export(Cross(), calls, tmp_path).load()
+    assert loaded(floats(3, 3), floats(8, 3))[0].shape == (3, 8)
+
+
+def test_inputs_of_one_batch_must_agree(tmp_path):
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return torch.cat([x, y], 1)
+
+    calls = tuple(((floats(size, 3), floats(size, 3)), {}) for size in (2, 3))
+    artifact = export(Sum(), calls, tmp_path)
+    assert artifact.load()(floats(4, 3), floats(4, 3))[0].shape == (4, 6)
+    for module in (artifact.load(), torch.export.load(str(artifact.path)).module()):
+        with pytest.raises((ValueError, AssertionError)):
+            module(floats(4, 3), floats(5, 3))
+
+
+def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    loaded = artifact.load()
+    with pytest.raises(ValueError, match=r"Input `x` of the file is float32\[2, 3\], and float32\[2, 4\] was given"):
+        loaded(floats(2, 4))
+    with pytest.raises(ValueError, match=r"and float32\[2, 3, 3\] was given"):
+        loaded(floats(2, 3, 3))
+    with pytest.raises(ValueError, match=r"and float64\[2, 3\] was given"):
+        loaded(floats(2, 3).double())
+    with pytest.raises(ValueError, match="takes 1 tensors, not 2"):
+        loaded(floats(2, 3), floats(2, 3))
+    plain = torch.export.load(str(artifact.path)).module()
+    assert plain(floats(7, 3)).shape == (7, 4)
+    with pytest.raises(AssertionError, match=r"Guard failed: x\.size\(\)\[1\] == 3"):
+        plain(floats(2, 4))
+    with pytest.raises(AssertionError, match=r"Guard failed: len\(x\.size\(\)\) == 2"):
+        plain(floats(2, 3, 3))
+
+
+def test_batches_that_the_model_refuses_are_refused_and_no_others(tmp_path):
+    calls = tuple(((floats(size, 3),), {}) for size in (4, 6))
+    artifact = export(Grouped(), calls, tmp_path)
+    # torch.export guards 2 rows out: they aren't captured from, and the program is right for them.
+    for size in (2, 4, 8, 70):
+        assert torch.equal(artifact.load()(floats(size, 3))[0], Grouped()(floats(size, 3)))
+    with pytest.raises(AssertionError, match=r"Guard failed: .*x\.size\(\)\[0\] % "):
+        artifact.load()(floats(5, 3))
+
+
+def test_the_number_of_rows_as_a_python_number_is_taken_by_the_strict_route(tmp_path):
+    class Halves(nn.Module):
+        def forward(self, x, y):
+            return y.repeat(len(y), 1), x[: len(x)].view(-1, 2, 3).sum(1)
+
+    calls = tuple(((floats(size, 3), floats(size, 3)), {}) for size in (4, 6))
+    artifact = export(Halves(), calls, tmp_path)
+    assert artifact.route == "export-strict"
+    ((route, reason),) = artifact.refused
+    assert route == "export"
+    assert "the model takes a size that goes with the batch into Python at `return y.repeat(len(y), 1)" in reason
+    for size in (2, 8):
+        x = floats(size, 3)
+        assert all(torch.equal(*pair) for pair in zip(artifact.load()(x, x), Halves()(x, x), strict=True))
+    with pytest.raises(AssertionError, match=r"Guard failed: .*x\.size\(\)\[0\] % "):
+        torch.export.load(str(artifact.path)).module()(floats(5, 3), floats(5, 3))
+
+
+def test_a_way_that_another_batch_takes_is_proven(tmp_path):
+    artifact = export(Switch(0.0), mlp_calls(2, 3), tmp_path)
+    for size in (16, 17, 300):
+        assert torch.equal(artifact.load()(floats(size, 3))[0], floats(size, 3))
+    with pytest.raises(ExportError, match=r"at a batch of 17 the model goes another way .*, by `batch <= 16`: output"):
+        export(Switch(1.0), mlp_calls(2, 3), tmp_path)
+
+
+def test_a_branch_on_data_is_refused_with_its_line(tmp_path, capfd):
+    calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
+    with pytest.raises(ExportError) as caught:
+        export(enliven(Branch()), calls, tmp_path)
+    assert "(export and export-strict: the model decides by the values of its inputs at `if bool(x.sum() > 0):`" in str(
+        caught.value
+    )
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_dim_that_a_capture_fixes_is_named(tmp_path):
+    class First(nn.Module):
+        def forward(self, x):
+            return x.unbind(0)[0]
+
+    with pytest.raises(
+        ExportError, match=r"\(export and export-strict: the model fixes dim 0 of input `x` to 2, and it must"
+    ):
+        export(First(), mlp_calls(2, 3), tmp_path)
+
+
+def test_nothing_of_the_user_is_in_the_file(tmp_path):
+    x = torch.tensor([[1.2345678, 2.3456789, 3.4567891]] * 2)
+    held = records(export(Mlp(), (((x,), {}), ((floats(3, 3),), {})), tmp_path).path)
+    assert not [name for name, data in held.items() if x[0].numpy().tobytes()[:4] in data]
+    (example,), keywords = torch.load(io.BytesIO(held["data/sample_inputs/model.pt"]))
+    assert (example == 0).all()
+    assert keywords == {}
+    nodes = json.loads(held["models/model.json"])["graph_module"]["graph"]["nodes"]
+    assert {key for node in nodes for key in node["metadata"]} <= {"nn_module_stack", "torch_fn"}
+
+
+def test_weights_are_stored_as_bytes(tmp_path):
+    model = enliven(Mlp())
+    held = records(export(model, mlp_calls(2, 3), tmp_path).path)
+    weights = sorted(data for name, data in held.items() if name.startswith("data/weights/weight_"))
+    assert weights == sorted(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    config = json.loads(held["data/weights/model_weights_config.json"])["config"]
+    assert not any(payload["use_pickle"] for payload in config.values())
+
+
+_PLAIN = """
+import sys, torch
+module = torch.export.load(sys.argv[1]).module()
+for size in (1, 7):
+    print(tuple(module(torch.ones(size, 3)).shape))
+assert not {"exporters", "optimizer", "passes"} & set(sys.modules)
+"""
+
+
+def test_a_process_that_knows_nothing_of_this_project_loads_it(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    command = [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "(1, 4)\n(7, 4)\n"
+
+
+def test_a_second_export_writes_the_same_bytes(tmp_path):
+    model, calls = exportable("encoder")
+    first = export(model, calls, tmp_path).path.read_bytes()
+    assert export(model, calls, tmp_path).path.read_bytes() == first
+
+
+_EXPORT = """
+import hashlib, pathlib, sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+from exportable_models import exportable
+from exporters import ExportRequest, Pt2Exporter
+artifact = Pt2Exporter().export(ExportRequest(*exportable("conv_net")), pathlib.Path(sys.argv[3]))
+print(hashlib.sha256(artifact.path.read_bytes()).hexdigest())
+"""
+
+
+def test_two_processes_write_the_same_bytes(tmp_path, pytestconfig):
+    root = pytestconfig.rootpath
+    command = [sys.executable, "-I", "-c", _EXPORT, str(root), str(root / "tests" / "support"), str(tmp_path)]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second
+    assert len(first) == 65
+
+
+def test_large_weights_are_written_by_torch(tmp_path, monkeypatch):
+    model, x = enliven(Mlp()), floats(4, 3)
+    small = records(export(model, mlp_calls(2, 3), tmp_path).path)
+    monkeypatch.setattr(exporters.writing, "WRITTEN_THROUGH_MEMORY", 0)
+    artifact = export(model, mlp_calls(2, 3), tmp_path)
+    large = records(artifact.path)
+    assert {name: large[name] for name in small if name != ".data/serialization_id"} == {
+        name: small[name] for name in small if name != ".data/serialization_id"
+    }
+    assert torch.equal(artifact.load()(x)[0], model(x).detach())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu_is_an_error(tmp_path):
+    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda"):
+        artifact.load("cuda")
+
+
+@pytest.mark.gpu
+def test_a_file_from_a_gpu_runs_on_both(tmp_path):
+    model, calls = exportable("conv_net")
+    moved = tuple((tuple(tensor.cuda() for tensor in args), kwargs) for args, kwargs in calls)
+    artifact = export(model.cuda(), moved, tmp_path)
+    x = floats(7, 3, 6, 6)
+    expected = model(x.cuda()).detach().cpu()
+    for device in ("cpu", "cuda"):
+        (y,) = artifact.load(device)(x)
+        assert y.device.type == device
+        assert torch.allclose(y.cpu(), expected, atol=1e-4)
+    config = json.loads(records(artifact.path)["data/weights/model_weights_config.json"])["config"]
+    assert {payload["tensor_meta"]["device"]["type"] for payload in config.values()} == {"cpu"}
