@@ -1,5 +1,6 @@
 """What can be written to disk."""
 
+from exporters.aoti import AotiExporter
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
 from exporters.errors import (
     ExporterError,
@@ -18,6 +19,7 @@ from exporters.torchscript import TorchScriptExporter
 
 __all__ = [
     "Adapter",
+    "AotiExporter",
     "Artifact",
     "ExportError",
     "ExportRequest",

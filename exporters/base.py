@@ -199,10 +199,10 @@ class Artifact:
         path: the file to load.
         files: all files of the artifact, `path` first, then external data if any.
         route: how it was made: "trace", "script", "dynamo", "dynamo-unoptimized", "torchscript", "export",
-            "export-strict".
+            "export-strict", "aotinductor", "aotinductor-strict".
         refused: (route, reason) of the routes that were tried before.
         inputs, outputs: the file's signature.
-        notes: sentences about what couldn't be checked.
+        notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
     """
 

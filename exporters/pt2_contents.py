@@ -29,7 +29,8 @@ _RECORDS = re.compile(
 )
 _PAYLOAD = re.compile(r"(weight|tensor)_\d+")
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+# Arguments of a subgraph have no name.
+_NAME = re.compile(r"([A-Za-z_]\w*)?")
 _PATH = re.compile(r"[\w.@-]*")
 _TARGET = re.compile(
     r"torch\.ops\.\w+\.\w+(\.\w+)?"

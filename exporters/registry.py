@@ -6,6 +6,7 @@ An entry point is named after its format and loads a subclass of `Exporter`.
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from exporters.aoti import AotiExporter
 from exporters.base import Exporter, LoadedArtifact
 from exporters.errors import ExporterError, UnknownFormat
 from exporters.onnx import OnnxExporter
@@ -13,7 +14,9 @@ from exporters.pt2 import Pt2Exporter
 from exporters.torchscript import TorchScriptExporter
 
 _GROUP = "optimize_export.exporters"
-_OWN: dict[str, type[Exporter]] = {cls.name: cls for cls in (TorchScriptExporter, OnnxExporter, Pt2Exporter)}
+_OWN: dict[str, type[Exporter]] = {
+    cls.name: cls for cls in (TorchScriptExporter, OnnxExporter, Pt2Exporter, AotiExporter)
+}
 
 
 def exporter_names() -> tuple[str, ...]:

@@ -192,7 +192,7 @@ def verify_bundle(path: str | Path, *, device: str = "cpu", require_gpu: bool = 
 
     `device` is "cpu", "cuda" or "auto" (cuda where there is one). The report names each file that is missing, changed or unknown, and each
     output that lies too far from the reference. An artifact whose file was changed is not loaded. TorchScript and PT2
-    files are programs: verify only bundles that you trust. BundleError where there is no readable manifest, DeviceError where the
+    files are programs, and an AOTI package is machine code that runs when it is loaded: verify only bundles that you trust. BundleError where there is no readable manifest, DeviceError where the
     device is missing.
     """
     bundle = open_bundle(path)

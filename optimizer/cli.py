@@ -166,7 +166,7 @@ def _installed(distribution: str) -> str:
     metavar="LIST",
     default=",".join(DEFAULT_FORMATS),
     show_default=True,
-    help="What to write: torchscript, onnx, pt2.",
+    help="What to write: torchscript, onnx, pt2, aoti.",
 )
 @click.option("--output", metavar="DIR", help="The folder of the bundle.  [default: dist/<name of the file>]")
 @click.option(

@@ -452,7 +452,8 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         f"Parity with the original model: {parity['verdict']}. {parity['reason']}".rstrip(),
         "",
         f"`{_PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
-        f"`sha256sum -c {SUMS}` checks the files alone. TorchScript and PT2 files are programs: load only those you trust.",
+        f"`sha256sum -c {SUMS}` checks the files alone. TorchScript and PT2 files are programs, and AOTI packages machine code:"
+        " load only those you trust.",
         "",
     ]
     for artifact in manifest["artifacts"]:
@@ -472,7 +473,13 @@ def _table(artifact: Mapping[str, Any]) -> list[str]:
 
 
 def _example(artifact: Mapping[str, Any]) -> list[str]:
-    write = {"onnx": _onnx_example, "torchscript": _torchscript_example, "pt2": _pt2_example}.get(artifact["format"])
+    examples = {
+        "onnx": _onnx_example,
+        "torchscript": _torchscript_example,
+        "pt2": _pt2_example,
+        "aoti": _aoti_example,
+    }
+    write = examples.get(artifact["format"])
     return ["```python", *write(artifact), "```"] if write else []
 
 
@@ -518,9 +525,19 @@ def _pt2_example(artifact: Mapping[str, Any]) -> list[str]:
     return _torch_example(artifact, f'model = torch.export.load("{artifact["path"]}").module()')
 
 
+def _aoti_example(artifact: Mapping[str, Any]) -> list[str]:
+    return _torch_example(
+        artifact,
+        "# Made for one device and kind of processor; without this variable sizes and dtypes of inputs aren't looked at.",
+        'os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"',
+        f'model = torch._inductor.aoti_load_package("{artifact["path"]}")',
+    )
+
+
 def _torch_example(artifact: Mapping[str, Any], *load: str) -> list[str]:
     names = [t["name"] for t in artifact["inputs"]]
     return [
+        *(["import os"] if any("os." in line for line in load) else []),
         "import torch",
         "",
         *load,

@@ -41,6 +41,20 @@ def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
     assert verify_bundle(bundle.path, device="cpu").ok
 
 
+@pytest.mark.parametrize("name", ["resnet", "bert"])
+def test_programs_of_torch_export_go_the_whole_way(name, tmp_path):
+    model, args, kwargs = REAL_MODELS[name]()
+    given = {"example_inputs": args or None, "example_kwargs": kwargs}
+    fast = optimize(model, **given, device="cuda")
+    bundle = export(fast, **given, output=tmp_path / "bundle", formats=("pt2", "aoti"), device="cuda", require_gpu=True)
+    assert bundle.parity.ok
+    assert all(bundle.load(name, "cuda").device == "cuda" for name in ("pt2", "aoti"))
+    assert verify_bundle(bundle.path, device="cuda", require_gpu=True).ok
+    pt2, aoti = verify_bundle(bundle.path, device="cpu").artifacts
+    assert pt2.ok
+    assert "was made for cuda" in aoti.problem
+
+
 def test_tf32_is_pinned_while_measuring_and_restored():
     model = torch.nn.Linear(512, 512).cuda().eval()
     before = torch.backends.cuda.matmul.allow_tf32

@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures import NORMED, ZOO, member
 
-from exporters import ExportError
+from exporters import ExportError, ExportRequest, StructureError, exporter_named
 from optimizer import check_parity, export, optimize, verify_bundle
 from optimizer.inputs import Samples
 from optimizer.parity import Reference, judge
@@ -56,6 +56,37 @@ def test_a_member_goes_the_whole_way(name, tmp_path):
     assert refused == {pair for pair in REFUSED if pair[0] == name}
 
 
+def front_end(test):
+    """A test in which torch.compile's front end reads the code of transformers, of which it warns in any model."""
+    for text in (
+        ".*should not be instantiated:DeprecationWarning",
+        "Dynamo detected a call to a `functools.lru_cache`",
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
+    return test
+
+
+# What a program can't hold: numbers of rows and ways through the model that its values decide, and an output of caches.
+NO_PROGRAM = {"depth-pro", "fastspeech2-conformer", "informer", "slanet", "superglue"}
+
+
+@pytest.mark.zoo
+@front_end
+@pytest.mark.parametrize("name", [*ZOO, *NORMED])
+def test_a_member_is_a_program_of_torch_export(name, tmp_path):
+    model, kwargs = member(name)
+    samples = Samples((), kwargs)
+    calls = tuple((call.args, call.kwargs) for call in map(samples.at, (2, 3, 5, 1, 8)))
+    exported = exporter_named("pt2")
+    if name in NO_PROGRAM:
+        with pytest.raises((ExportError, StructureError)):
+            exported.export(ExportRequest(model, calls), tmp_path)
+        assert not list(tmp_path.iterdir())
+        return
+    artifact = exported.export(ExportRequest(model, calls), tmp_path)
+    assert "batch" in {size for spec in artifact.inputs for size in spec.shape}
+
+
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", NORMED)
 def test_a_member_with_batch_norms_is_optimized(name):
@@ -90,16 +121,6 @@ GRAPH_PASSES = {
     "cast-precision": CastPrecision(),
 }
 COMPILED = TorchCompile(backend="eager")
-
-
-def front_end(test):
-    """A test in which torch.compile's front end reads the code of transformers, of which it warns in any model."""
-    for text in (
-        ".*should not be instantiated:DeprecationWarning",
-        "Dynamo detected a call to a `functools.lru_cache`",
-    ):
-        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
-    return test
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 import errno
 import resource
-import sys
-import zipfile
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from exportable_models import EXPORTABLE, BatchLoop, Mlp, Replacement, exportable, floats, mlp_calls
+from local_paths import found_paths
 from tiny_models import enliven
 from torch import nn
 
@@ -173,17 +171,6 @@ def test_the_search_for_paths_finds_them(tmp_path):
     with torchscript_allowed():
         torch.jit.save(torch.jit.trace(model, calls[0][0]), str(tmp_path / "raw.pt"))
     assert found_paths(tmp_path / "raw.pt", tmp_path)
-
-
-def found_paths(path, tmp_path):
-    """Places of this machine that occur in the file, or in the members of the archive that it is."""
-    places = [Path(__file__).parents[1], Path(torch.__file__).parents[1], Path(sys.prefix), Path.home(), tmp_path]
-    names = [*map(str, places), "site-packages", ".export-"]
-    contents = {path.name: path.read_bytes()}
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            contents = {name: name.encode() + archive.read(name) for name in archive.namelist()}
-    return [(member, name) for member, data in contents.items() for name in names if name.encode() in data]
 
 
 @pytest.mark.parametrize("format", FORMATS)

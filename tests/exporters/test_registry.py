@@ -5,6 +5,7 @@ import pytest
 
 import exporters.registry
 from exporters import (
+    AotiExporter,
     Exporter,
     ExporterError,
     OnnxExporter,
@@ -41,20 +42,21 @@ def bring(monkeypatch):
 
 
 def test_our_own_formats():
-    assert exporter_names()[:3] == ("torchscript", "onnx", "pt2")
+    assert exporter_names()[:4] == ("torchscript", "onnx", "pt2", "aoti")
     assert isinstance(exporter_named("onnx"), OnnxExporter)
     assert isinstance(exporter_named("torchscript"), TorchScriptExporter)
     assert isinstance(exporter_named("pt2"), Pt2Exporter)
+    assert isinstance(exporter_named("aoti"), AotiExporter)
 
 
 def test_an_unknown_format_lists_the_known():
-    with pytest.raises(UnknownFormat, match=r"^There is no format 'onxx'; there are torchscript, onnx, pt2"):
+    with pytest.raises(UnknownFormat, match=r"^There is no format 'onxx'; there are torchscript, onnx, pt2, aoti"):
         exporter_named("onxx")
 
 
 def test_another_package_brings_a_format(bring):
     bring(("weights", "Weights"))
-    assert exporter_names() == ("torchscript", "onnx", "pt2", "weights")
+    assert exporter_names() == ("torchscript", "onnx", "pt2", "aoti", "weights")
     assert isinstance(exporter_named("weights"), Weights)
     assert load_artifact("weights", Path("w"), "cuda") == "w on cuda"
 

@@ -250,6 +250,7 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
         {**artifact, "format": "onnx", "path": "model.onnx"},
         {**artifact, "format": "torchscript", "path": "model.torchscript.pt"},
         {**artifact, "format": "pt2", "path": "model.pt2"},
+        {**artifact, "format": "aoti", "path": "model.aoti.pt2"},
     ]
     text = usage_text(manifest)
     assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
@@ -257,6 +258,7 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
     assert "mask = torch.zeros((2,), dtype=torch.bool)" in text
     assert "outputs = model(x, mask)" in text
     assert 'model = torch.export.load("model.pt2").module()' in text
+    assert 'model = torch._inductor.aoti_load_package("model.aoti.pt2")' in text
     assert "`[batch, 4]`" in text
     for snippet in text.split("```python")[1:]:
         compile(snippet.partition("```")[0], "README.md", "exec")

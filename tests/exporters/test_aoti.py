@@ -1,0 +1,279 @@
+"""Packages of machine code. Compiling takes long: one package is made for all that can be seen on it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from exportable_models import Branch, Mlp, floats, mlp_calls
+from local_paths import found_paths
+from tiny_models import enliven
+from torch import nn
+
+import exporters.aoti
+from exporters import Adapter, AotiExporter, ExportError, ExportRequest, OtherMachine, exporter_named
+
+
+def export(model, calls, folder, **options):
+    return AotiExporter().export(ExportRequest(model.eval(), calls, **options), folder)
+
+
+class Everything(nn.Module):
+    """Rows in pairs; half precision, whole numbers and masks; keyword arguments, a dict and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.linear = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, ids, *, extra, scale=1.0):
+        hidden = self.embedding(ids).masked_fill(~extra["keep"].unsqueeze(-1), 0.0).sum(1)
+        hidden = self.norm(self.linear(hidden).relu()) * scale
+        half = extra["half"] * 2
+        pairs = hidden.view(-1, 2, 6).sum(1)
+        return {
+            "pairs": pairs,
+            "twice": torch.cat([hidden, hidden]),
+            "half": half,
+            "best": hidden.argmax(1),
+            "ids": ids,
+        }
+
+
+def everything_call(size):
+    ids = torch.arange(size * 5).reshape(size, 5) % 11
+    return ((ids,), {"extra": {"keep": ids % 3 != 0, "half": floats(size, 3, seed=size).half()}, "scale": 2.0})
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return enliven(Everything()).eval()
+
+
+@pytest.fixture(scope="module")
+def artifact(model, tmp_path_factory):
+    """Made with a cache of its own and a folder for temporary files, both of which must stay empty."""
+    places = {name: tmp_path_factory.mktemp(name) for name in ("cache", "temporary")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(places["cache"]))
+        patch.setattr(tempfile, "tempdir", str(places["temporary"]))
+        made = export(model, tuple(map(everything_call, (4, 6, 2))), tmp_path_factory.mktemp("aoti"))
+    assert {name: list(place.iterdir()) for name, place in places.items()} == {"cache": [], "temporary": []}
+    assert list(made.path.parent.iterdir()) == [made.path]
+    return made
+
+
+@pytest.fixture
+def inputs(model):
+    adapter = Adapter(model, *everything_call(4))
+
+    def at(size):
+        return adapter.flatten_inputs(*everything_call(size))
+
+    return at
+
+
+def library(artifact):
+    with zipfile.ZipFile(artifact.path) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
+        return archive.read(name)
+
+
+def test_it_computes_what_the_model_computes_at_any_batch(model, artifact, inputs):
+    assert artifact.format == "aoti"
+    assert artifact.route == "aotinductor"
+    assert [(spec.name, spec.dtype, spec.shape) for spec in artifact.inputs] == [
+        ("ids", "int64", ("batch", 5)),
+        ("extra_keep", "bool", ("batch", 5)),
+        ("extra_half", "float16", ("batch", 3)),
+    ]
+    assert [spec.name for spec in artifact.outputs] == ["pairs", "twice", "half", "best", "ids_out"]
+    adapter, loaded = Adapter(model, *everything_call(4)), artifact.load()
+    assert (loaded.device, loaded.placement) == ("cpu", None)
+    for size in (2, 4, 8, 64):
+        expected = adapter.run(inputs(size))
+        for wanted, got in zip(expected, loaded(*inputs(size)), strict=True):
+            assert got.dtype == wanted.dtype
+            assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_outlive_the_package(artifact, inputs):
+    loaded = artifact.load()
+    given = inputs(4)
+    outputs = loaded(*given)
+    before = [output.clone() for output in outputs]
+    del loaded
+    given[0].zero_()
+    assert all(torch.equal(*pair) for pair in zip(before, outputs, strict=True))
+
+
+def test_other_inputs_are_refused_before_they_are_read(artifact, inputs):
+    loaded = artifact.load()
+    ids, keep, half = inputs(4)
+    with pytest.raises(ValueError, match=r"Input `extra_half` of the file is float16\[4, 3\], and float16\[4, 2\] was"):
+        loaded(ids, keep, half[:, :2])
+    with pytest.raises(ValueError, match=r"and float32\[4, 3\] was given"):
+        loaded(ids, keep, half.float())
+    with pytest.raises(ValueError, match=r"Input `extra_keep` of the file is bool\[4, 5\], and bool\[2, 5\] was given"):
+        loaded(ids, keep[:2], half)
+    with pytest.raises(ValueError, match=r"and bool\[5\] was given"):
+        loaded(ids, keep[0], half)
+    with pytest.raises(ValueError, match="takes 3 tensors, not 2"):
+        loaded(ids, keep)
+
+
+def test_a_batch_that_the_model_refuses_is_refused(artifact, inputs):
+    with pytest.raises(
+        ValueError, match=r"wasn't made for inputs of such sizes: .*L\['ids'\]\.size\(\)\[0\].* doesn't"
+    ):
+        artifact.load()(*inputs(5))
+
+
+def test_inputs_may_lie_anyhow(model, artifact, inputs):
+    ids, keep, half = inputs(8)
+    expected = artifact.load()(ids[::2], keep[::2], half[::2])
+    spread = artifact.load()(ids.t().contiguous().t()[::2], keep.expand(2, 8, 5)[1, ::2], half[::2].t().clone().t())
+    assert all(torch.equal(*pair) for pair in zip(expected, spread, strict=True))
+
+
+def test_the_package_tells_nothing_of_this_machine(artifact, tmp_path):
+    assert not found_paths(artifact.path, tmp_path)
+    with zipfile.ZipFile(artifact.path) as archive:
+        names = [name.rpartition("/")[2] for name in archive.namelist()]
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 0, 0, 0, 0, 0)}
+    own = ["model.wrapper_metadata.json", "model.wrapper.so"]
+    assert sorted(names) == sorted(
+        [*own, "archive_format", "archive_version", "version", "byteorder", "serialization_id"]
+    )
+
+
+def test_a_second_export_writes_the_same_bytes_whatever_the_number_of_threads(model, artifact, tmp_path):
+    assert b"GOMP_parallel" in library(artifact)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        again = export(model, tuple(map(everything_call, (4, 6, 2))), tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    assert again.path.read_bytes() == artifact.path.read_bytes()
+
+
+_PLAIN = """
+import sys, torch
+model = torch._inductor.aoti_load_package(sys.argv[1])
+for size in (2, 8):
+    ids = torch.ones(size, 5, dtype=torch.int64)
+    print([tuple(output.shape) for output in model(ids, ids > 0, torch.ones(size, 3, dtype=torch.float16))])
+try:
+    model(ids, ids > 0, torch.ones(size, 4, dtype=torch.float16))
+except RuntimeError as error:
+    print("refused")
+assert not {"exporters", "optimizer", "passes"} & set(sys.modules)
+"""
+
+
+def test_a_process_that_knows_nothing_of_this_project_runs_it(artifact, tmp_path):
+    environment = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "".join(
+        f"[({size // 2}, 6), ({2 * size}, 6), ({size}, 3), ({size},), ({size}, 5)]\n" for size in (2, 8)
+    ) + "refused\n"  # fmt: skip
+
+
+def test_it_says_what_it_was_made_for(artifact):
+    (note,) = artifact.notes
+    assert note.startswith("Made for cpu: ")
+    assert note.endswith(f", {sys.platform}, torch {torch.__version__}.")
+
+
+def test_another_device_is_refused(artifact):
+    with pytest.raises(
+        OtherMachine, match=r"model\.aoti\.pt2 was made for cpu: .*, and it is cuda here: export it where"
+    ):
+        artifact.load("cuda")
+
+
+def test_another_kind_of_machine_is_refused(artifact, monkeypatch):
+    monkeypatch.setattr(exporters.aoti.platform, "machine", lambda: "riscv64")
+    with pytest.raises(OtherMachine, match=r"and it is riscv64 here"):
+        artifact.load()
+
+
+def test_another_processor_is_refused(artifact, monkeypatch):
+    needs = exporters.aoti._metadata(artifact.path)["optimize_export"]["needs"]
+    assert needs, "a processor without vector instructions shows nothing here"
+    able = {name: has for name, has in torch.cpu.get_capabilities().items() if name.replace("_", "") != needs[0]}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    with pytest.raises(OtherMachine, match=f"and the processor here has no {needs[0]}: export it where"):
+        artifact.load()
+
+
+def test_a_package_of_others_is_not_run(artifact, tmp_path):
+    path = tmp_path / "model.aoti.pt2"
+    with zipfile.ZipFile(artifact.path) as archive, zipfile.ZipFile(path, "w") as copy:
+        for name in archive.namelist():
+            data = archive.read(name)
+            if name.endswith("_metadata.json"):
+                metadata = {key: value for key, value in json.loads(data).items() if key != "optimize_export"}
+                data = json.dumps(metadata).encode()
+            copy.writestr(name, data)
+    with pytest.raises(OtherMachine, match=r"model\.aoti\.pt2 isn't a package of this program"):
+        AotiExporter.load(path, "cpu")
+
+
+class Switch(nn.Module):
+    """Another way from 17 rows on."""
+
+    def forward(self, x):
+        return x + 1 if x.shape[0] > 16 else x * 3
+
+
+def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
+    with pytest.raises(ExportError, match=r"at a batch of 17 the model goes another way .*, by `batch <= 16`: output"):
+        export(Switch(), mlp_calls(2, 3), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_branch_on_data_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporters.aoti, "_compile", None)
+    calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
+    with pytest.raises(
+        ExportError, match=r"\(aotinductor and aotinductor-strict: the model decides by the values of its"
+    ):
+        export(enliven(Branch()), calls, tmp_path)
+
+
+def test_without_a_compiler_nothing_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(exporters.aoti, "gather", None)
+    with pytest.raises(ExportError) as caught:
+        export(Mlp(), mlp_calls(2, 3), tmp_path)
+    assert str(caught.value) == (
+        "The model can't be exported to aoti: AOTInductor needs a C++ compiler, and there is no 'no-such-compiler': install"
+        " one or set CXX."
+    )
+
+
+@pytest.mark.gpu
+def test_a_package_for_a_gpu_runs_there_and_nowhere_else(tmp_path):
+    model = enliven(Mlp()).cuda()
+    calls = tuple((tuple(tensor.cuda() for tensor in args), kwargs) for args, kwargs in mlp_calls(2, 3, 5))
+    artifact = export(model, calls, tmp_path)
+    x = floats(7, 3)
+    (y,) = artifact.load("cuda")(x)
+    assert y.is_cuda
+    assert torch.allclose(y, model(x.cuda()), atol=1e-4)
+    assert torch.cuda.get_device_name() in artifact.notes[0]
+    assert not found_paths(artifact.path, tmp_path)
+    with pytest.raises(OtherMachine, match=r"was made for cuda: .*, and it is cpu here"):
+        artifact.load("cpu")
+    assert exporter_named("aoti").load(Path(artifact.path), "cuda").device == "cuda"
