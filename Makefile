@@ -3,7 +3,7 @@
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
-#              through optimize (an hour)
+#              through optimize, and all of them through torch.export (an hour and a half)
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
 # make bench   the benchmarks (four hours; leave the machine alone meanwhile), then `make docs` shows them
 

@@ -24,7 +24,7 @@ import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, parameter_names
 from exporters.decisions import conditions_at
-from exporters.errors import ExportError, OtherMachine
+from exporters.errors import ExportError, OtherMachine, RouteRefused
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
@@ -51,9 +51,18 @@ class AotiExporter(Exporter):
         if (lacking := missing_compiler()) is not None:
             raise ExportError(f"The model can't be exported to aoti: {lacking}.")
         evidence = gather(request)
+        programs: list[torch.export.ExportedProgram] = []
+
+        def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
+            if programs:
+                # Compiling takes minutes, and a file that was wrong for the one program is wrong for the other.
+                raise RouteRefused("the model was captured without it")
+            programs.append(captured(evidence, strict=strict))
+            return self._compiled(programs[0], evidence, folder)
+
         routes = (
-            Route("aotinductor", partial(self._compiled, evidence, strict=False)),
-            Route("aotinductor-strict", partial(self._compiled, evidence, strict=True)),
+            Route("aotinductor", partial(compiled, strict=False)),
+            Route("aotinductor-strict", partial(compiled, strict=True)),
         )
         artifact = first_right(self, evidence, routes, directory)
         return replace(artifact, notes=(*artifact.notes, f"Made for {_place(_metadata(artifact.path))}."))
@@ -62,8 +71,7 @@ class AotiExporter(Exporter):
     def load(path: Path, device: str) -> LoadedArtifact:
         return _LoadedPackage(path, torch.device(device))
 
-    def _compiled(self, evidence: Evidence, folder: Path, *, strict: bool) -> tuple[Path, ...]:
-        program = captured(evidence, strict=strict)
+    def _compiled(self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
         guards = take_guards(program)
         path = folder / self.file_name
         with _private_cache(folder):
