@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from exporters.errors import StructureError
 from exporters.isolation import silent, undisturbed
+from exporters.steps import FileValues, Program
 from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
 
 
@@ -204,6 +205,8 @@ class Artifact:
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
+        program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
+        values: makes the file give the named ones of its values, where the exporter can.
     """
 
     format: str
@@ -215,6 +218,10 @@ class Artifact:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
+    program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
+    values: Callable[[Path, str, Collection[str]], FileValues] | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """The artifact, ready to run on "cpu" or "cuda"."""

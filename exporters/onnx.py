@@ -7,7 +7,7 @@ gives the model's values at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,10 @@ from exporters.errors import ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, named_dims
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
+from exporters.onnx_session import CUDA, providers_for, run_session
+from exporters.onnx_values import OnnxValues
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
+from exporters.steps import FileValues, Program, program_of
 from exporters.torchscript_deprecation import torchscript_allowed
 
 # Protobuf holds 2 GiB at most; what the weights leave is for the graph. Larger weights go into a file of their own.
@@ -38,9 +41,6 @@ _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression
 # Nodes that compute nothing: a runtime on the GPU has them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
 
-_CPU = "CPUExecutionProvider"
-_CUDA = "CUDAExecutionProvider"
-
 
 class OnnxExporter(Exporter):
     """`model.onnx`, with `model.onnx.data` beside it where the weights are too large for one file."""
@@ -50,6 +50,7 @@ class OnnxExporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
+        programs: dict[str, Program] = {}
         captures: dict[str, Callable[[Path], _Captured]] = {
             "dynamo": lambda _: _dynamo(evidence, request.opset, optimize=True),
             "dynamo-unoptimized": lambda _: _dynamo(evidence, request.opset, optimize=False),
@@ -57,19 +58,35 @@ class OnnxExporter(Exporter):
         }
 
         def route(name: str) -> Route:
-            return Route(name, lambda folder: self._proven(captures[name], evidence, folder))
+            return Route(name, lambda folder: self._proven(name, captures[name], evidence, folder, programs))
 
         artifact = first_right(self, evidence, [route(name) for name in captures], directory)
         inputs, outputs = _read_specs(artifact.path, evidence)
-        return replace(artifact, inputs=inputs, outputs=outputs)
+        return replace(
+            artifact, inputs=inputs, outputs=outputs, program=programs.get(artifact.route), values=self.values
+        )
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
         return _LoadedOnnx(path, torch.device(device))
 
-    def _proven(self, capture: Callable[[Path], _Captured], evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+    @staticmethod
+    def values(path: Path, device: str, names: Collection[str]) -> FileValues:
+        """The file, ready to give the named ones of its values."""
+        return OnnxValues(path, torch.device(device), names)
+
+    def _proven(
+        self,
+        route: str,
+        capture: Callable[[Path], _Captured],
+        evidence: Evidence,
+        folder: Path,
+        programs: dict[str, Program],
+    ) -> tuple[Path, ...]:
         with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
-            model, conditions = capture(folder)
+            model, conditions, program = capture(folder)
+            if program is not None:
+                programs[route] = program
             _strip(model)
             _name_open_dims(model, evidence)
         with refusing("the file can't be written"):
@@ -83,7 +100,8 @@ class OnnxExporter(Exporter):
         return files
 
 
-_Captured = tuple[ir.Model, Sequence[Condition]]
+_Captured = tuple[ir.Model, Sequence[Condition], Program | None]
+"""The file's model, what must hold of the batch, and what it was made from where that can be told."""
 
 
 def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
@@ -103,7 +121,9 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captur
     )
     if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export gave no program")
-    return program.model, conditions_of_program(program.exported_program, evidence)
+    exported = program.exported_program
+    steps = program_of(exported, evidence.adapter.model, evidence.adapter.output_names)
+    return program.model, conditions_of_program(exported, evidence), steps
 
 
 def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:
@@ -127,7 +147,7 @@ def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Cap
             verbose=False,
             **mode,
         )
-    return ir.load(raw / "model.onnx"), conditions_of(evidence, watch.decisions)
+    return ir.load(raw / "model.onnx"), conditions_of(evidence, watch.decisions), None
 
 
 @contextmanager
@@ -262,73 +282,14 @@ class _LoadedOnnx:
         options = ort.SessionOptions()
         options.log_severity_level = log_severity
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        self._session = ort.InferenceSession(str(path), options, providers=_providers(self._target))
+        self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
         assigned = _assigned_nodes(self._session)
         self.placement = None if assigned is None else _count(assigned)
         if device.type != "cpu":
             _require_cuda(self._session, assigned, path)
-        self._inputs = [(node.name, _element_type(node.type)) for node in self._session.get_inputs()]
-        self._outputs = [(node.name, node.type == "tensor(bool)") for node in self._session.get_outputs()]
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if len(tensors) != len(self._inputs):
-            raise ValueError(f"The file takes {len(self._inputs)} tensors, not {len(tensors)}.")
-        place = (self._target.type, self._target.index)
-        # Bound by address, which takes every dtype (numpy has no bfloat16) and copies nothing.
-        held = [tensor.detach().to(self._target).contiguous() for tensor in tensors]
-        binding = self._session.io_binding()
-        for (name, element_type), tensor in zip(self._inputs, held, strict=True):
-            if (given := _ELEMENT_TYPES.get(tensor.dtype)) != element_type:
-                wanted = onnx.TensorProto.DataType.Name(element_type).lower()
-                raise ValueError(f"Input `{name}` of the file is {wanted}, and {tensor.dtype} was given ({given}).")
-            binding.bind_input(name, *place, element_type, list(tensor.shape), tensor.data_ptr())
-        for name, _ in self._outputs:
-            binding.bind_output(name, *place)
-        if self._target.type == "cuda":
-            # onnxruntime has a stream of its own: the inputs must be there before it starts.
-            torch.cuda.current_stream(self._target).synchronize()
-        self._session.run_with_iobinding(binding)
-        outputs = (torch.utils.dlpack.from_dlpack(value).clone() for value in binding.get_outputs())
-        return tuple(
-            output.view(torch.bool) if is_bool and output.dtype != torch.bool else output
-            for output, (_, is_bool) in zip(outputs, self._outputs, strict=True)
-        )
-
-
-_ELEMENT_TYPES = {
-    torch.float32: onnx.TensorProto.FLOAT,
-    torch.float64: onnx.TensorProto.DOUBLE,
-    torch.float16: onnx.TensorProto.FLOAT16,
-    torch.bfloat16: onnx.TensorProto.BFLOAT16,
-    torch.int8: onnx.TensorProto.INT8,
-    torch.int16: onnx.TensorProto.INT16,
-    torch.int32: onnx.TensorProto.INT32,
-    torch.int64: onnx.TensorProto.INT64,
-    torch.uint8: onnx.TensorProto.UINT8,
-    torch.uint16: onnx.TensorProto.UINT16,
-    torch.uint32: onnx.TensorProto.UINT32,
-    torch.uint64: onnx.TensorProto.UINT64,
-    torch.bool: onnx.TensorProto.BOOL,
-}
-
-
-def _element_type(text: str) -> int:
-    """The ONNX element type of onnxruntime's "tensor(float)"."""
-    name = text.removeprefix("tensor(").removesuffix(")").upper()
-    return int(onnx.TensorProto.DataType.Value(name))
-
-
-def _providers(device: torch.device) -> list[Any]:
-    if device.type == "cpu":
-        return [_CPU]
-    if device.type != "cuda":
-        raise ProviderFallback(f"ONNX files run on the CPU or by CUDA; {device.type!r} is neither.")
-    if _CUDA not in ort.get_available_providers():
-        raise ProviderFallback(
-            f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
-        )
-    # TF32 rounds float32 products to 10 bits; results must be those of the model.
-    return [(_CUDA, {"device_id": str(device.index), "use_tf32": "0"}), _CPU]
+        return run_session(self._session, self._target, tensors)
 
 
 AssignedNode = tuple[str, str, str]
@@ -354,7 +315,7 @@ def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
 
 
 def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | None, path: Path) -> None:
-    if _CUDA not in session.get_providers():
+    if CUDA not in session.get_providers():
         raise ProviderFallback(
             f"onnxruntime {ort.__version__} couldn't start its CUDA provider and would run on the CPU; "
             f"its CUDA and cuDNN versions must fit those that are installed."
@@ -377,12 +338,12 @@ def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]
     fallen = [
         f"`{name}` ({op_type})"
         for provider, name, op_type in assigned
-        if provider != _CUDA and op_type not in _NO_COMPUTATION and name not in shape_only
+        if provider != CUDA and op_type not in _NO_COMPUTATION and name not in shape_only
     ]
     if fallen:
         more = f" and {len(fallen) - 5} more" if len(fallen) > 5 else ""
         raise ProviderFallback(f"onnxruntime runs {', '.join(fallen[:5])}{more} on the CPU, not on the GPU.")
-    if not any(provider == _CUDA for provider, _, _ in assigned):
+    if not any(provider == CUDA for provider, _, _ in assigned):
         raise ProviderFallback("onnxruntime runs no node of the file on the GPU.")
 
 

@@ -28,6 +28,7 @@ from optimizer.bundle import (
 from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, Samples
+from optimizer.locating import Located, located
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
@@ -264,15 +265,21 @@ def export(
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}
+        places: dict[str, Located] = {}
         for number, exporter in enumerate(exporters):
             tell(Progress("export", number, len(exporters), exporter.name))
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            reports[exporter.name] = _judged(artifact, reference, adapter, target, atol, rtol)
-            entries.append(artifact_entry(artifact, folder, reports[exporter.name].to_json()))
+            parity, found = _judged(artifact, reference, adapter, target, atol, rtol)
+            reports[exporter.name] = parity
+            entry = artifact_entry(artifact, folder, parity.to_json())
+            if found is not None:
+                entry |= found.to_json()
+                places[exporter.name] = found
+            entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))
-        _raise_unless_ok(reports, entries)
+        _raise_unless_ok(reports, places, entries)
         tell(Progress("bundle", 0, 1, str(output)))
         golden = write_golden(
             folder,
@@ -520,24 +527,30 @@ def _judged(
     device: torch.device,
     atol: Tolerance,
     rtol: Tolerance,
-) -> ParityReport:
+) -> tuple[ParityReport, Located | None]:
+    """The verdict, and where an artifact that fails first differs."""
     loaded = artifact.load(device.type)
     flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
-    report = judge(reference.compare(loaded, flatten=flatten), atol=atol, rtol=rtol)
+    measurement = reference.compare(loaded, flatten=flatten)
+    report = judge(measurement, atol=atol, rtol=rtol)
+    found = located(artifact, reference, measurement, flatten, device.type) if report.verdict == "failed" else None
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()
-    return report
+    return report, found
 
 
-def _raise_unless_ok(reports: Mapping[str, ParityReport], entries: Sequence[dict[str, Any]]) -> None:
+def _raise_unless_ok(
+    reports: Mapping[str, ParityReport], places: Mapping[str, Located], entries: Sequence[dict[str, Any]]
+) -> None:
     for name, report in reports.items():
         if not report.ok:
             figures = {"artifacts": [plain(entry) for entry in entries]}
             advice = " Give trained weights, or inputs that the model answers differently." * (
                 report.verdict == "vacuous"
             )
-            what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{advice}"
+            where = f" {places[name]}" if name in places else ""
+            what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{where}{advice}"
             raise ParityError(what, figures)
 
 

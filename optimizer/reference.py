@@ -344,6 +344,10 @@ class Reference:
             noise_rms=max(noise.noise_rms, step * pool.rms / 2),
         )
 
+    def calls(self) -> Iterator[tuple[str, Call]]:
+        """Each call that candidates are compared at, with its batch size and draw in words."""
+        return ((kept.where, self._call(kept)) for kept in self._original.kept)
+
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
         """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
         firsts = [kept for kept in self._original.kept if kept.draw == 0][:limit]

@@ -54,6 +54,9 @@ def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableTyp
     if outputs:
         yield _parity(outputs, frames)
         yield ""
+    for artifact in document.get("artifacts", ()):
+        if (place := artifact.get("divergence")) is not None:
+            yield Text(_differs(artifact["format"], place))
     for note in document.get("notes", ()):
         yield Text(f"note: {note}")
     if "report" in document:
@@ -156,3 +159,12 @@ def _size(count: int) -> str:
             break
         size, unit = size / 1024, bigger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _differs(name: str, place: Mapping[str, Any]) -> str:
+    """Where an artifact first differs from the model, with the places that may be meant as well."""
+    places = (place, *place["also"])
+    named = " or ".join(
+        f"{each['module'] or 'the model itself'} ({each['line']}, {each['operation']})" for each in places
+    )
+    return f"{name} first differs at {named}: {place['problem']}"

@@ -1,0 +1,201 @@
+"""What a file was made from, one operation at a time, and where in the model each operation stands.
+
+An exporter that can tell keeps this beside the file and not in it: a file carries no source paths. With it, each value in
+the file can be computed again from those before it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_TORCH = Path(torch.__file__).parent
+_HERE = Path(__file__).parent
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model an operation stands.
+
+    Attributes:
+        module: path of the module whose forward does it; "" for the model itself.
+        call: the how-manieth call of that module, from 1 on.
+        line: "modeling_bert.py:175", the innermost line outside of torch; "" where it isn't known.
+        operation: its name: "linear".
+    """
+
+    module: str
+    call: int
+    line: str
+    operation: str
+
+    def __str__(self) -> str:
+        words = ", ".join(word for word in (self.line, self.operation) if word)
+        again = f", call {self.call}" if self.call > 1 else ""
+        return f"{self.module or 'the model itself'}{again} ({words})"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation.
+
+    Attributes:
+        name: of its value; a file has it under that name, or not at all where it was merged into another.
+        inputs: the names of what it reads.
+        compute: its value, from those of `inputs` by name.
+        is_tensor: whether the value is one tensor: only such is looked up in a file.
+        repeats: whether it surely gives the same for the same inputs; one that may draw random numbers doesn't.
+    """
+
+    name: str
+    place: Place
+    inputs: tuple[str, ...]
+    compute: Callable[[Mapping[str, Any]], Any]
+    is_tensor: bool
+    repeats: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations that a file was made from, in an order in which they can be computed.
+
+    Attributes:
+        inputs: the names of the file's inputs in the program, in the file's order.
+        constants: the weights, buffers and other tensors by name; those of the model, not copied.
+        in_file: the name in the file of a value that has another one there.
+    """
+
+    inputs: tuple[str, ...]
+    constants: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    in_file: Mapping[str, str]
+
+    def name_in_file(self, step: Step) -> str:
+        return self.in_file.get(step.name, step.name)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The values of one run of a file.
+
+    Attributes:
+        values: by their names in the file; where the run stopped, those before.
+        stopped_at: where an operation raised, the asked values that follow from it directly; empty where none did.
+        error: its message.
+    """
+
+    values: Mapping[str, torch.Tensor]
+    stopped_at: tuple[str, ...] = ()
+    error: str = ""
+
+
+class FileValues(Protocol):
+    """A file, ready to give all its values and not only its outputs."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the values that it can give."""
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
+        """The values for these inputs."""
+
+
+def program_of(exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str]) -> Program:
+    """The steps of an exported program of an adapter around `model`.
+
+    Args:
+        output_names: those of the file.
+    """
+    signature = exported.graph_signature
+    by_target = {**exported.state_dict, **exported.constants}
+    held = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    constants: dict[str, Any] = {name: by_target[target] for name, target in held.items()}
+    steps: list[Step] = []
+    for node in exported.graph.nodes:
+        if node.op == "get_attr":
+            constants[node.name] = getattr(exported.graph_module, node.target)
+        elif node.op == "call_function":
+            steps.append(_step(node, model))
+    outputs = zip(signature.user_outputs, output_names, strict=True)
+    return Program(
+        inputs=tuple(str(name) for name in signature.user_inputs),
+        constants=constants,
+        steps=tuple(steps),
+        in_file={str(name): given for name, given in outputs},
+    )
+
+
+def _step(node: Any, model: nn.Module) -> Step:
+    kind = type(node)
+
+    def compute(values: Mapping[str, Any]) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: values[leaf.name] if isinstance(leaf, kind) else leaf, (node.args, dict(node.kwargs))
+        )
+        return node.target(*args, **kwargs)
+
+    tags = getattr(node.target, "tags", ())
+    return Step(
+        name=node.name,
+        place=_place(node, model),
+        inputs=tuple(read.name for read in node.all_input_nodes),
+        compute=compute,
+        is_tensor=isinstance(node.meta.get("val"), torch.Tensor),
+        repeats=torch.Tag.nondeterministic_seeded not in tags,
+    )
+
+
+def _place(node: Any, model: nn.Module) -> Place:
+    if node.target is operator.getitem:
+        # One of several results: what is computed is computed there.
+        return _place(node.args[0], model)
+    stack = list((node.meta.get("nn_module_stack") or {}).items())
+    key, (path, _) = stack[-1] if stack else ("", ("", ""))
+    repeated = re.search(r"@(\d+)$", key)
+    module = path.split("@")[0].removeprefix(_MODEL).lstrip(".")
+    line = line_of(node.meta.get("stack_trace") or "") or _line_of_forward(model, module)
+    return Place(module, int(repeated.group(1)) + 1 if repeated else 1, line, _operation(node.target))
+
+
+def _operation(target: Any) -> str:
+    """`linear` for torch.ops.aten.linear.default."""
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).strip("_")
+
+
+def line_of(stack_trace: str) -> str:
+    """File name and line of the innermost frame of a Python stack that is in a file of neither torch nor ours."""
+    frames = [(Path(found["file"]), found["line"]) for found in _FRAME.finditer(stack_trace)]
+    own = [(file, line) for file, line in frames if _is_users(file)]
+    return f"{own[-1][0].name}:{own[-1][1]}" if own else ""
+
+
+def _is_users(file: Path) -> bool:
+    # What passes generate has no file.
+    return file.suffix == ".py" and not file.is_relative_to(_TORCH) and not file.is_relative_to(_HERE)
+
+
+def _line_of_forward(model: nn.Module, path: str) -> str:
+    """Where the forward begins of the innermost module around a path that isn't torch's own."""
+    parts = path.split(".") if path else []
+    for count in range(len(parts), -1, -1):
+        kind = type(model.get_submodule(".".join(parts[:count])))
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None and _is_users(Path(code.co_filename)):
+            return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return ""

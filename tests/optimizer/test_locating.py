@@ -1,0 +1,304 @@
+"""Where a file first differs: faults are planted in files that are right, and named by module, line and operation."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from tiny_models import enliven
+from torch import nn
+from torch.nn import functional
+
+from exporters import Artifact, ExportRequest, OnnxExporter
+from optimizer import export
+from optimizer.errors import ParityError
+from optimizer.locating import Divergence, Place, first_divergence, judged_values
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [part(x).view(x.shape[0], -1, 2, 4).transpose(1, 2) for part in (self.query, self.key, self.value)]
+        mixed = functional.scaled_dot_product_attention(*heads)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape[0], -1, 8))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.attention(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 8, 3)
+        self.pool = nn.MaxPool1d(2)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.again = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.conv(x)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(self.again(torch.tanh(self.again(x)))).mean(1))
+
+
+class Exported:
+    """A copy of a file that is right until something is planted in it."""
+
+    def __init__(self, artifact: Artifact, folder: Path, shape: tuple[int, ...] = (3, 18)) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.draw = lambda batch: torch.randn(batch, *shape, generator=generator)
+        self.artifact = replace(artifact, path=folder / "copy.onnx")
+        self.proto = onnx.load(artifact.path)
+
+    @classmethod
+    def of(cls, model: nn.Module, folder: Path, shape: tuple[int, ...] = (3, 18)) -> "Exported":
+        calls = tuple(((torch.randn(batch, *shape),), {}) for batch in (2, 3, 1))
+        artifact = OnnxExporter().export(ExportRequest(enliven(model).eval(), calls), folder)
+        assert artifact.route == "dynamo"
+        return cls(artifact, folder, shape)
+
+    def node_of(self, value: str) -> onnx.NodeProto:
+        return next(node for node in self.proto.graph.node if value in node.output)
+
+    def reading(self, kind: str, value: str) -> onnx.NodeProto:
+        return next(node for node in self.proto.graph.node if node.op_type == kind and value in node.input)
+
+    def values(self):
+        onnx.save(self.proto, self.artifact.path)
+        program = self.artifact.program
+        return self.artifact.values(self.artifact.path, "cpu", [program.name_in_file(step) for step in program.steps])
+
+    def first(self, *batches: int) -> Divergence | None:
+        calls = [(f"batch size {batch}", (self.draw(batch),)) for batch in batches or (2,)]
+        return first_divergence(self.artifact.program, self.values(), calls)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Artifact:
+    torch.manual_seed(0)
+    return Exported.of(Net(), tmp_path_factory.mktemp("net")).artifact
+
+
+@pytest.fixture
+def exported(artifact, tmp_path) -> Exported:
+    artifact = replace(artifact, path=artifact.path.with_name("model.onnx"))
+    return Exported(artifact, tmp_path)
+
+
+def line_with(text: str) -> str:
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+    return f"{Path(__file__).name}:{number}"
+
+
+HEADS = "heads = [part(x).view(x.shape[0], -1, 2, 4).transpose(1, 2) for part in (self.query, self.key, self.value)]"
+
+
+def scaled(exported: Exported, initializer: str, factor: float) -> None:
+    tensor = next(each for each in exported.proto.graph.initializer if each.name == initializer)
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * tensor_type(factor), initializer))
+
+
+def tensor_type(number: float):
+    return numpy_helper.to_array(helper.make_tensor("", onnx.TensorProto.FLOAT, [], [number]))
+
+
+def test_a_file_that_is_right_differs_nowhere(exported):
+    assert exported.first(1, 2, 5) is None
+    x = exported.draw(5)
+    judged = list(judged_values(exported.artifact.program, exported.values().run((x,)), (x,)))
+    assert len(judged) > 30
+    assert max(each.ratio for each in judged) < 2
+
+
+def test_a_weight_that_is_off_by_a_percent_is_found_at_its_layer(exported):
+    scaled(exported, "model.conv.weight", 1.01)
+    found = exported.first()
+    assert found.place == Place("conv", 1, line_with("x = self.pool(self.conv(x)).transpose(1, 2)"), "conv1d")
+    assert found.also == ()
+    assert found.error > 100 * found.noise
+    assert found.problem.endswith("times its rounding noise at batch size 2")
+
+
+def test_a_weight_deep_inside_is_found_and_not_what_its_error_flows_through(exported):
+    node = exported.node_of(exported.node_of("linear_5").input[0])
+    scaled(exported, node.input[1], 1.01)
+    found = exported.first()
+    assert found.place == Place("blocks.1.attention.key", 1, line_with(HEADS), "linear")
+
+
+def test_a_changed_attribute(exported):
+    next(a for a in exported.node_of("layer_norm_1").attribute if a.name == "epsilon").f = 0.1
+    found = exported.first()
+    assert found.place == Place("blocks.1.norm", 1, line_with("return self.norm(x + self.attention(x))"), "layer_norm")
+
+
+def test_an_operation_in_a_lower_dtype(exported):
+    """onnxruntime has no such kernel on a CPU, and takes casts away that stand next to each other: Concat keeps them."""
+    node = exported.node_of("linear_3")
+    at = list(exported.proto.graph.node).index(node)
+    product = node.input[0]
+    lower = [
+        helper.make_node("Cast", [product], ["low"], to=onnx.TensorProto.FLOAT16),
+        helper.make_node("Concat", ["low"], ["kept"], axis=0),
+        helper.make_node("Cast", ["kept"], ["rounded"], to=onnx.TensorProto.FLOAT),
+    ]
+    node.input[0] = "rounded"
+    for each in reversed(lower):
+        exported.proto.graph.node.insert(at, each)
+    found = exported.first()
+    assert (found.module, found.operation) == ("blocks.0.attention.out", "linear")
+
+
+def test_an_error_inside_an_operation_of_many_nodes(exported):
+    """Attention is many nodes in the file, and may draw random numbers; here it draws none."""
+    exported.reading("Softmax", exported.node_of("val_55").input[0]).attribute[0].i = 1
+    found = exported.first()
+    assert (found.module, found.operation) == ("blocks.0.attention", "scaled_dot_product_attention")
+
+
+def test_a_transposed_axis_that_fits_is_found_by_its_values(tmp_path):
+    torch.manual_seed(0)
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).transpose(1, 2))
+
+    exported = Exported.of(Square(), tmp_path, (6, 6))
+    node = exported.node_of("transpose")
+    del node.attribute[:]
+    node.attribute.append(helper.make_attribute("perm", [0, 1, 2]))
+    assert exported.first().place == Place(
+        "", 1, line_with("return self.second(self.first(x).transpose(1, 2))"), "transpose"
+    )
+
+
+def test_a_transposed_axis_that_does_not_fit_is_found_by_its_shape(exported):
+    node = exported.node_of("transpose_2")
+    del node.attribute[:]
+    node.attribute.append(helper.make_attribute("perm", [0, 1, 2, 3]))
+    found = exported.first()
+    assert found.place == Place("blocks.0.attention", 1, line_with(HEADS), "transpose")
+    assert found.problem == "its shape is [2, 8, 2, 4] in place of [2, 2, 8, 4] at batch size 2"
+
+
+def test_a_batch_that_is_a_constant_is_found_where_it_first_matters(exported):
+    baked = helper.make_tensor("baked", onnx.TensorProto.INT64, [4], [2, 8, 2, 4])
+    exported.proto.graph.initializer.append(baked)
+    exported.node_of("view_1").input[1] = "baked"
+    assert exported.first(2) is None
+    found = exported.first(2, 3)
+    assert found.place == Place("blocks.0.attention", 1, line_with(HEADS), "view")
+    assert (found.problem, found.where) == ("raises at batch size 3", "batch size 3")
+
+
+def test_a_batch_that_is_cut_is_found_by_its_shape(exported):
+    node = exported.node_of("transpose_3")
+    at = list(exported.proto.graph.node).index(node)
+    for name, value in (("cut_from", 0), ("cut_to", 2), ("cut_dim", 0)):
+        exported.proto.graph.initializer.append(helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]))
+    node.output[0] = "uncut"
+    cut = helper.make_node("Slice", ["uncut", "cut_from", "cut_to", "cut_dim"], ["transpose_3"])
+    exported.proto.graph.node.insert(at + 1, cut)
+    assert exported.first(2) is None
+    found = exported.first(3)
+    assert (found.operation, found.problem.split(" in place")[0]) == ("transpose", "its shape is [2, 2, 8, 4]")
+
+
+def test_the_second_call_of_a_module_is_told_from_the_first(exported):
+    node = exported.node_of("linear_9")
+    scale = helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.01])
+    exported.proto.graph.initializer.append(scale)
+    at = list(exported.proto.graph.node).index(node)
+    node.output[0] = "unscaled"
+    exported.proto.graph.node.insert(at + 1, helper.make_node("Mul", ["unscaled", "scale"], ["linear_9"]))
+    found = exported.first()
+    assert (found.module, found.call, found.operation) == ("again", 2, "linear")
+    assert "again, call 2 (" in str(found)
+
+
+def test_what_was_merged_is_named_with_it(tmp_path):
+    """A BatchNorm that the exporter folds leaves no value between: either may be wrong."""
+    torch.manual_seed(0)
+    exported = Exported.of(nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU()), tmp_path)
+    weight = next(node for node in exported.proto.graph.node if node.op_type == "Conv").input[1]
+    scaled(exported, weight, 1.01)
+    found = exported.first()
+    assert (found.module, [place.module for place in found.also]) == ("1", ["0"])
+
+
+def test_json_both_ways(exported):
+    scaled(exported, "model.conv.weight", 1.01)
+    found = exported.first()
+    assert Divergence.from_json(found.to_json()) == found
+
+
+def planting(monkeypatch, plant: Callable[[Path], None]) -> None:
+    """Have the exporter spoil each file after it was proven."""
+    right = OnnxExporter.export
+
+    def export_and_spoil(self, request, directory):
+        artifact = right(self, request, directory)
+        plant(artifact.path)
+        return artifact
+
+    monkeypatch.setattr(OnnxExporter, "export", export_and_spoil)
+
+
+def scale_first_weight(path: Path) -> None:
+    model = onnx.load(path)
+    tensor = next(each for each in model.graph.initializer if each.name == "model.conv.weight")
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * tensor_type(1.01), tensor.name))
+    onnx.save(model, path)
+
+
+def test_an_export_that_fails_says_where(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    planting(monkeypatch, scale_first_weight)
+    line = line_with("x = self.pool(self.conv(x)).transpose(1, 2)")
+    with pytest.raises(ParityError) as caught:
+        export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
+    assert f"It first differs at conv ({line}, conv1d): off by" in str(caught.value)
+    (artifact,) = caught.value.figures["artifacts"]
+    assert artifact["divergence"]["module"] == "conv"
+    assert artifact["divergence_note"] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    planting(monkeypatch, scale_first_weight)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no values today")
+
+    monkeypatch.setattr("optimizer.locating.first_divergence", broken)
+    with pytest.raises(ParityError, match=r"isn't shown to compute what the original does: .* is off by") as caught:
+        export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
+    assert "isn't known: looking for it raised RuntimeError: no values today." in str(caught.value)
+    assert caught.value.figures["artifacts"][0]["divergence"] is None
+
+
+def test_an_export_that_is_right_is_not_looked_into(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("optimizer.api.located", lambda *_: pytest.fail("looked for a place"))
+    bundle = export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
+    assert bundle.parity.ok
