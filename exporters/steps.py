@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _TORCH = Path(torch.__file__).parent
-_HERE = Path(__file__).parent
+_OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimizer", "passes"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _MODEL = "model"
 
@@ -168,7 +168,7 @@ def _place(node: Any, model: nn.Module) -> Place:
     key, (path, _) = stack[-1] if stack else ("", ("", ""))
     repeated = re.search(r"@(\d+)$", key)
     module = path.split("@")[0].removeprefix(_MODEL).lstrip(".")
-    line = line_of(node.meta.get("stack_trace") or "") or _line_of_forward(model, module)
+    line = line_of(node.meta.get("stack_trace") or "") or line_of_forward(model, module)
     return Place(module, int(repeated.group(1)) + 1 if repeated else 1, line, _operation(node.target))
 
 
@@ -181,21 +181,23 @@ def _operation(target: Any) -> str:
 def line_of(stack_trace: str) -> str:
     """File name and line of the innermost frame of a Python stack that is in a file of neither torch nor ours."""
     frames = [(Path(found["file"]), found["line"]) for found in _FRAME.finditer(stack_trace)]
-    own = [(file, line) for file, line in frames if _is_users(file)]
+    own = [(file, line) for file, line in frames if is_users(file)]
     return f"{own[-1][0].name}:{own[-1][1]}" if own else ""
 
 
-def _is_users(file: Path) -> bool:
+def is_users(file: str | Path) -> bool:
+    """Whether a file of code is neither torch's nor ours."""
     # What passes generate has no file.
-    return file.suffix == ".py" and not file.is_relative_to(_TORCH) and not file.is_relative_to(_HERE)
+    path = Path(file)
+    return path.suffix == ".py" and not any(path.is_relative_to(folder) for folder in (_TORCH, *_OURS))
 
 
-def _line_of_forward(model: nn.Module, path: str) -> str:
+def line_of_forward(model: nn.Module, path: str) -> str:
     """Where the forward begins of the innermost module around a path that isn't torch's own."""
     parts = path.split(".") if path else []
     for count in range(len(parts), -1, -1):
         kind = type(model.get_submodule(".".join(parts[:count])))
         code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        if code is not None and _is_users(Path(code.co_filename)):
+        if code is not None and is_users(code.co_filename):
             return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     return ""

@@ -271,7 +271,7 @@ def export(
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            parity, found = _judged(artifact, reference, adapter, target, atol, rtol)
+            parity, found = _judged(artifact, reference, exported, adapter, target, atol, rtol)
             reports[exporter.name] = parity
             entry = artifact_entry(artifact, folder, parity.to_json())
             if found is not None:
@@ -523,6 +523,7 @@ def _request(
 def _judged(
     artifact: Artifact,
     reference: Reference,
+    exported: nn.Module,
     adapter: Adapter,
     device: torch.device,
     atol: Tolerance,
@@ -533,7 +534,8 @@ def _judged(
     flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
     measurement = reference.compare(loaded, flatten=flatten)
     report = judge(measurement, atol=atol, rtol=rtol)
-    found = located(artifact, reference, measurement, flatten, device.type) if report.verdict == "failed" else None
+    failed = report.verdict == "failed"
+    found = located(artifact, reference, measurement, exported, flatten, device.type) if failed else None
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()

@@ -13,63 +13,26 @@ wrong it may be either, and both are named.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from exporters.base import Artifact
 from exporters.steps import FileValues, Place, Program, Seen, Step
-from optimizer.difference import all_finite, distance, floors, is_exact, special, wide
+from optimizer.divergence import Divergence, Off, how_far_off
 from optimizer.float64 import off_by_one_ulp, raised, random_signs
+from optimizer.locating_modules import first_wrong_module
 from optimizer.observe import Flatten
 from optimizer.preserve import random_state
 from optimizer.reference import Reference
 from optimizer.sentences import quote
-from optimizer.verdict import FACTOR, Measurement
+from optimizer.verdict import Measurement
 from passes.graph.storage import has_strides, same_values
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first operation of a file that doesn't give what follows from its inputs.
-
-    Attributes:
-        module, call, line, operation: where it stands in the model, as in `exporters.steps.Place`.
-        error, noise: the largest error, and what rounding alone does there; 0 where `problem` is no matter of size.
-        problem: what is wrong, in words.
-        where: the call it was found at: "batch size 3, draw 1".
-        value: the name of the wrong value in the file.
-        also: other places, in the order of the model, that the file has no values between: it may be any of them.
-    """
-
-    module: str
-    call: int
-    line: str
-    operation: str
-    error: float
-    noise: float
-    problem: str
-    where: str
-    value: str
-    also: tuple[Place, ...] = ()
-
-    @property
-    def place(self) -> Place:
-        return Place(self.module, self.call, self.line, self.operation)
-
-    def __str__(self) -> str:
-        return f"first differs at {self.place}: {self.problem}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "also": [asdict(place) for place in self.also]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Divergence:
-        return cls(**{**data, "also": tuple(Place(**place) for place in data["also"])})
 
 
 @dataclass(frozen=True)
@@ -96,10 +59,7 @@ class Judged:
     """One value of a file beside what should follow from its inputs there."""
 
     step: Step
-    error: float
-    noise: float
-    ratio: float
-    problem: str
+    off: Off
     between: tuple[Place, ...]
 
 
@@ -115,7 +75,7 @@ def first_divergence(
     for where, tensors in calls:
         seen = values.run(tensors)
         for judged in judged_values(program, seen, tensors):
-            if judged.problem:
+            if judged.off.problem:
                 return _divergence(program, judged, where)
         if seen.stopped_at:
             return _raising(program, seen, where)
@@ -135,7 +95,7 @@ def judged_values(program: Program, seen: Seen, tensors: Sequence[torch.Tensor])
         elif step.repeats or replay.repeats(step):
             judged = replay.judge(step, value)
             yield judged
-            if judged.problem and not judged.noise:
+            if judged.off.problem and not judged.off.noise:
                 return
             replay.take(step, value)
         else:
@@ -162,14 +122,8 @@ class _Replay:
         own, truth, off = self._computed(step)
         between = (*self._between_inputs(step), step.place)
         if not isinstance(own, torch.Tensor):
-            return Judged(step, 0.0, 0.0, 0.0, "", between)
-        problem = _another_kind(own, value)
-        if problem:
-            return Judged(step, 0.0, 0.0, 0.0, problem, between)
-        if is_exact(own):
-            wrong = int(((own != value) & (own == truth) & (own == off)).sum())
-            return Judged(step, 0.0, 0.0, 0.0, f"{wrong} of {own.numel()} elements differ" if wrong else "", between)
-        return _judged_floats(step, value, own, truth, off, between)
+            return Judged(step, Off(), between)
+        return Judged(step, how_far_off(value, own, truth, off), between)
 
     def repeats(self, step: Step) -> bool:
         """Whether a step that may draw random numbers gives the same with others: dropout in eval draws none."""
@@ -217,41 +171,13 @@ class _Replay:
         return tuple(dict.fromkeys(place for name in step.inputs for place in self._between.get(name, ())))
 
 
-def _judged_floats(
-    step: Step,
-    value: torch.Tensor,
-    own: torch.Tensor,
-    truth: torch.Tensor,
-    off: torch.Tensor,
-    between: tuple[Place, ...],
-) -> Judged:
-    plain = torch.ones(own.shape, dtype=torch.bool)
-    if not all_finite(own, value, truth, off):
-        odd = special(own)
-        other = (odd != special(value)) & (odd == special(truth)) & (odd == special(off))
-        if count := int(other.sum()):
-            return Judged(step, 0.0, 0.0, 0.0, f"NaN or inf in {count} other places", between)
-        plain = (odd == 0) & (special(value) == 0) & (special(truth) == 0) & (special(off) == 0)
-    if not bool(plain.any()):
-        return Judged(step, 0.0, 0.0, 0.0, "", between)
-    right = wide(own)[plain]
-    error, *noises = (distance(a, b)[plain] for a, b in ((value, truth), (own, truth), (off, own)))
-    least, least_rms = floors(own.dtype, float(right.abs().max()), _rms(right.abs()))
-    noise = max(least, *(float(figures.max()) for figures in noises))
-    noise_rms = max(least_rms, *map(_rms, noises))
-    largest = float(error.max())
-    ratio = max(_times(largest, noise), _times(_rms(error), noise_rms))
-    problem = f"off by {largest:.2e}, {ratio:.3g} times its rounding noise" if ratio > FACTOR else ""
-    return Judged(step, largest, noise, ratio, problem, between)
-
-
 def _divergence(program: Program, judged: Judged, where: str) -> Divergence:
     place = judged.step.place
     return Divergence(
         **asdict(place),
-        error=judged.error,
-        noise=judged.noise,
-        problem=f"{judged.problem} at {where}",
+        error=judged.off.error,
+        noise=judged.off.noise,
+        problem=f"{judged.off.problem} at {where}",
         where=where,
         value=program.name_in_file(judged.step),
         also=tuple(other for other in dict.fromkeys(judged.between) if other != place),
@@ -263,15 +189,7 @@ def _raising(program: Program, seen: Seen, where: str) -> Divergence | None:
     step = next((step for step in program.steps if program.name_in_file(step) in seen.stopped_at), None)
     if step is None:
         return None
-    return _divergence(program, Judged(step, 0.0, 0.0, 0.0, "raises", (step.place,)), where)
-
-
-def _another_kind(own: torch.Tensor, value: torch.Tensor) -> str:
-    if own.shape != value.shape:
-        return f"its shape is {list(value.shape)} in place of {list(own.shape)}"
-    return (
-        f"its dtype is {value.dtype} in place of {own.dtype}".replace("torch.", "") if own.dtype != value.dtype else ""
-    )
+    return _divergence(program, Judged(step, Off(problem="raises"), (step.place,)), where)
 
 
 def _raised(value: Any) -> Any:
@@ -284,18 +202,11 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _rms(figures: torch.Tensor) -> float:
-    return float(figures.square().mean().sqrt())
-
-
-def _times(error: float, noise: float) -> float:
-    return 0.0 if error == 0 else min(error / noise, 1e30) if noise else 1e30
-
-
 def located(
     artifact: Artifact,
     reference: Reference,
     measurement: Measurement,
+    exported: nn.Module,
     flatten: Flatten,
     device: str,
 ) -> Located:
@@ -303,30 +214,49 @@ def located(
 
     Args:
         measurement: of the artifact; the calls that it names are looked at first.
+        exported: the module that the artifact was made from.
         flatten: gives the artifact's tensors of (args, kwargs).
 
     Nothing that goes wrong on the way is raised: it would stand in the place of what failed.
     """
-    program, values = artifact.program, artifact.values
-    if program is None or values is None:
-        return Located(None, f"what a file was made from can't be told on the way {artifact.route!r}")
-    names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
+    wheres = _named_first(reference, measurement)
     try:
-        found = first_divergence(program, values(artifact.path, device, names), _calls(reference, measurement, flatten))
+        found = _in_file(artifact, reference, wheres, flatten, device)
+        if found is None and exported is not reference.target:
+            found = first_wrong_module(reference, exported, wheres)
     except Exception as error:  # foreign code runs here too, and the failure that is looked at is to be told
         logger.debug("locating raised", exc_info=True)
         return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
-    if found is None:
-        return Located(
-            None, "each operation in the file gives what follows from its inputs, so what was captured is another model"
-        )
-    return Located(found)
+    if found is not None:
+        return Located(found)
+    if artifact.program is None:
+        return Located(None, f"what a file was made from can't be told on the way {artifact.route!r}")
+    return Located(None, "each operation in the file gives what follows from its inputs")
 
 
-def _calls(
-    reference: Reference, measurement: Measurement, flatten: Flatten
-) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
+    """Where a module that failed against the reference first differs; raises no more than `located`."""
+    try:
+        found = first_wrong_module(reference, candidate, _named_first(reference, measurement))
+    except Exception as error:  # as above
+        logger.debug("locating raised", exc_info=True)
+        return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
+    return Located(found, "" if found is not None else "no module gives anything else than the original's")
+
+
+def _in_file(
+    artifact: Artifact, reference: Reference, wheres: Sequence[str], flatten: Flatten, device: str
+) -> Divergence | None:
+    program, values = artifact.program, artifact.values
+    if program is None or values is None:
+        return None
+    names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
+    calls = dict(reference.calls())
+    flat = ((where, tuple(flatten(calls[where].args, calls[where].kwargs))) for where in wheres)
+    return first_divergence(program, values(artifact.path, device, names), flat)
+
+
+def _named_first(reference: Reference, measurement: Measurement) -> list[str]:
     """The calls of the reference, those first that a measurement names."""
     told = (*measurement.problems, *(text for each in measurement.outputs for text in (*each.problems, each.where)))
-    calls = sorted(reference.calls(), key=lambda call: not any(call[0] in text for text in told))
-    return ((where, tuple(flatten(call.args, call.kwargs))) for where, call in calls)
+    return sorted((where for where, _ in reference.calls()), key=lambda where: not any(where in text for text in told))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from optimizer.errors import LoadError, OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
+from optimizer.locating import located_module
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
 from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state, reachable_modules, seed_torch
 from optimizer.provenance import Source
@@ -731,7 +732,18 @@ class Pipeline:
             among: the first passes, with all of which it is wrong already; None for all.
         """
         applied = [done for done in self._done if done.result.changes] if among is None else among
-        self._take_back(program, *self._culprit(applied, report.reason))
+        culprit, reason = self._culprit(applied, report.reason)
+        self._take_back(program, culprit, f"{reason}{self._place_of(culprit)}")
+
+    def _place_of(self, culprit: _Done) -> str:
+        """A sentence on the module that is wrong first with this pass and without those behind it; "" where none is found."""
+        if self.mode != "inference" or self._reference is None:
+            return ""
+        later = [edit for done in self._done if done.number > culprit.number for edit in done.result.rewriter.edits]
+        reference = self._judging(self._reference, _precisions([culprit]))
+        with taken_back(later), private_buffers(self.copy.root, self.copy.variables):
+            found = located_module(reference, reference.compare(self.copy.root), self.copy.root)
+        return f" {found}" if found.divergence is not None else ""
 
     def _culprit(self, applied: Sequence[_Done], reason: str, *, right: int = 0) -> tuple[_Done, str]:
         """The first of these passes after which the result is wrong, and the reason: that of all of them is given.

@@ -112,6 +112,16 @@ class Kept:
         return f"batch size {self.batch_size}, draw {self.draw}" if self.batch_size is not None else f"draw {self.draw}"
 
 
+@dataclass(frozen=True)
+class Reruns:
+    """Four ways to run one call once more, without gradients: the original three times over, and a candidate."""
+
+    own: Callable[[], object]
+    in_float64: Callable[[], object]
+    off_by_one: Callable[[], object]
+    candidate: Callable[[], object]
+
+
 class _Gathered:
     """The figures of one output while the original runs."""
 
@@ -347,6 +357,26 @@ class Reference:
     def calls(self) -> Iterator[tuple[str, Call]]:
         """Each call that candidates are compared at, with its batch size and draw in words."""
         return ((kept.where, self._call(kept)) for kept in self._original.kept)
+
+    def reruns(self, where: str, candidate: nn.Module) -> Reruns:
+        """One call again, to be watched; `where` is one of `calls`."""
+        kept = next(kept for kept in self._original.kept if kept.where == where)
+        call, original = self._call(kept), self._original
+
+        def plain(target: Callable[..., Any]) -> Callable[[], object]:
+            return lambda: observe(target, call, seed=kept.seed, names=kept.names, written=self.written)
+
+        return Reruns(
+            own=plain(original.target),
+            in_float64=lambda: original.in_float64(original.target, call, kept, training=False),
+            off_by_one=lambda: original.off_by_one(call, kept, 0, training=False),
+            candidate=plain(candidate),
+        )
+
+    @property
+    def target(self) -> Callable[..., Any]:
+        """The original itself."""
+        return self._original.target
 
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
         """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
@@ -641,9 +671,8 @@ class Original:
                 target, call, seed=kept.seed, training=training, mode=mode, names=kept.names, written=self.written
             )
 
-    def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
-        if not self.perturbed:
-            return
+    def off_by_one(self, call: Call, kept: Kept, number: int, *, training: bool) -> Observation:
+        """What the original gives with inputs and parameters off by one unit in the last place."""
         seed = _mixed(kept.seed, 1, number)
         signs = random_signs(torch.Generator().manual_seed(seed))
 
@@ -654,8 +683,13 @@ class Original:
 
         args, kwargs = rebuild((call.args, call.kwargs), perturb)
         mode = PerturbedMode(seed, written=self._written_parameters())
+        return self._observed(Call(args, kwargs), kept, training, mode)
+
+    def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
+        if not self.perturbed:
+            return
         try:
-            other = self._observed(Call(args, kwargs), kept, training, mode)
+            other = self.off_by_one(call, kept, number, training=training)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.perturbed = False
             self.notes.append(f"The answer to changes of one unit couldn't be measured: {_first_line(error)}")

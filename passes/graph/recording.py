@@ -176,7 +176,7 @@ class _Recorder(TorchFunctionMode):
     def around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = self.frames[-1] if self.frames else None
         frame = _Frame(module, is_atom(module))
-        seen, named_seen = _opened((args, kwargs))
+        seen, named_seen = opened((args, kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves((seen, named_seen)) if isinstance(leaf, torch.Tensor)]
         if (dtype := autocast_dtype(self.devices)) is not None:
             self.recording.autocast[id(module)] = dtype
@@ -192,7 +192,7 @@ class _Recorder(TorchFunctionMode):
             self.frames.pop()
         finished = RecordedCall(structure, shapes, None if frame.atom else frame.graph)
         self.recording.calls.setdefault(id(module), []).append(finished)
-        given = _opened(outputs)
+        given = opened(outputs)
         self._finish(frame, finished, given)
         if caller is not None and arguments is not None:
             node = caller.graph.create_node("call_module", self._target(caller.module, module), *arguments)
@@ -236,7 +236,7 @@ class _Recorder(TorchFunctionMode):
         frame = self.frames[-1]
         if function_name(func) == "__get__" and func.__self__.__name__ in METADATA:
             return result
-        given = _opened((args, kwargs))
+        given = opened((args, kwargs))
         arguments = self._arguments(frame, given)
         if frame.atom:
             return result
@@ -245,7 +245,7 @@ class _Recorder(TorchFunctionMode):
         node = frame.graph.create_node(op, target, *arguments)
         if (dtype := autocast_dtype(self.devices)) is not None:
             node.meta[AUTOCAST] = dtype
-        self._keep(frame, _opened(result), node, pytree.tree_leaves(given))
+        self._keep(frame, opened(result), node, pytree.tree_leaves(given))
         return result
 
     def _arguments(self, frame: _Frame, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -320,7 +320,7 @@ class _Recorder(TorchFunctionMode):
         ]
 
 
-def _opened(values: Any) -> Any:
+def opened(values: Any) -> Any:
     """The values with the tensors in the place of sealed ones: which modules are folded together doesn't change what is run."""
     if not any(type(leaf) is SealedOutput for leaf in pytree.tree_leaves(values)):
         return values

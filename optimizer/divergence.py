@@ -1,0 +1,115 @@
+"""A value beside what it should be, and the place of the first that is something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from exporters.steps import Place
+from optimizer.difference import all_finite, distance, floors, is_exact, special, wide
+from optimizer.verdict import FACTOR
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first operation that doesn't give what the original's gives.
+
+    Attributes:
+        module, call, line, operation: where it stands in the model, as in `exporters.steps.Place`.
+        error, noise: the largest error, and what rounding alone does there; 0 where `problem` is no matter of size.
+        problem: what is wrong, in words.
+        where: the call it was found at: "batch size 3, draw 1".
+        value: the name of the wrong value in the file; "" where it is a module's output.
+        also: other places, in the order of the model, that the file has no values between: it may be any of them.
+    """
+
+    module: str
+    call: int
+    line: str
+    operation: str
+    error: float
+    noise: float
+    problem: str
+    where: str
+    value: str
+    also: tuple[Place, ...] = ()
+
+    @property
+    def place(self) -> Place:
+        return Place(self.module, self.call, self.line, self.operation)
+
+    def __str__(self) -> str:
+        return f"first differs at {self.place}: {self.problem}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "also": [asdict(place) for place in self.also]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Divergence:
+        return cls(**{**data, "also": tuple(Place(**place) for place in data["also"])})
+
+
+@dataclass(frozen=True)
+class Off:
+    """How far a value is off.
+
+    Attributes:
+        error, noise, ratio: the largest error, what rounding alone does, and the error in units of it; 0 where `problem` is
+            no matter of size.
+        problem: what is wrong, in words; "" where it is right.
+    """
+
+    error: float = 0.0
+    noise: float = 0.0
+    ratio: float = 0.0
+    problem: str = ""
+
+
+def how_far_off(value: torch.Tensor, own: torch.Tensor, truth: torch.Tensor, off: torch.Tensor) -> Off:
+    """A value beside what it should be; all tensors are on the CPU, and the last three have one shape.
+
+    Args:
+        own: what the original has; truth: the same in float64; off: with what it is computed from off by one unit.
+    """
+    if problem := _another_kind(own, value):
+        return Off(problem=problem)
+    if is_exact(own):
+        wrong = int(((own != value) & (own == truth) & (own == off)).sum())
+        return Off(problem=f"{wrong} of {own.numel()} elements differ" if wrong else "")
+    plain = torch.ones(own.shape, dtype=torch.bool)
+    if not all_finite(own, value, truth, off):
+        odd = special(own)
+        other = (odd != special(value)) & (odd == special(truth)) & (odd == special(off))
+        if count := int(other.sum()):
+            return Off(problem=f"NaN or inf in {count} other places")
+        plain = (odd == 0) & (special(value) == 0) & (special(truth) == 0) & (special(off) == 0)
+    if not bool(plain.any()):
+        return Off()
+    right = wide(own)[plain]
+    error, *noises = (distance(a, b)[plain] for a, b in ((value, truth), (own, truth), (off, own)))
+    least, least_rms = floors(own.dtype, float(right.abs().max()), _rms(right.abs()))
+    noise = max(least, *(float(figures.max()) for figures in noises))
+    noise_rms = max(least_rms, *map(_rms, noises))
+    largest = float(error.max())
+    ratio = max(_times(largest, noise), _times(_rms(error), noise_rms))
+    problem = f"off by {largest:.2e}, {ratio:.3g} times its rounding noise" if ratio > FACTOR else ""
+    return Off(largest, noise, ratio, problem)
+
+
+def _another_kind(own: torch.Tensor, value: torch.Tensor) -> str:
+    if own.shape != value.shape:
+        return f"its shape is {list(value.shape)} in place of {list(own.shape)}"
+    return (
+        f"its dtype is {value.dtype} in place of {own.dtype}".replace("torch.", "") if own.dtype != value.dtype else ""
+    )
+
+
+def _rms(figures: torch.Tensor) -> float:
+    return float(figures.square().mean().sqrt())
+
+
+def _times(error: float, noise: float) -> float:
+    return 0.0 if error == 0 else min(error / noise, 1e30) if noise else 1e30

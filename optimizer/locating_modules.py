@@ -1,0 +1,194 @@
+"""Where a module first computes something else than the original: by path, as both have the same tree.
+
+The outputs of all module calls are compared, as the outputs of the whole are: with the original in float64, in its own dtype
+and off by one unit. What a pass rewrites gives other values on the way, and is right all the same: a convolution that a
+BatchNorm was folded into differs, and the BatchNorm behind it, which passes that on, doesn't. So a call that differs is no
+fault where what reads its output is right again. Of those that are left the first is named whose inputs are right, and
+inside of it the first again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from exporters.steps import is_users, line_of_forward
+from optimizer.divergence import Divergence, Off, how_far_off
+from optimizer.preserve import eager_only, one_at_a_time
+from optimizer.reference import Reference, as_run
+from optimizer.structure import leaves_of
+from passes.graph.interception import intercepted_calls
+from passes.graph.recording import opened
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        line: where it is called, such as "modeling_resnet.py:66"; "" where that isn't known.
+        reads: the calls whose outputs it is given as they are.
+        children: the calls that it makes, in order.
+    """
+
+    path: str
+    number: int
+    line: str
+    kind: str
+    reads: frozenset[tuple[str, int]]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.path, self.number
+
+
+class _Watch:
+    """Gathers the calls of one run of a module; a further run of it starts anew."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.calls: dict[tuple[str, int], ModuleCall] = {}
+        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._open: list[ModuleCall] = []
+        self._frames: list[FrameType] = []
+        # By the tensor that a call gave; the tensors are held, else another could have the id of one.
+        self._givers: dict[int, tuple[torch.Tensor, set[tuple[str, int]]]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with intercepted_calls(self.root, self._around):
+            yield
+
+    def _around(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if module is self.root and not self._open:
+            self.calls, self._givers = {}, {}
+        path = self._paths[id(module)]
+        number = 1 + sum(1 for known, _ in self.calls if known == path)
+        given = _tensors((args, kwargs))
+        reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
+        made = ModuleCall(path, number, self._line(), type(module).__name__, reads, _copies(given))
+        self.calls[made.key] = made
+        if self._open:
+            self._open[-1].children.append(made)
+        self._open.append(made)
+        self._frames.append(sys._getframe())
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._open.pop()
+            self._frames.pop()
+        gave = _tensors(result)
+        made.outputs = _copies(gave)
+        for tensor in gave:
+            self._givers.setdefault(id(tensor), (tensor, set()))[1].add(made.key)
+        return result
+
+    def _line(self) -> str:
+        """The innermost line of a user's file between here and the call around this one."""
+        frame = sys._getframe(1)
+        end = self._frames[-1] if self._frames else frame
+        while frame is not end and frame.f_back is not None:
+            if is_users(frame.f_code.co_filename):
+                return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+
+def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: list[str]) -> Divergence | None:
+    """The first module whose call gives something else than the original's, at the first of the calls that shows one.
+
+    Args:
+        wheres: which calls of the reference to look at, as it names them.
+    """
+    original = reference.target
+    if not isinstance(original, nn.Module):
+        return None
+    for where in wheres:
+        runs = reference.reruns(where, candidate)
+        own, truth, off = (_watched(original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        got = _watched(candidate, runs.candidate)
+        four = _Four(own, truth, off, got)
+        found = _first(("", 1), four)
+        if found is not None:
+            return _named(found, four, original, where)
+    return None
+
+
+def _watched(root: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int], ModuleCall]:
+    watch = _Watch(root)
+    with one_at_a_time, as_run(root, "inference"), eager_only(), watch.watching():
+        run()
+    return watch.calls
+
+
+@dataclass(frozen=True)
+class _Four:
+    """The calls of the original three times over, and those of the candidate."""
+
+    own: dict[tuple[str, int], ModuleCall]
+    truth: dict[tuple[str, int], ModuleCall]
+    off: dict[tuple[str, int], ModuleCall]
+    got: dict[tuple[str, int], ModuleCall]
+
+    def worst(self, key: tuple[str, int], side: str) -> Off | None:
+        """How far the inputs or outputs of a call are off; None where they can't be compared."""
+        if any(key not in calls for calls in (self.got, self.own, self.truth, self.off)):
+            return None
+        values, *of_original = (getattr(calls[key], side) for calls in (self.got, self.own, self.truth, self.off))
+        if len({len(values), *map(len, of_original)}) > 1 or not values:
+            return None
+        found = [how_far_off(*four) for four in zip(values, *of_original, strict=True)]
+        return max(found, key=lambda one: (bool(one.problem), one.ratio))
+
+
+def _first(key: tuple[str, int], four: _Four) -> tuple[str, int] | None:
+    """The innermost first wrong call at or below one; None where that one is right."""
+    whole = four.worst(key, "outputs")
+    if whole is None or not whole.problem:
+        return None
+    suspects: list[tuple[str, int]] = []
+    for child in four.got[key].children:
+        outputs, inputs = four.worst(child.key, "outputs"), four.worst(child.key, "inputs")
+        if outputs is None:
+            continue
+        if not outputs.problem:
+            # What it reads is another number on the way to the same.
+            suspects = [suspect for suspect in suspects if suspect not in child.reads]
+        elif inputs is None or not inputs.problem:
+            suspects.append(child.key)
+    return (_first(suspects[0], four) or suspects[0]) if suspects else key
+
+
+def _named(key: tuple[str, int], four: _Four, original: nn.Module, where: str) -> Divergence:
+    call, worst = four.own[key], four.worst(key, "outputs")
+    assert worst is not None
+    return Divergence(
+        module=call.path,
+        call=call.number,
+        line=call.line or line_of_forward(original, call.path),
+        operation=call.kind,
+        error=worst.error,
+        noise=worst.noise,
+        problem=f"{worst.problem} at {where}",
+        where=where,
+        value="",
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [tensor for _, tensor in leaves_of(opened(tree)).tensors()]
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    # In place operations behind it would change what a call gave.
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]

@@ -1,0 +1,128 @@
+"""Where a module first differs from the original: passes that change what is computed, and results that were spoilt."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import export, optimize
+from optimizer.errors import ParityError
+from optimizer.inputs import Samples
+from optimizer.locating_modules import first_wrong_module
+from optimizer.reference import Reference
+from passes import GraphPass
+from passes.graph.rewriter import Rewriter, TensorRef
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.one(self.first(x)))
+        return torch.relu(self.two(self.second(y)) + x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.shared = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks(self.stem(x)).mean((2, 3))
+        return self.head(self.shared(self.shared(y)))
+
+
+@dataclass(frozen=True)
+class ScaleUnseen(GraphPass):
+    """Scale the weight of a layer, and name no region that could be compared."""
+
+    name: ClassVar[str] = "scale-unseen"
+    path: str = "blocks.1.second"
+
+    def rewrite(self, graph: Rewriter) -> None:
+        module = graph.program.root.get_submodule(self.path)
+        with graph.change(self.path, "scaled", ()) as change:
+            graph.set_tensor(change, TensorRef(module, "weight"), module.weight.detach() * 1.01)
+
+
+X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(Net()).eval()
+
+
+def line_with(text: str) -> str:
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+    return f"{Path(__file__).name}:{number}"
+
+
+def found(original: nn.Module, candidate: nn.Module):
+    reference = Reference.measure(original, Samples((X,)), batch_sizes=[2, 3], draws=1)
+    return first_wrong_module(reference, candidate, [where for where, _ in reference.calls()])
+
+
+@pytest.mark.parametrize("path", ["stem", "blocks.0.first", "blocks.1.second", "blocks.2.first", "head"])
+def test_a_pass_that_scales_a_weight_is_found_with_its_module_and_line(net, path):
+    """Behind folds, which give the convolutions other outputs, and in front of another pass."""
+    fast = optimize(net, ["fold-conv-bn", ScaleUnseen(path), "channels-last"], example_inputs=(X,))
+    record = next(record for record in fast.report.passes if record.name == "scale-unseen")
+    assert record.status == "rolled-back"
+    kind = type(net.get_submodule(path)).__name__
+    assert f"It first differs at {path} (test_locating_modules.py:" in record.reason
+    assert f", {kind}): off by" in record.reason
+    assert [record.status for record in fast.report.passes if record.name == "fold-conv-bn"] == ["applied"]
+
+
+def test_the_line_is_that_of_the_call(net):
+    fast = optimize(net, [ScaleUnseen("blocks.1.second")], example_inputs=(X,))
+    line = line_with("return torch.relu(self.two(self.second(y)) + x)")
+    assert f"blocks.1.second ({line}, Conv2d)" in fast.report.passes[0].reason
+
+
+def test_what_folds_change_on_the_way_is_no_fault(net):
+    fast = optimize(net, ["fold-conv-bn"], example_inputs=(X,))
+    assert fast.report.passes[0].status == "applied"
+    assert found(net, fast) is None
+
+
+def test_the_first_call_of_a_module_that_is_called_twice(net):
+    fast = optimize(net, [], example_inputs=(X,))
+    fast.shared.weight = nn.Parameter(fast.shared.weight.detach() * 1.01)
+    divergence = found(net, fast)
+    assert (divergence.module, divergence.call, divergence.operation) == ("shared", 1, "Linear")
+    assert divergence.where == "batch size 2, draw 0"
+    assert divergence.error > 4 * divergence.noise
+
+
+def test_an_operation_of_a_modules_own_forward_is_named_by_that_module(net):
+    candidate = optimize(net, [], example_inputs=(X,))
+    block = candidate.blocks[1]
+    block.forward = lambda x: torch.relu(block.two(block.second(torch.relu(block.one(block.first(x))))) + 1.01 * x)
+    divergence = found(net, candidate)
+    assert divergence.module == "blocks.1"
+    assert divergence.operation == "Block"
+
+
+@pytest.mark.parametrize("name", ["torchscript", "onnx"])
+def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported(net, tmp_path, name):
+    fast = optimize(net, example_inputs=(X,))
+    with torch.no_grad():
+        fast.blocks[2].first.weight.mul_(1.01)
+    with pytest.raises(
+        ParityError, match=r"It first differs at blocks\.2\.first \(test_locating_modules\.py:"
+    ) as caught:
+        export(fast, example_inputs=(X,), output=tmp_path / "net", formats=[name])
+    assert caught.value.figures["artifacts"][0]["divergence"]["module"] == "blocks.2.first"
