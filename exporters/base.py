@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from exporters.errors import StructureError
 from exporters.isolation import silent, undisturbed
-from exporters.steps import FileValues, Program
+from exporters.steps import FileParts, FileValues, Program
 from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
 
 
@@ -207,6 +207,7 @@ class Artifact:
         loader: the exporter's `load`.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
         values: makes the file give the named ones of its values, where the exporter can.
+        parts: makes the modules in the file callable one by one, where it has them.
     """
 
     format: str
@@ -222,6 +223,7 @@ class Artifact:
     values: Callable[[Path, str, Collection[str]], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
+    parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """The artifact, ready to run on "cpu" or "cuda"."""

@@ -111,6 +111,13 @@ class FileValues(Protocol):
         """The values for these inputs."""
 
 
+class FileParts(Protocol):
+    """A file that holds the model's modules, which can be called one by one."""
+
+    def part(self, path: str, number: int) -> Callable[[torch.Tensor], Any] | None:
+        """What the file computes at the how-manieth call of a module, from 1 on; None where it doesn't take one tensor."""
+
+
 def program_of(exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str]) -> Program:
     """The steps of an exported program of an adapter around `model`.
 

@@ -7,8 +7,8 @@ gives a trace with the batch size baked in.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from exporters.decisions import conditions_at, conditions_of, traced_with_decisi
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
+from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
 from exporters.writing import write_archive
@@ -49,7 +50,15 @@ class TorchScriptExporter(Exporter):
                 module = _script(evidence.adapter)
             return self._proven(module, evidence, folder)
 
-        return first_right(self, evidence, (Route("trace", traced), Route("script", scripted)), directory)
+        artifact = first_right(self, evidence, (Route("trace", traced), Route("script", scripted)), directory)
+        # What was scripted has forwards of other arguments, with defaults.
+        return replace(artifact, parts=self.parts) if artifact.route == "trace" else artifact
+
+    @staticmethod
+    def parts(path: Path, device: str) -> FileParts:
+        """The modules of a traced file, to be called one by one."""
+        with torchscript_allowed():
+            return _Parts(torch.jit.load(str(path), map_location=device).eval())
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
@@ -83,6 +92,25 @@ class _LoadedTorchScript:
         with torch.no_grad():
             outputs = self._module(*(tensor.to(self.device) for tensor in tensors))
         return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class _Parts:
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        # The checks of the inputs, the adapter, the model.
+        self._model = module.model.model
+
+    def part(self, path: str, number: int) -> Callable[[torch.Tensor], Any] | None:
+        """A module's further calls are methods of their own: `forward1` is the second."""
+        module = self._model
+        for name in path.split(".") if path else ():
+            if not hasattr(module, name):
+                return None
+            module = getattr(module, name)
+        method = getattr(module, f"forward{number - 1}" if number > 1 else "forward", None)
+        if method is None:
+            return None
+        arguments = method.schema.arguments[1:]
+        return method if [str(each.type) for each in arguments] == ["Tensor"] else None
 
 
 def _script(adapter: Adapter) -> torch.jit.ScriptModule:

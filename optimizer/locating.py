@@ -24,7 +24,7 @@ from exporters.base import Artifact
 from exporters.steps import FileValues, Place, Program, Seen, Step
 from optimizer.divergence import Divergence, Off, how_far_off
 from optimizer.float64 import off_by_one_ulp, raised, random_signs
-from optimizer.locating_modules import first_wrong_module
+from optimizer.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.observe import Flatten
 from optimizer.preserve import random_state
 from optimizer.reference import Reference
@@ -221,7 +221,7 @@ def located(
     """
     wheres = _named_first(reference, measurement)
     try:
-        found = _in_file(artifact, reference, wheres, flatten, device)
+        found = _in_file(artifact, reference, exported, wheres, flatten, device)
         if found is None and exported is not reference.target:
             found = first_wrong_module(reference, exported, wheres)
     except Exception as error:  # foreign code runs here too, and the failure that is looked at is to be told
@@ -229,9 +229,9 @@ def located(
         return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
     if found is not None:
         return Located(found)
-    if artifact.program is None:
+    if artifact.program is None and artifact.parts is None:
         return Located(None, f"what a file was made from can't be told on the way {artifact.route!r}")
-    return Located(None, "each operation in the file gives what follows from its inputs")
+    return Located(None, "each part of the file gives what follows from its inputs")
 
 
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
@@ -245,9 +245,16 @@ def located_module(reference: Reference, measurement: Measurement, candidate: nn
 
 
 def _in_file(
-    artifact: Artifact, reference: Reference, wheres: Sequence[str], flatten: Flatten, device: str
+    artifact: Artifact,
+    reference: Reference,
+    exported: nn.Module,
+    wheres: Sequence[str],
+    flatten: Flatten,
+    device: str,
 ) -> Divergence | None:
     program, values = artifact.program, artifact.values
+    if artifact.parts is not None:
+        return first_wrong_part(reference, exported, artifact.parts(artifact.path, device), wheres)
     if program is None or values is None:
         return None
     names = [program.name_in_file(step) for step in program.steps if step.is_tensor]

@@ -10,16 +10,17 @@ inside of it the first again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from exporters.steps import is_users, line_of_forward
+from exporters.steps import FileParts, is_users, line_of_forward
+from optimizer.difference import distance, is_exact, wide
 from optimizer.divergence import Divergence, Off, how_far_off
 from optimizer.preserve import eager_only, one_at_a_time
 from optimizer.reference import Reference, as_run
@@ -104,7 +105,7 @@ class _Watch:
         return ""
 
 
-def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: list[str]) -> Divergence | None:
+def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: Sequence[str]) -> Divergence | None:
     """The first module whose call gives something else than the original's, at the first of the calls that shows one.
 
     Args:
@@ -121,6 +122,34 @@ def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: list[
         found = _first(("", 1), four)
         if found is not None:
             return _named(found, four, original, where)
+    return None
+
+
+def first_wrong_part(
+    reference: Reference, exported: nn.Module, parts: FileParts, wheres: Sequence[str]
+) -> Divergence | None:
+    """The first module of a file that gives something else than the module that the file was made from.
+
+    Each is called by itself, on what the module is given: an error in front of it doesn't show. Only modules that take one
+    tensor are; an operation of a forward is found at the innermost of them around it.
+    """
+    measured = reference.of(exported)
+    for where in wheres:
+        runs = measured.reruns(where, exported)
+        own, truth, off = (_watched(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        # A call ends before the one that makes it: the innermost come first.
+        for call in _in_order_of_ending(own["", 1]):
+            part = parts.part(*call.key) if len(call.inputs) == 1 else None
+            if part is None or call.key not in truth or call.key not in off:
+                continue
+            with torch.no_grad():
+                got = _copies(_tensors(part(call.inputs[0].clone())))
+            # What rounding in front of it does is in the noise: the call itself was given what the part is.
+            noisy = replace(call, outputs=_farthest(call, truth[call.key], off[call.key]))
+            four = _Four(*({call.key: each} for each in (call, call, noisy, replace(call, outputs=got))))
+            worst = four.worst(call.key, "outputs")
+            if worst is not None and worst.problem:
+                return _named(call.key, four, exported, where)
     return None
 
 
@@ -183,6 +212,23 @@ def _named(key: tuple[str, int], four: _Four, original: nn.Module, where: str) -
         where=where,
         value="",
     )
+
+
+def _in_order_of_ending(call: ModuleCall) -> Iterator[ModuleCall]:
+    for child in call.children:
+        yield from _in_order_of_ending(child)
+    yield call
+
+
+def _farthest(call: ModuleCall, *others: ModuleCall) -> list[torch.Tensor]:
+    """The outputs of a call, each number of them as far off as it is in the farthest of the others."""
+    outputs = []
+    for index, own in enumerate(call.outputs):
+        known = [other.outputs[index] for other in others if len(other.outputs) == len(call.outputs)]
+        fitting = [value for value in known if value.shape == own.shape and not is_exact(own)]
+        far = [torch.nan_to_num(distance(value, own)) for value in fitting]
+        outputs.append(wide(own) + torch.stack(far).amax(0) if far else own)
+    return outputs
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

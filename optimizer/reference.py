@@ -373,6 +373,15 @@ class Reference:
             candidate=plain(candidate),
         )
 
+    def of(self, target: nn.Module) -> Reference:
+        """The same measured of another module, at the same calls.
+
+        Raises:
+            LoadError: it raises at all of them.
+        """
+        assert self._samples is not None
+        return Reference.measure(target, self._samples, batch_sizes=self.batch_sizes or None, draws=self._blank.draws)
+
     @property
     def target(self) -> Callable[..., Any]:
         """The original itself."""

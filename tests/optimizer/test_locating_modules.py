@@ -9,10 +9,12 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
+from exporters import TorchScriptExporter
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize
 from optimizer.errors import ParityError
 from optimizer.inputs import Samples
-from optimizer.locating_modules import first_wrong_module
+from optimizer.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.reference import Reference
 from passes import GraphPass
 from passes.graph.rewriter import Rewriter, TensorRef
@@ -126,3 +128,36 @@ def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported
     ) as caught:
         export(fast, example_inputs=(X,), output=tmp_path / "net", formats=[name])
     assert caught.value.figures["artifacts"][0]["divergence"]["module"] == "blocks.2.first"
+
+
+@pytest.mark.parametrize(
+    ("path", "number"), [("stem", 1), ("blocks.0.first", 1), ("blocks.1.second", 1), ("shared", 1), ("head", 1)]
+)
+def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path, monkeypatch, path, number):
+    right = TorchScriptExporter.export
+
+    def export_and_spoil(self, request, directory):
+        artifact = right(self, request, directory)
+        with torchscript_allowed():
+            module = torch.jit.load(artifact.path)
+            with torch.no_grad():
+                dict(module.named_parameters())[f"model.model.{path}.weight"].mul_(1.01)
+            module.save(artifact.path)
+        return artifact
+
+    monkeypatch.setattr(TorchScriptExporter, "export", export_and_spoil)
+    fast = optimize(net, example_inputs=(X,))
+    with pytest.raises(ParityError, match=rf"It first differs at {path} \(test_locating_modules\.py:") as caught:
+        export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
+    assert caught.value.figures["artifacts"][0]["divergence"]["call"] == number
+
+
+def test_a_torchscript_file_that_is_right_differs_nowhere(net, tmp_path):
+    fast = optimize(net, example_inputs=(X,))
+    bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
+    reference = Reference.measure(net, Samples((X,)), batch_sizes=[2, 3], draws=1)
+    parts = TorchScriptExporter.parts(bundle.path / "model.torchscript.pt", "cpu")
+    assert all(parts.part(*key) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)])
+    assert parts.part("shared", 3) is None
+    assert parts.part("blocks.1.two", 1) is None, "it was folded, and the file computes nothing there"
+    assert first_wrong_part(reference, fast, parts, [where for where, _ in reference.calls()]) is None
