@@ -48,6 +48,7 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/examples
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
+	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
 	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
