@@ -28,13 +28,14 @@ from optimizer.bundle import (
 from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, Samples
-from optimizer.locating import Located, located
+from optimizer.locating import Located, located, named_first
 from optimizer.manifest import plain, to_json_text
-from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
+from optimizer.parity import BATCH_SIZES, Measurement, ParityReport, Reference, Tolerance, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
+from optimizer.reproducing import check_debug_folder, write_reproduction
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
@@ -204,6 +205,7 @@ def export(
     rtol: Tolerance = None,
     seed: int = 0,
     source: str | None = None,
+    debug_dir: str | Path | None = None,
     progress: ProgressFunction | None = None,
 ) -> Bundle:
     """Write the model into a bundle of artifacts, each of them proven to compute what the original computes.
@@ -225,6 +227,8 @@ def export(
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by output name.
         seed: of the further example inputs that are drawn.
         source: where the model comes from, for the manifest.
+        debug_dir: a folder that isn't there yet. For each artifact that computes something else, a folder with all that it
+            takes to see that is written into it: the file, inputs, expected outputs and a program that compares.
         progress: is told what is being done.
 
     Raises:
@@ -240,6 +244,7 @@ def export(
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
         raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
     check_target(output, force=force)
+    check_debug_folder(debug_dir)
     exporters = [exporter_named(name) for name in _unique(formats)]
     target = _resolved(device, require_gpu=require_gpu)
     provenance = provenance_of(model)
@@ -265,21 +270,28 @@ def export(
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}
-        places: dict[str, Located] = {}
+        # On artifacts that fail.
+        remarks: dict[str, str] = {}
         for number, exporter in enumerate(exporters):
             tell(Progress("export", number, len(exporters), exporter.name))
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            parity, found = _judged(artifact, reference, exported, adapter, target, atol, rtol)
+            measurement, parity = _judged(artifact, reference, adapter, target, atol, rtol)
+            found: Located | None = None
+            if parity.verdict == "failed":
+                found = located(artifact, reference, measurement, exported, adapter.flatten_inputs, target.type)
+                if debug_dir is not None:
+                    written = _reproduction(Path(debug_dir), artifact, reference, adapter, measurement, parity, found)
+                    remarks[exporter.name] = written
             reports[exporter.name] = parity
             entry = artifact_entry(artifact, folder, parity.to_json())
             if found is not None:
                 entry |= found.to_json()
-                places[exporter.name] = found
+                remarks[exporter.name] = " ".join(filter(None, (str(found), remarks.get(exporter.name))))
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))
-        _raise_unless_ok(reports, places, entries)
+        _raise_unless_ok(reports, remarks, entries)
         tell(Progress("bundle", 0, 1, str(output)))
         golden = write_golden(
             folder,
@@ -523,27 +535,39 @@ def _request(
 def _judged(
     artifact: Artifact,
     reference: Reference,
-    exported: nn.Module,
     adapter: Adapter,
     device: torch.device,
     atol: Tolerance,
     rtol: Tolerance,
-) -> tuple[ParityReport, Located | None]:
-    """The verdict, and where an artifact that fails first differs."""
+) -> tuple[Measurement, ParityReport]:
     loaded = artifact.load(device.type)
     flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
     measurement = reference.compare(loaded, flatten=flatten)
     report = judge(measurement, atol=atol, rtol=rtol)
-    failed = report.verdict == "failed"
-    found = located(artifact, reference, measurement, exported, flatten, device.type) if failed else None
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()
-    return report, found
+    return measurement, report
+
+
+def _reproduction(
+    directory: Path,
+    artifact: Artifact,
+    reference: Reference,
+    adapter: Adapter,
+    measurement: Measurement,
+    report: ParityReport,
+    found: Located,
+) -> str:
+    """Write the folder that shows what is wrong; a sentence on it."""
+    where = named_first(reference, measurement)[0] if found.divergence is None else found.divergence.where
+    golden = reference.golden_at(where)
+    inputs = adapter.flatten_inputs(golden.call.args, golden.call.kwargs)
+    return write_reproduction(directory, artifact, inputs, golden, where, report, found)
 
 
 def _raise_unless_ok(
-    reports: Mapping[str, ParityReport], places: Mapping[str, Located], entries: Sequence[dict[str, Any]]
+    reports: Mapping[str, ParityReport], remarks: Mapping[str, str], entries: Sequence[dict[str, Any]]
 ) -> None:
     for name, report in reports.items():
         if not report.ok:
@@ -551,7 +575,7 @@ def _raise_unless_ok(
             advice = " Give trained weights, or inputs that the model answers differently." * (
                 report.verdict == "vacuous"
             )
-            where = f" {places[name]}" if name in places else ""
+            where = f" {remarks[name]}" if name in remarks else ""
             what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{where}{advice}"
             raise ParityError(what, figures)
 

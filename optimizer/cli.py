@@ -190,6 +190,7 @@ def _installed(distribution: str) -> str:
 @click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
+@click.option("--debug-dir", metavar="DIR", help="Where a file computes something else: write what shows it there.")
 @click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
 @click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
@@ -253,9 +254,9 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
     passes = values["passes"]
     if passes is not None and not passes.strip():
         raise UsageError("--passes names no pass: give a list, none for no pass, or leave the option out.")
-    for option, what in (("output", "folder"), ("weights", "file")):
+    for option, what in (("output", "folder"), ("weights", "file"), ("debug_dir", "folder")):
         if values[option] is not None and not values[option].strip():
-            raise UsageError(f"--{option} names no {what}: give one, or leave the option out.")
+            raise UsageError(f"--{option.replace('_', '-')} names no {what}: give one, or leave the option out.")
     return ExportOptions(
         model=model,
         name=values["name"],
@@ -272,6 +273,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         output_names=_optional_names("--output-names", values["output_names"]),
         strict=values["strict"],
         force=values["force"],
+        debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
         seed=parse_seed(values["seed"]),
     )
 

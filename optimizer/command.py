@@ -32,6 +32,7 @@ from optimizer.loading import Loaded, load, parse_target
 from optimizer.manifest import plain
 from optimizer.options import LOAD_STAGE, ExportOptions, VerifyOptions
 from optimizer.report import Progress
+from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import exit_call
 from optimizer.trial import check_runs
 from optimizer.user_code import names_restored
@@ -112,6 +113,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         force=options.force,
         seed=options.seed,
         source=loaded.source,
+        debug_dir=options.debug_dir,
         progress=progress,
     )
     report = report_of(fast).to_json()
@@ -134,6 +136,7 @@ def _check(options: ExportOptions) -> list[Pass]:
         parse_input(text)
     parse_target(options.model, options.name)
     check_target(options.output, force=options.force)
+    check_debug_folder(options.debug_dir)
     return passes
 
 

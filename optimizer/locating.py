@@ -219,7 +219,7 @@ def located(
 
     Nothing that goes wrong on the way is raised: it would stand in the place of what failed.
     """
-    wheres = _named_first(reference, measurement)
+    wheres = named_first(reference, measurement)
     try:
         found = _in_file(artifact, reference, exported, wheres, flatten, device)
         if found is None and exported is not reference.target:
@@ -237,7 +237,7 @@ def located(
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
     """Where a module that failed against the reference first differs; raises no more than `located`."""
     try:
-        found = first_wrong_module(reference, candidate, _named_first(reference, measurement))
+        found = first_wrong_module(reference, candidate, named_first(reference, measurement))
     except Exception as error:  # as above
         logger.debug("locating raised", exc_info=True)
         return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
@@ -263,7 +263,7 @@ def _in_file(
     return first_divergence(program, values(artifact.path, device, names), flat)
 
 
-def _named_first(reference: Reference, measurement: Measurement) -> list[str]:
+def named_first(reference: Reference, measurement: Measurement) -> list[str]:
     """The calls of the reference, those first that a measurement names."""
     told = (*measurement.problems, *(text for each in measurement.outputs for text in (*each.problems, each.where)))
     return sorted((where for where, _ in reference.calls()), key=lambda where: not any(where in text for text in told))

@@ -36,6 +36,7 @@ class ExportOptions:
     strict: bool = False
     force: bool = False
     seed: int = 0
+    debug_dir: Path | None = None
 
 
 @dataclass(frozen=True)

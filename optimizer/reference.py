@@ -387,6 +387,10 @@ class Reference:
         """The original itself."""
         return self._original.target
 
+    def golden_at(self, where: str) -> GoldenEntry:
+        """One of `calls`, with the outputs that any faithful candidate gives there."""
+        return self._golden(next(kept for kept in self._original.kept if kept.where == where))
+
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
         """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
         firsts = [kept for kept in self._original.kept if kept.draw == 0][:limit]

@@ -115,7 +115,7 @@ def test_every_option_arrives(run):
     text = (
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
-        "--force --seed 7 --quiet"
+        "--force --seed 7 --quiet --debug-dir wrong"
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -132,6 +132,7 @@ def test_every_option_arrives(run):
         output_names=("y", "z"),
         strict=True,
         force=True,
+        debug_dir=Path("wrong"),
         seed=7,
     )
 

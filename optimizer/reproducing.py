@@ -1,0 +1,159 @@
+"""A folder that shows what is wrong with a file, without the model and without this project.
+
+Written beside its place and moved there when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from exporters.base import Artifact
+from optimizer.errors import UsageError
+from optimizer.locating import Located
+from optimizer.reference import GoldenEntry
+from optimizer.verdict import ParityReport
+
+_README = """# What is wrong with {file}
+
+{reason}
+{place}
+
+`inputs.safetensors` has the inputs of the call at {where}, `expected.safetensors` what the original gives there, in float64
+rounded once. `python reproduce.py` runs the file on them and shows by how much each output is off; it needs {needs} and
+safetensors, and ends with 1 where one is off by more than is allowed.
+"""
+
+_SCRIPT = '''"""Run {file} on the inputs beside it, and show how far its outputs are from those that are expected."""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+INPUTS = {inputs!r}
+ALLOWED = {allowed!r}  # the largest error of each output, in the file's order
+
+
+{run}
+
+def main():
+    given, expected = (load_file(HERE / f"{{name}}.safetensors") for name in ("inputs", "expected"))
+    wrong = False
+    for (name, allowed), got in zip(ALLOWED.items(), run([given[name] for name in INPUTS]), strict=True):
+        want = expected[name]
+        same = got.shape == want.shape
+        error = float((got.double() - want.double()).abs().max()) if same and want.numel() else 0.0
+        bad = not same or not error <= allowed
+        wrong = wrong or bad
+        shapes = "" if same else f", its shape is {{list(got.shape)}} in place of {{list(want.shape)}}"
+        print(f"{{name}}: off by {{error:.2e}}, {{allowed:.1e}} is allowed{{shapes}}: {{'wrong' if bad else 'right'}}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+
+_RUN = {
+    "onnx": """def run(tensors):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(HERE / "{file}", providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    values = session.run(None, {{name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}})
+    return [torch.from_numpy(value) for value in values]
+""",
+    "torchscript": """def run(tensors):
+    with torch.no_grad():
+        outputs = torch.jit.load(HERE / "{file}")(*tensors)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+""",
+}
+_NEEDS = {"onnx": "torch, onnxruntime", "torchscript": "torch"}
+
+
+def check_debug_folder(directory: str | Path | None) -> None:
+    """See that a folder can be written there.
+
+    Raises:
+        UsageError: something stands there already.
+    """
+    if directory is not None and os.path.lexists(directory):
+        raise UsageError(f"{directory} exists already: name a folder for debugging that doesn't, or take it away.")
+
+
+def write_reproduction(
+    directory: Path,
+    artifact: Artifact,
+    inputs: Sequence[torch.Tensor],
+    golden: GoldenEntry,
+    where: str,
+    report: ParityReport,
+    located: Located,
+) -> str:
+    """Write the folder `directory`/FORMAT, and say so in a sentence; or why there is none.
+
+    Args:
+        inputs: of the file, at the call `where`; `golden` is what the original gives there.
+
+    A folder that can't be written is no error, which would stand in the place of what failed; nothing of it stays.
+    """
+    if artifact.format not in _RUN:
+        return f"There is no program that shows it for {artifact.format} files."
+    try:
+        _write(directory, artifact, inputs, golden, where, report, located)
+    except (OSError, SafetensorError) as error:
+        # By number: the words would be taken for an error of the bundle.
+        reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
+        return f"The folder {directory} couldn't be written ({reason})."
+    return f"{directory / artifact.format} has what it takes to see it: run reproduce.py there."
+
+
+def _write(
+    directory: Path,
+    artifact: Artifact,
+    inputs: Sequence[torch.Tensor],
+    golden: GoldenEntry,
+    where: str,
+    report: ParityReport,
+    located: Located,
+) -> None:
+    file = artifact.path.name
+    names = [spec.name for spec in artifact.inputs]
+    # In the file's order, which is that of the original's outputs.
+    outputs = dict(zip((spec.name for spec in artifact.outputs), golden.outputs.values(), strict=True))
+    allowed = {name: judged.tolerance for name, judged in zip(outputs, report.outputs, strict=False)}
+    directory.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".debug-", dir=directory))
+    try:
+        for path in artifact.files:
+            shutil.copyfile(path, staging / path.name)
+        save_file(_plain(dict(zip(names, inputs, strict=True))), staging / "inputs.safetensors")
+        save_file(_plain(outputs), staging / "expected.safetensors")
+        run = _RUN[artifact.format].format(file=file)
+        script = _SCRIPT.format(file=file, inputs=names, allowed=allowed, run=run)
+        (staging / "reproduce.py").write_text(script, encoding="utf-8")
+        readme = _README.format(
+            file=file, reason=report.reason, place=f"\n{located}", where=where, needs=_NEEDS[artifact.format]
+        )
+        (staging / "README.md").write_text(readme, encoding="utf-8")
+        staging.chmod(0o755)
+        staging.rename(directory / artifact.format)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of their own on the CPU: safetensors takes none that share memory."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,123 @@
+"""The folder that shows what is wrong with a file."""
+
+import subprocess
+import sys
+
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from tiny_models import enliven
+from torch import nn
+
+from exporters import OnnxExporter, TorchScriptExporter
+from exporters.torchscript_deprecation import torchscript_allowed
+from optimizer import export
+from optimizer.errors import ParityError, UsageError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        return {"logits": self.second(hidden), "hidden": hidden}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(Net())
+
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def spoil_onnx(path):
+    model = onnx.load(path)
+    weight = next(each for each in model.graph.initializer if each.name == "model.first.bias")
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 2, weight.name))
+    onnx.save(model, path)
+
+
+def spoil_torchscript(path):
+    with torchscript_allowed(), torch.no_grad():
+        module = torch.jit.load(path)
+        dict(module.named_parameters())["model.model.first.bias"].mul_(2)
+        module.save(path)
+
+
+FORMATS = {"onnx": (OnnxExporter, spoil_onnx), "torchscript": (TorchScriptExporter, spoil_torchscript)}
+
+
+def spoilt(monkeypatch, name):
+    exporter, spoil = FORMATS[name]
+    right = exporter.export
+
+    def export_and_spoil(self, request, directory):
+        artifact = right(self, request, directory)
+        spoil(artifact.path)
+        return artifact
+
+    monkeypatch.setattr(exporter, "export", export_and_spoil)
+
+
+def reproduce(folder):
+    program = [sys.executable, "-W", "ignore", str(folder / "reproduce.py")]
+    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False, cwd=folder.parent)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_folder_shows_what_is_wrong_by_itself(tmp_path, monkeypatch, name):
+    spoilt(monkeypatch, name)
+    with pytest.raises(ParityError, match=rf"debug/{name} has what it takes to see it: run reproduce\.py there\."):
+        export(net(), example_inputs=X, output=tmp_path / "net", formats=[name], debug_dir=tmp_path / "debug")
+    assert [path.name for path in tmp_path.iterdir()] == ["debug"]
+    folder = tmp_path / "debug" / name
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md", "expected.safetensors", "inputs.safetensors", "reproduce.py", FORMATS[name][0].file_name,
+    }  # fmt: skip
+    readme = (folder / "README.md").read_text()
+    assert "It first differs at first (test_reproducing.py:" in readme
+    done = reproduce(folder)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["logits", "hidden"]
+    assert all(line.endswith("wrong") for line in lines)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_program_says_right_of_a_file_that_is(tmp_path, monkeypatch, name):
+    right = tmp_path / "right"
+    export(net(), example_inputs=X, output=right, formats=[name])
+    spoilt(monkeypatch, name)
+    with pytest.raises(ParityError):
+        export(net(), example_inputs=X, output=tmp_path / "net", formats=[name], debug_dir=tmp_path / "debug")
+    file = FORMATS[name][0].file_name
+    (tmp_path / "debug" / name / file).write_bytes((right / file).read_bytes())
+    done = reproduce(tmp_path / "debug" / name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_is_written_where_nothing_is_wrong(tmp_path):
+    export(net(), example_inputs=X, output=tmp_path / "net", formats=["onnx"], debug_dir=tmp_path / "debug")
+    assert not (tmp_path / "debug").exists()
+
+
+def test_a_folder_that_stands_there_is_refused_before_any_work(tmp_path):
+    (tmp_path / "debug").mkdir()
+    with pytest.raises(UsageError, match=r"exists already: name a folder for debugging that doesn't"):
+        export(net(), example_inputs=X, output=tmp_path / "net", debug_dir=tmp_path / "debug")
+
+
+def test_a_folder_is_never_half_written_and_never_hides_the_failure(tmp_path, monkeypatch):
+    spoilt(monkeypatch, "onnx")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("optimizer.reproducing.save_file", full)
+    with pytest.raises(ParityError, match=r"is off by .* couldn't be written \(error 28\)\."):
+        export(net(), example_inputs=X, output=tmp_path / "n", formats=["onnx"], debug_dir=tmp_path / "debug")
+    assert list((tmp_path / "debug").iterdir()) == []
