@@ -44,7 +44,10 @@ EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _MODES = {"verify": "--verify", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
-_ALLOWED = {"verify": _COMMON | {"verify", "device", "require_gpu"}, "list_passes": _COMMON | {"list_passes"}}
+_ALLOWED = {
+    "verify": _COMMON | {"verify", "device", "require_gpu", "details"},
+    "list_passes": _COMMON | {"list_passes"},
+}
 
 _EPILOG = """
 \b
@@ -80,7 +83,7 @@ Exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `argv` is `sys.argv[1:]` if not given."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    voice = _Voice(as_json="--json" in arguments, quiet="--quiet" in arguments, debug="--debug" in arguments)
+    voice = _Voice(*(option in arguments for option in ("--json", "--quiet", "--debug", "--details")))
     with contextlib.ExitStack() as kept:
         kept.enter_context(_sigterm_unwinds())
         try:
@@ -186,6 +189,7 @@ def _installed(distribution: str) -> str:
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
+@click.option("--details", is_flag=True, help="Show the errors of every call of every file, not the worst alone.")
 @click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
 @click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -389,6 +393,7 @@ class _Voice:
     as_json: bool
     quiet: bool
     debug: bool
+    details: bool
 
     def tell(self, text: str, figures: Mapping[str, Any]) -> int:
         """Say what the command says of itself, or its figures as the JSON document; returns the exit code."""
@@ -401,7 +406,7 @@ class _Voice:
         if self.as_json:
             written = _print_json(document)
         elif not self.quiet:
-            written = _print_tables(document)
+            written = _print_tables(document, details=self.details)
         elif "bundle" in document:
             written = _print_line(str(document["bundle"]))
         problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
@@ -456,11 +461,12 @@ def _print_line(text: str) -> bool:
     return True
 
 
-def _print_tables(document: Mapping[str, Any]) -> bool:
+def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     from optimizer.result_table import as_text
 
     terminal = sys.stdout.isatty()
-    return _print_line(as_text(document, terminal=terminal, encoding=_encoding(sys.stdout)))
+    text = as_text(document, terminal=terminal, encoding=_encoding(sys.stdout), details=details)
+    return _print_line(text)
 
 
 def _encoding(stream: TextIO) -> str:

@@ -32,6 +32,7 @@ from optimizer.difference import (
     wide,
 )
 from optimizer.errors import LoadError, UsageError
+from optimizer.figures import agreement_of_integers, errors_between, has_classes, top1_agreement
 from optimizer.float64 import (
     Float64Mode,
     Layout,
@@ -54,7 +55,7 @@ from optimizer.preserve import (
 )
 from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
-from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
+from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise
 from optimizer.written_parameters import kept_parameters
 from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
@@ -232,11 +233,11 @@ class Reference:
         What the candidate raises is a failure in the result.
         """
         moved = self._moved_in(candidate)
-        # A region is judged by its noise alone: nobody gives a tolerance for one.
+        # A region is judged by its noise alone: nobody gives a tolerance for one, nor looks at its figures.
         comparison = Comparison(
             self._noises_less(moved),
             flat=flatten is not None,
-            frontiers=self._samples is not None,
+            in_detail=self._samples is not None,
             slices=self.slices,
             written=self.written,
             moved=moved,
@@ -925,6 +926,7 @@ class _Compared:
     problems: list[str] = field(default_factory=list)
     where: str = ""
     frontier: tuple[tuple[float, float], ...] = ()
+    calls: list[CallFigures] = field(default_factory=list)
 
 
 # Of so many square roots of a unit may a gradient be off, in the root mean square and of its own, where kinks are to
@@ -942,13 +944,13 @@ class Comparison:
         noises: Mapping[str, OutputNoise],
         *,
         flat: bool,
-        frontiers: bool = True,
+        in_detail: bool = True,
         slices: Mapping[str, SliceNoise] | None = None,
         written: frozenset[str] = frozenset(),
         moved: MovedBiases | None = None,
     ) -> None:
         self.moved = moved or MovedBiases()
-        self.frontiers = frontiers
+        self.in_detail = in_detail
         self.written = written
         self.slices = slices or {}
         self.noises = noises
@@ -1060,6 +1062,7 @@ class Comparison:
             problems=tuple(compared.problems),
             where=compared.where,
             frontier=compared.frontier,
+            calls=tuple(compared.calls),
             slice=worst.where if worst else "",
             slice_error=worst.error if worst else 0.0,
             slice_noise=worst.noise if worst else 0.0,
@@ -1111,6 +1114,9 @@ class Comparison:
             wrong = int(((own != value) & ~unstable).sum())
             compared.mismatches += wrong
             compared.where = compared.where or (kept.where if wrong else "")
+            if self.in_detail:
+                agreement, undecided = agreement_of_integers(value, own, unstable)
+                compared.calls.append(CallFigures(kept.batch_size, kept.draw, agreement=agreement, undecided=undecided))
             return
         plain: torch.Tensor | None = None
         target = truth
@@ -1124,12 +1130,28 @@ class Comparison:
             # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
         before = compared.error.largest
-        compared.error.add(distance(value, target), plain, of=own)
+        errors = distance(value, target)
+        compared.error.add(errors, plain, of=own)
         if compared.error.largest > before:
             compared.where = kept.where
-        if self.frontiers:
+        if self.in_detail:
             marked: Any = ... if plain is None else plain
+            compared.calls.append(
+                CallFigures(
+                    kept.batch_size,
+                    kept.draw,
+                    **errors_between(errors[marked], value[marked], target[marked]),
+                    **self._agreement(kept, name, value, target),
+                )
+            )
+            del errors
             compared.frontier = frontier(distance(value, own)[marked], wide(own)[marked].abs(), compared.frontier)
+
+    def _agreement(self, kept: Kept, name: str, value: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        if kept.own.kinds.get(name) != "output" or not has_classes(name, value):
+            return {}
+        agreement, undecided = top1_agreement(value, target, self.noises[name].noise)
+        return {"agreement": agreement, "undecided": undecided}
 
     def _problem(self, sentence: str) -> None:
         _append_once(self.problems, sentence)

@@ -1,6 +1,7 @@
 """The result of the command as tables: a view of its JSON document, made for people."""
 
 import io
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,12 @@ _STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous"
 Document = Mapping[str, Any]
 
 
-def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8") -> str:
-    """The tables of a document; colours, frames and the width of the screen only for a terminal."""
+def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8", details: bool = False) -> str:
+    """The tables of a document; colours, frames and the width of the screen only for a terminal.
+
+    Args:
+        details: show the figures of every call, too.
+    """
     stream = io.StringIO()
     width = shutil.get_terminal_size().columns if terminal else _WIDE
     # rich believes in the width of a dumb terminal only where it is given a height, too.
@@ -28,12 +33,12 @@ def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8") -> s
         file=stream, force_terminal=terminal, width=width, height=25, highlight=False, emoji=False, markup=False
     )
     frames = box.SIMPLE_HEAD if terminal and encoding.lower().startswith("utf") else None
-    for part in _parts(document, frames):
+    for part in _parts(document, frames, details=details):
         console.print(part, soft_wrap=isinstance(part, Text))  # a path that is broken in two can't be copied
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
-def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableType]:
+def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iterable[RenderableType]:
     if "available_passes" in document:
         yield _available(document["available_passes"], frames)
         return
@@ -53,6 +58,9 @@ def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableTyp
     ]
     if outputs:
         yield _parity(outputs, frames)
+        yield ""
+    if details and any(output.get("calls") for _, output in outputs):
+        yield _every_call(outputs, frames)
         yield ""
     for note in document.get("notes", ()):
         yield Text(f"note: {note}")
@@ -107,15 +115,46 @@ def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
     return table
 
 
+_FIGURES = ("mean", "99.9 %", "cosine", "top-1")
+
+
 def _parity(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
-    table = _table(frames, "parity of", "output", "largest error", "allowed", "verdict")
+    """One row per output: what it is judged by, and the worst of its other figures over all calls."""
+    table = _table(frames, "parity of", "output", "largest error", "allowed", *_FIGURES, "verdict")
     for artifact, output in outputs:
         # An artifact fails for one of its outputs; that it is vacuous is true of each.
         overall = (artifact.get("parity") or artifact).get("verdict", "ok")
         verdict = "failed" if output.get("problem") else "ok" if overall == "failed" else overall
         error, allowed = _number(output["max_error"]), _number(output.get("tolerance"))
-        table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, _coloured(verdict))
+        figures = _figures(output)
+        table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, *figures, _coloured(verdict))
     return table
+
+
+def _every_call(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
+    table = _table(frames, "parity of", "output", "batch size", "draw", "largest error", *_FIGURES)
+    for artifact, output in outputs:
+        for call in output.get("calls", ()):
+            size = "-" if call["batch_size"] is None else str(call["batch_size"])
+            error, figures = _number(call["max_error"]), _figures(call)
+            table.add_row(artifact["format"], Text(str(output["name"])), size, str(call["draw"]), error, *figures)
+    return table
+
+
+def _figures(of: Document) -> tuple[str, ...]:
+    cosine = of.get("cosine")
+    return (
+        _number(of.get("mean_error")),
+        _number(of.get("p999_error")),
+        "-" if cosine is None else f"{cosine:.6f}",
+        _agreement(of.get("agreement"), of.get("undecided", 0)),
+    )
+
+
+def _agreement(share: float | None, undecided: int) -> str:
+    # Rounded down: what is 100 % agrees everywhere.
+    shown = "-" if share is None else "100 %" if share == 1 else f"{math.floor(1000 * share) / 10:.1f} %"
+    return f"{shown} ({undecided} left out)" if undecided else shown
 
 
 def _available(passes: Sequence[Document], frames: box.Box | None) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -59,6 +59,39 @@ class OutputNoise:
 
 
 @dataclass(frozen=True)
+class CallFigures:
+    """How far a candidate's output is off at one call: what a person looks at. The verdict doesn't go by it.
+
+    Attributes:
+        batch_size, draw: the call.
+        max_error, mean_error, p999_error: the largest, the mean and the 99.9th percentile of the absolute errors against
+            the reference, over the elements that are finite on both sides; None where there are none, and for integers.
+        cosine: of the angle between the output and the reference, both as one long vector; None likewise.
+        agreement: the share of rows in which the largest score stands at the class where the reference has it, for a float
+            output of shape (rows, classes), or (rows, positions, classes) that is called logits; for an integer output the
+            share of elements that are equal. None for other outputs, and where every row is left out.
+        undecided: rows, or elements of an integer output, that the original itself decides either way within its noise:
+            they are left out of `agreement`.
+    """
+
+    batch_size: int | None
+    draw: int
+    max_error: float | None = None
+    mean_error: float | None = None
+    p999_error: float | None = None
+    cosine: float | None = None
+    agreement: float | None = None
+    undecided: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CallFigures:
+        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
+
+
+@dataclass(frozen=True)
 class OutputDifference:
     """A candidate's output against the reference, pooled over all calls.
 
@@ -71,6 +104,7 @@ class OutputDifference:
         slice, slice_error, slice_noise: the channel, column or band of magnitude whose error is largest beside its own
             noise: "index 3 of dim 1" or "a number below 256", that error, that noise; "" and 0 where no slice is so much
             quieter than the whole that it is judged.
+        calls: the figures of each call; none where nobody looks at them, as of a region.
     """
 
     noise: OutputNoise
@@ -83,9 +117,15 @@ class OutputDifference:
     slice: str = ""
     slice_error: float = 0.0
     slice_noise: float = 0.0
+    calls: tuple[CallFigures, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "noise": self.noise.to_json(), "frontier": [list(point) for point in self.frontier]}
+        return {
+            **asdict(self),
+            "noise": self.noise.to_json(),
+            "frontier": [list(point) for point in self.frontier],
+            "calls": [call.to_json() for call in self.calls],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputDifference:
@@ -97,6 +137,7 @@ class OutputDifference:
             problems=tuple(data["problems"]),
             where=data["where"],
             frontier=tuple((error, size) for error, size in data["frontier"]),
+            calls=_calls_of(data),
             **{name: data[name] for name in ("slice", "slice_error", "slice_noise") if name in data},
         )
 
@@ -157,6 +198,8 @@ class OutputParity:
         judged: False where the original itself isn't deterministic in this output.
         slice, slice_ratio: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in units of its
             own noise; "" and 0 where no slice is judged for itself.
+        mean_error, p999_error, cosine, agreement: the worst over all calls of what `CallFigures` has; undecided: the sum.
+        calls: the figures of each call.
     """
 
     name: str
@@ -174,13 +217,20 @@ class OutputParity:
     problem: str | None
     slice: str = ""
     slice_ratio: float = 0.0
+    mean_error: float | None = None
+    p999_error: float | None = None
+    cosine: float | None = None
+    agreement: float | None = None
+    undecided: int = 0
+    calls: tuple[CallFigures, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"calls": [call.to_json() for call in self.calls]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputParity:
-        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
+        known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
+        return cls(**known | {"calls": _calls_of(data)})
 
 
 @dataclass(frozen=True)
@@ -324,6 +374,12 @@ def _judge_output(
         problem=problem,
         slice=output.slice,
         slice_ratio=_ratio(output.slice_error, output.slice_noise),
+        mean_error=_worst(max, (call.mean_error for call in output.calls)),
+        p999_error=_worst(max, (call.p999_error for call in output.calls)),
+        cosine=_worst(min, (call.cosine for call in output.calls)),
+        agreement=_worst(min, (call.agreement for call in output.calls)),
+        undecided=sum(call.undecided for call in output.calls),
+        calls=output.calls,
     )
 
 
@@ -374,6 +430,16 @@ def _beyond(output: OutputDifference, atol: float, rtol: float) -> str | None:
                 f"atol {atol:g} and rtol {rtol:g} allow"
             )
     return None
+
+
+def _calls_of(data: Mapping[str, Any]) -> tuple[CallFigures, ...]:
+    """The figures per call of an output; none in what an older version wrote."""
+    return tuple(CallFigures.from_json(call) for call in data.get("calls", ()))
+
+
+def _worst(pick: Callable[[list[float]], float], figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return pick(known) if known else None
 
 
 def _ratio(error: float, noise: float) -> float:

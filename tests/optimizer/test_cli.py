@@ -196,6 +196,7 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--input", "2x3", "--input", "--force"], "--input is given no SPEC: --force stands in its place."),
         (["m.py", "--output", "-h"], "--output is given no DIR: -h stands in its place."),
         (["--list-passes", "--force"], "--list-passes doesn't go with --force."),
+        (["--list-passes", "--details"], "--list-passes doesn't go with --details."),
     ],
 )
 def test_usage_errors_are_one_line(run, arguments, part):
@@ -367,8 +368,8 @@ def test_the_result_table(run):
         ["file", "size", "route", "inputs", "outputs", "parity"],
         ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "ok"],
         [],
-        ["parity", "of", "output", "largest", "error", "allowed", "verdict"],
-        ["onnx", "logits", "1.2e-06", "4e-06", "ok"],
+        ["parity", "of", "output", "largest", "error", "allowed", "mean", "99.9", "%", "cosine", "top-1", "verdict"],
+        ["onnx", "logits", "1.2e-06", "4e-06", "-", "-", "-", "-", "ok"],
         [],
         ["note:", "[no]", "markup"],
         [
@@ -409,6 +410,30 @@ def test_remarks_stand_below_the_passes():
     ]
 
 
+FIGURES = {"mean_error": 2e-7, "p999_error": 9e-7, "cosine": 0.9999999, "agreement": 1.0, "undecided": 0}
+CALLS = [
+    {"batch_size": 1, "draw": 0, "max_error": 1.23e-6, **FIGURES},
+    {"batch_size": None, "draw": 1, "max_error": None, **FIGURES, "agreement": 0.99999, "undecided": 3},
+]
+
+
+def test_the_worst_figures_are_shown_and_those_of_every_call_with_details(run):
+    output = {**DONE["artifacts"][0]["parity"]["outputs"][0], **FIGURES, "calls": CALLS}
+    artifact = {**DONE["artifacts"][0], "parity": {"verdict": "ok", "outputs": [output]}}
+    engine = Engine({**DONE, "artifacts": [artifact]})
+    worst = ["onnx", "logits", "1.2e-06", "4e-06", "2e-07", "9e-07", "1.000000", "100", "%", "ok"]
+    calls = [
+        ["onnx", "logits", "1", "0", "1.2e-06", "2e-07", "9e-07", "1.000000", "100", "%"],
+        ["onnx", "logits", "-", "1", "-", "2e-07", "9e-07", "1.000000", "99.9", "%", "(3", "left", "out)"],
+    ]
+    for options, shown in (((), False), (("--details",), True)):
+        lines = [line.split() for line in run("m.py", *options, engine=engine).out.splitlines()]
+        assert worst in lines
+        assert [call in lines for call in calls] == [shown, shown]
+    lines = [line.split() for line in run("--verify", "b", "--details", engine=engine).out.splitlines()]
+    assert all(call in lines for call in calls)
+
+
 def test_tables_fit_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "dumb")  # no colours, which would count as characters here
@@ -429,7 +454,8 @@ def test_a_failed_check_shows_figures_and_problems(run):
     }
     done = run("--verify", "b", engine=Engine(failed))
     assert done.code == 6
-    assert ["onnx", "y", "Infinity", "4e-06", "failed"] in [line.split() for line in done.out.splitlines()]
+    row = ["onnx", "y", "Infinity", "4e-06", "-", "-", "-", "-", "failed"]
+    assert row in [line.split() for line in done.out.splitlines()]
     assert done.err == "optimize-export: error: model.onnx: y has inf.\n"
     assert json.loads(run("--verify", "b", "--json", engine=Engine(failed)).out) == failed
 
