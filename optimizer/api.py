@@ -29,7 +29,7 @@ from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, Samples
 from optimizer.manifest import plain, to_json_text
-from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, judge
+from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
@@ -221,7 +221,8 @@ def export(
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
         require_gpu: raise where there is none.
         force: replace a bundle that stands at `output`.
-        atol, rtol: tolerances in place of the measured noise; a number, or a dict by output name.
+        atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs in the files
+            (or in the model, where those differ).
         seed: of the further example inputs that are drawn.
         source: where the model comes from, for the manifest.
         progress: is told what is being done.
@@ -260,6 +261,8 @@ def export(
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    names = _names_in_files(reference, adapter)
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
 
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
@@ -269,7 +272,7 @@ def export(
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            reports[exporter.name] = _judged(artifact, reference, adapter, target, atol, rtol)
+            reports[exporter.name] = _judged(artifact, reference, adapter, target, names, atol, rtol)
             entries.append(artifact_entry(artifact, folder, reports[exporter.name].to_json()))
         tell(Progress("export", len(exporters), len(exporters), ""))
         _raise_unless_ok(reports, entries)
@@ -282,8 +285,8 @@ def export(
             input_names=adapter.input_names,
             output_names=adapter.output_names,
             device=target,
-            atol=atol,
-            rtol=rtol,
+            atol=absolute,
+            rtol=relative,
             precision=reference.precision,
         )
         report = None if provenance is None else provenance.report
@@ -513,17 +516,26 @@ def _request(
     )
 
 
+def _names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:
+    """The reference's own name of each output -> that in the files."""
+    own = reference.output_names
+    # Other numbers of outputs are a difference, which the comparison tells of.
+    shown = adapter.output_names if len(adapter.output_names) == len(own) else own
+    return dict(zip(own, shown, strict=True))
+
+
 def _judged(
     artifact: Artifact,
     reference: Reference,
     adapter: Adapter,
     device: torch.device,
+    names: Mapping[str, str],
     atol: Tolerance,
     rtol: Tolerance,
 ) -> ParityReport:
     loaded = artifact.load(device.type)
     flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
-    report = judge(reference.compare(loaded, flatten=flatten), atol=atol, rtol=rtol)
+    report = judge(reference.compare(loaded, flatten=flatten), atol=atol, rtol=rtol, names=names)
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()

@@ -33,6 +33,7 @@ from optimizer.options import (
     parse_batch_sizes,
     parse_names,
     parse_seed,
+    parse_tolerance,
 )
 from optimizer.user_code import import_own_packages
 
@@ -184,6 +185,14 @@ def _installed(distribution: str) -> str:
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
+@click.option(
+    "--atol",
+    metavar="TOL",
+    multiple=True,
+    help="Allow |file - original| <= atol + rtol * |original| instead of the measured noise: 1e-3, or logits=1e-3 once"
+    " for each output.",
+)
+@click.option("--rtol", metavar="TOL", multiple=True, help="Likewise; one that isn't given is 0.")
 @click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
@@ -271,6 +280,8 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         strict=values["strict"],
         force=values["force"],
         seed=parse_seed(values["seed"]),
+        atol=parse_tolerance("--atol", values["atol"]),
+        rtol=parse_tolerance("--rtol", values["rtol"]),
     )
 
 

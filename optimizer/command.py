@@ -110,6 +110,8 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         device=device,
         require_gpu=options.require_gpu,
         force=options.force,
+        atol=options.atol,
+        rtol=options.rtol,
         seed=options.seed,
         source=loaded.source,
         progress=progress,

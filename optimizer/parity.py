@@ -54,6 +54,7 @@ from optimizer.verdict import (
     OutputParity,
     ParityReport,
     Tolerance,
+    by_output,
     judge,
 )
 from optimizer.weights import refuse_unrunnable
@@ -72,6 +73,7 @@ __all__ = [
     "RegionParity",
     "RegionReference",
     "Tolerance",
+    "by_output",
     "check_parity",
     "check_region",
     "compare_golden",
@@ -114,6 +116,7 @@ def check_parity(
     inputs go there, and a module that lives elsewhere is copied there.
 
     Args:
+        atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs.
         precision: how `candidate` computes, where that is less precise than what `reference` does: it is judged in kind, by
             what `reference` itself is off by that computes so.
 
@@ -130,7 +133,9 @@ def check_parity(
     measured = Reference.measure(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
     if precision is not None:
         measured = measured.in_kind(precision)
-    return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol)
+    # Of a candidate that raises no output is known.
+    names = {name: name for name in measured.noises}
+    return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol, names=names)
 
 
 class RegionReference:

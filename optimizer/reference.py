@@ -156,6 +156,11 @@ class Reference:
         return self._blank.batch_sizes
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of what the original gives, in the order of its output's tree."""
+        return tuple(name for name, noise in self.noises.items() if noise.kind == "output")
+
+    @property
     def precision(self) -> str:
         """ "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else."""
         return self._blank.precision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from optimizer.errors import UsageError
@@ -289,7 +289,12 @@ class ParityReport:
 
 
 def judge(
-    measurement: Measurement, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float = FACTOR
+    measurement: Measurement,
+    *,
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    factor: float = FACTOR,
+    names: Mapping[str, str] | None = None,
 ) -> ParityReport:
     """The verdict on a measurement; nothing is run.
 
@@ -297,16 +302,26 @@ def judge(
         atol, rtol: allow `|candidate - original| <= atol + rtol * |original|` instead, elementwise; one number for all
             outputs or a dict by output name (outputs that it doesn't name keep the measured noise).
         factor: how many times its noise an output may be off.
+        names: the reference's own name of each output -> its name in the files. The report goes by the latter, and `atol`
+            and `rtol` may go by either. By default those of the measurement are all that there are.
 
     Raises:
         UsageError: a tolerance is negative or names an output that there isn't.
     """
-    names = [output.noise.name for output in measurement.outputs]
-    tolerances = {name: (_given(atol, name), _given(rtol, name)) for name in names}
-    _check_tolerances(names, atol, rtol)
+    if names is None:
+        names = {output.noise.name: output.noise.name for output in measurement.outputs}
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     precision = measurement.precision
     outputs = tuple(
-        _judge_output(output, *tolerances[output.noise.name], factor, precision) for output in measurement.outputs
+        _judge_output(
+            output,
+            names.get(output.noise.name, output.noise.name),
+            absolute.get(output.noise.name),
+            relative.get(output.noise.name),
+            factor,
+            precision,
+        )
+        for output in measurement.outputs
     )
     verdict, reason = _verdict(measurement, outputs)
     return ParityReport(
@@ -325,10 +340,48 @@ def judge(
     )
 
 
+def by_output(label: str, tolerance: Tolerance, names: Mapping[str, str]) -> dict[str, float]:
+    """A tolerance by the reference's own names of the outputs: of those alone that it is given for.
+
+    A name that is one output's in the files and another's in the reference means the former.
+
+    Args:
+        label: "atol" or "rtol".
+        names: as for `judge`.
+
+    Raises:
+        UsageError: the tolerance is negative, or names an output that there isn't, or one output by both its names.
+    """
+    if tolerance is None:
+        return {}
+    if not isinstance(tolerance, Mapping):
+        return dict.fromkeys(names, _checked(label, tolerance))
+    in_files = {name: own for own, name in names.items()}
+    found: dict[str, float] = {}
+    for name, value in tolerance.items():
+        own = in_files.get(name, name)
+        if own not in names:
+            raise UsageError(f"{label} names the output {name!r}; there are: {_listed(names) or 'none'}.")
+        if own in found:
+            raise UsageError(f"{label} names the output {names[own]} twice: it is {own} in the model.")
+        found[own] = _checked(label, value)
+    return found
+
+
+def _checked(label: str, value: float) -> float:
+    if not isinstance(value, int | float) or not value >= 0:
+        raise UsageError(f"{label} must be a number of 0 or more, not {value!r}.")
+    return float(value)
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return ", ".join(name if name == own else f"{name} ({own} in the model)" for own, name in names.items())
+
+
 def _judge_output(
-    output: OutputDifference, atol: float | None, rtol: float | None, factor: float, precision: str
+    output: OutputDifference, name: str, atol: float | None, rtol: float | None, factor: float, precision: str
 ) -> OutputParity:
-    noise = output.noise
+    noise = replace(output.noise, name=name)
     its_noise = f"its error in {precision} of" if precision else "its rounding noise of"
     by_user = atol is not None or rtol is not None
     ratio = max(_ratio(output.max_error, noise.noise), _ratio(output.rms_error, noise.noise_rms))
@@ -340,7 +393,7 @@ def _judge_output(
     elif output.mismatches:
         problem = f"{noise.name}: {output.mismatches} elements differ, first at {output.where}"
     elif by_user:
-        problem = _beyond(output, atol or 0.0, rtol or 0.0)
+        problem = _beyond(output, name, atol or 0.0, rtol or 0.0)
     elif output.max_error > factor * noise.noise:
         problem = (
             f"{noise.name} is off by {output.max_error:.2e} at {output.where}, {_times(output.max_error, noise.noise)} "
@@ -408,25 +461,11 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
     return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}."
 
 
-def _check_tolerances(names: Sequence[str], atol: Tolerance, rtol: Tolerance) -> None:
-    for label, tolerance in (("atol", atol), ("rtol", rtol)):
-        given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
-        for name, value in given.items():
-            if name and name not in names:
-                raise UsageError(f"{label} names the output {name!r}; there are: {', '.join(names) or 'none'}.")
-            if not value >= 0:
-                raise UsageError(f"{label} must be 0 or more, not {value}.")
-
-
-def _given(tolerance: Tolerance, name: str) -> float | None:
-    return tolerance.get(name) if isinstance(tolerance, Mapping) else tolerance
-
-
-def _beyond(output: OutputDifference, atol: float, rtol: float) -> str | None:
+def _beyond(output: OutputDifference, name: str, atol: float, rtol: float) -> str | None:
     for error, size in output.frontier:
         if error > atol + rtol * size:
             return (
-                f"{output.noise.name} differs from the original by {error:.2e} where it is {size:.2e}, more than "
+                f"{name} differs from the original by {error:.2e} where it is {size:.2e}, more than "
                 f"atol {atol:g} and rtol {rtol:g} allow"
             )
     return None

@@ -117,6 +117,44 @@ def test_a_tolerance_of_the_user_is_used_and_kept(model, image, tmp_path):
     assert verify_bundle(bundle.path).ok
 
 
+def test_a_tolerance_goes_by_the_names_in_the_files_or_in_the_model(model, image, tmp_path):
+    fast = optimize(model, example_inputs=(image,))
+    fast.head.weight = nn.Parameter(fast.head.weight.detach() * 1.001)
+
+    def written(folder, **options):
+        names = options.pop("output_names", ("scores", "vector"))
+        return export(
+            fast,
+            example_inputs=(image,),
+            output=tmp_path / folder,
+            formats=("torchscript",),
+            output_names=names,
+            **options,
+        )
+
+    # The head has an error that the features in front of it don't have.
+    for number, name in enumerate(("scores", "logits")):
+        bundle = written(f"net{number}", atol={name: 0.1})
+        assert [output["name"] for output in bundle.parity.artifacts["torchscript"]["outputs"]] == ["scores", "vector"]
+        assert [output["atol"] for output in bundle.manifest["golden"]["outputs"]] == [0.1, None]
+        assert verify_bundle(bundle.path).ok
+    with pytest.raises(ParityError, match="scores is off by"):
+        written("off", atol={"vector": 0.1})
+    with pytest.raises(ParityError, match=r"scores differs from the original .* atol 1e-12 and rtol 0 allow"):
+        written("off", atol={"logits": 1e-12})
+    with pytest.raises(
+        UsageError, match=r"'boxes'; there are: scores \(logits in the model\), vector \(features in the model\)\."
+    ):
+        written("off", atol={"boxes": 0.1})
+    with pytest.raises(UsageError, match="rtol names the output scores twice: it is logits in the model"):
+        written("off", rtol={"scores": 0.1, "logits": 0.1})
+    # A name of the files is meant before one of the model.
+    assert written("swapped", output_names=("features", "logits"), atol={"features": 0.1}).parity.ok
+    with pytest.raises(ParityError, match="features is off by"):
+        written("off", output_names=("features", "logits"), atol={"logits": 0.1})
+    assert not (tmp_path / "off").exists()
+
+
 def test_a_folded_weight_that_was_written_to_is_refused(model, image, tmp_path):
     fast = optimize(model, example_inputs=(image,))
     with torch.no_grad():

@@ -115,7 +115,7 @@ def test_every_option_arrives(run):
     text = (
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
-        "--force --seed 7 --quiet"
+        "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5"
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -133,6 +133,8 @@ def test_every_option_arrives(run):
         strict=True,
         force=True,
         seed=7,
+        atol={"logits": 1e-3, "a=b": 0.0},
+        rtol=0.5,
     )
 
 
@@ -174,6 +176,19 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
         (["m.py", "--seed", "9" * 5000], "is no whole number"),
         (["m.py", "--input"], "requires an argument"),
+        *(
+            (["m.py", "--atol", text], f"--atol: {text!r} is no number from 0 on")
+            for text in ("x", "-1", "nan", "inf", "")
+        ),
+        (["m.py", "--rtol", "logits="], "--rtol: '' is no number from 0 on"),
+        (["m.py", "--atol", "=1"], "--atol '=1' names no output; give one such as --atol logits=1e-3."),
+        (["m.py", "--atol", "1", "--atol", "2"], "--atol is given twice for all outputs."),
+        (["m.py", "--atol", "y=1", "--atol", "y=2"], "--atol is given twice for y."),
+        (
+            ["m.py", "--atol", "y=1", "--atol", "2"],
+            "--atol is given for all outputs and for y: give a number for all, or",
+        ),
+        (["--verify", "b", "--atol", "1"], "--verify doesn't go with --atol."),
         (["m.py", "--batch-sizes", "0"], "'0' is no whole number from 1 to 1048576"),
         (["m.py", "--batch-sizes", "1,-2"], "'-2' is no whole number from 1 to"),
         (["m.py", "--batch-sizes", "two"], "'two' is no whole number from 1 to"),

@@ -355,6 +355,11 @@ def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monk
     assert sorted(folder.rglob("*")) in (before, sorted([*before, folder / "dist"]))
 
 
+def test_a_tolerance_for_an_output_that_there_isnt(refused):
+    told = refused(2, write(), "--atol", "boxes=1e-3")
+    assert "atol names the output 'boxes'; there are: " in told
+
+
 def test_a_format_that_cant_be_had_withholds_the_bundle(refused):
     write(
         """
