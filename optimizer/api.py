@@ -29,7 +29,7 @@ from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, Samples
 from optimizer.manifest import plain, to_json_text
-from optimizer.parity import BATCH_SIZES, ParityReport, Reference, Tolerance, by_output, judge
+from optimizer.parity import BATCH_SIZES, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
@@ -272,8 +272,9 @@ def export(
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            reports[exporter.name] = _judged(artifact, reference, adapter, target, names, atol, rtol)
-            entries.append(artifact_entry(artifact, folder, reports[exporter.name].to_json()))
+            measurement = _measured(artifact, reference, adapter, target)
+            judged = reports[exporter.name] = judge(measurement, atol=atol, rtol=rtol, names=names)
+            entries.append(artifact_entry(artifact, folder, judged.to_json(), measurement.to_json()))
         tell(Progress("export", len(exporters), len(exporters), ""))
         _raise_unless_ok(reports, entries)
         tell(Progress("bundle", 0, 1, str(output)))
@@ -524,28 +525,20 @@ def _names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:
     return dict(zip(own, shown, strict=True))
 
 
-def _judged(
-    artifact: Artifact,
-    reference: Reference,
-    adapter: Adapter,
-    device: torch.device,
-    names: Mapping[str, str],
-    atol: Tolerance,
-    rtol: Tolerance,
-) -> ParityReport:
+def _measured(artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device) -> Measurement:
     loaded = artifact.load(device.type)
     flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
-    report = judge(reference.compare(loaded, flatten=flatten), atol=atol, rtol=rtol, names=names)
+    measurement = reference.compare(loaded, flatten=flatten)
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()
-    return report
+    return measurement
 
 
 def _raise_unless_ok(reports: Mapping[str, ParityReport], entries: Sequence[dict[str, Any]]) -> None:
     for name, report in reports.items():
         if not report.ok:
-            figures = {"artifacts": [plain(entry) for entry in entries]}
+            figures = {"artifacts": [plain({**entry, "measurement": None}) for entry in entries]}
             advice = " Give trained weights, or inputs that the model answers differently." * (
                 report.verdict == "vacuous"
             )

@@ -28,9 +28,11 @@ from optimizer.options import (
     ExportOptions,
     ListOptions,
     Options,
+    RejudgeOptions,
     VerifyOptions,
     default_output,
     parse_batch_sizes,
+    parse_factor,
     parse_names,
     parse_seed,
     parse_tolerance,
@@ -43,10 +45,11 @@ if TYPE_CHECKING:
 PROGRAM = "optimize-export"
 EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
-_MODES = {"verify": "--verify", "list_passes": "--list-passes"}
+_MODES = {"verify": "--verify", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details"},
+    "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
     "list_passes": _COMMON | {"list_passes"},
 }
 
@@ -58,6 +61,7 @@ Examples:
   optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
   optimize-export --verify dist/net
+  optimize-export --rejudge dist/net --atol logits=1e-3
 
 \b
 Inputs (--input), one for each argument of forward:
@@ -106,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
-    if not isinstance(options, ExportOptions | VerifyOptions | ListOptions):
+    if not isinstance(options, ExportOptions | VerifyOptions | RejudgeOptions | ListOptions):
         return int(options)  # --help and --version have answered
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
@@ -121,6 +125,8 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.list_passes())
         if isinstance(options, VerifyOptions):
             return dict(engine.verify(options))
+        if isinstance(options, RejudgeOptions):
+            return dict(engine.rejudge(options))
         return dict(engine.export_model(options, stages))
 
 
@@ -197,6 +203,14 @@ def _installed(distribution: str) -> str:
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
+@click.option(
+    "--rejudge",
+    metavar="BUNDLE",
+    help="Judge again what was measured when a bundle was written, by --atol, --rtol or --factor; nothing is run.",
+)
+@click.option(
+    "--factor", metavar="K", help="How many times its noise an output may be off; with --rejudge.  [default: 4]"
+)
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
 @click.option("--details", is_flag=True, help="Show the errors of every call of every file, not the worst alone.")
 @click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
@@ -224,6 +238,10 @@ def command(context: click.Context, /, **values: Any) -> Options:
         if not values["verify"].strip():
             raise UsageError("--verify names no folder.")
         return VerifyOptions(Path(values["verify"]), values["device"], values["require_gpu"])
+    if mode == "rejudge":
+        return _rejudge_options(values)
+    if values["factor"] is not None:
+        raise UsageError("--factor goes with --rejudge only.")
     return _export_options(context, values)
 
 
@@ -248,6 +266,17 @@ def _refuse_others(context: click.Context, mode: str) -> None:
     if others:
         called = [param.opts[0] if isinstance(param, click.Option) else "MODEL" for param in others]
         raise UsageError(f"{_MODES[mode]} doesn't go with {', '.join(called)}.")
+
+
+def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
+    if not values["rejudge"].strip():
+        raise UsageError("--rejudge names no folder.")
+    return RejudgeOptions(
+        bundle=Path(values["rejudge"]),
+        atol=parse_tolerance("--atol", values["atol"]),
+        rtol=parse_tolerance("--rtol", values["rtol"]),
+        factor=None if values["factor"] is None else parse_factor(values["factor"]),
+    )
 
 
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:

@@ -16,7 +16,7 @@ import torch
 from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat
 from exporters.registry import exporter_named
 from optimizer.api import export, optimize, report_of
-from optimizer.bundle import Bundle, check_target, verify_bundle
+from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -30,7 +30,7 @@ from optimizer.errors import (
 from optimizer.input_spec import parse_input
 from optimizer.loading import Loaded, load, parse_target
 from optimizer.manifest import plain
-from optimizer.options import LOAD_STAGE, ExportOptions, VerifyOptions
+from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
 from optimizer.report import Progress
 from optimizer.sentences import exit_call
 from optimizer.trial import check_runs
@@ -67,9 +67,19 @@ def verify(options: VerifyOptions) -> Document:
     """Check a bundle again; `exit_code` is 8 where files are damaged and 6 where an artifact computes something else."""
     with _own_errors():
         report = verify_bundle(options.bundle, device=options.device, require_gpu=options.require_gpu)
-    document = report.to_json()
+    return _checked(options.bundle, report)
+
+
+def rejudge(options: RejudgeOptions) -> Document:
+    """Judge a bundle's measurements again; `exit_code` is 8 where the manifest is damaged and 6 where one is off by more."""
+    with _own_errors():
+        report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
+    return _checked(options.bundle, report)
+
+
+def _checked(bundle: Path, report: VerifyReport) -> Document:
     code = 0 if report.ok else ParityError.exit_code if report.intact else BundleError.exit_code
-    return {"ok": report.ok, "exit_code": code, "bundle": str(options.bundle), **document}
+    return {"ok": report.ok, "exit_code": code, "bundle": str(bundle), **report.to_json()}
 
 
 def list_passes() -> Document:
@@ -168,7 +178,8 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
         "device": manifest["device"],
         "passes": report["passes"],
         "coverage": report["coverage"],
-        "artifacts": manifest["artifacts"],
+        # What was measured is in the manifest: nobody reads thousands of its lines here.
+        "artifacts": [{**artifact, "measurement": None} for artifact in manifest["artifacts"]],
         "parity": manifest["parity"],
         "report": report,
         "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),

@@ -53,11 +53,21 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
+class RejudgeOptions:
+    """Judge again what was measured when a bundle was written. `factor` None stands for what the export allowed."""
+
+    bundle: Path
+    atol: Tolerance = None
+    rtol: Tolerance = None
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
 class ListOptions:
     """Show what passes there are."""
 
 
-Options = ExportOptions | VerifyOptions | ListOptions
+Options = ExportOptions | VerifyOptions | RejudgeOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
@@ -104,6 +114,17 @@ def _tolerance(option: str, text: str) -> float:
         value = math.nan
     if not 0 <= value < math.inf:
         raise UsageError(f"{option}: {text!r} is no number from 0 on; give one such as {option} 1e-3 or logits=1e-3.")
+    return value
+
+
+def parse_factor(text: str) -> float:
+    """A number above 0; raises `UsageError`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"--factor: {text!r} is no number above 0; give one such as 2.")
     return value
 
 

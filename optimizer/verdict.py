@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -55,7 +56,7 @@ class OutputNoise:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputNoise:
-        return cls(**{item.name: data[item.name] for item in fields(cls)})
+        return cls(**_read(cls, data))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class CallFigures:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CallFigures:
-        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
+        return cls(**_read(cls, data))
 
 
 @dataclass(frozen=True)
@@ -129,17 +130,13 @@ class OutputDifference:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputDifference:
-        return cls(
-            noise=OutputNoise.from_json(data["noise"]),
-            max_error=data["max_error"],
-            rms_error=data["rms_error"],
-            mismatches=data["mismatches"],
-            problems=tuple(data["problems"]),
-            where=data["where"],
-            frontier=tuple((error, size) for error, size in data["frontier"]),
-            calls=_calls_of(data),
-            **{name: data[name] for name in ("slice", "slice_error", "slice_noise") if name in data},
-        )
+        nested = {
+            "noise": OutputNoise.from_json(data["noise"]),
+            "problems": tuple(data["problems"]),
+            "frontier": tuple((_figure(error), _figure(size)) for error, size in data["frontier"]),
+            "calls": _calls_of(data),
+        }
+        return cls(**_read(cls, data) | nested)
 
 
 @dataclass(frozen=True)
@@ -229,8 +226,7 @@ class OutputParity:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputParity:
-        known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
-        return cls(**known | {"calls": _calls_of(data)})
+        return cls(**_read(cls, data) | {"calls": _calls_of(data)})
 
 
 @dataclass(frozen=True)
@@ -394,18 +390,18 @@ def _judge_output(
         problem = f"{noise.name}: {output.mismatches} elements differ, first at {output.where}"
     elif by_user:
         problem = _beyond(output, name, atol or 0.0, rtol or 0.0)
-    elif output.max_error > factor * noise.noise:
+    elif not output.max_error <= factor * noise.noise:  # not a number is no small one
         problem = (
             f"{noise.name} is off by {output.max_error:.2e} at {output.where}, {_times(output.max_error, noise.noise)} "
             f"{its_noise} {noise.noise:.1e} ({factor:g} times is allowed)"
         )
-    elif output.rms_error > factor * noise.noise_rms:
+    elif not output.rms_error <= factor * noise.noise_rms:
         problem = (
             f"{noise.name} is off by {output.rms_error:.2e} in the root mean square, "
             f"{_times(output.rms_error, noise.noise_rms)} {its_noise} {noise.noise_rms:.1e} "
             f"({factor:g} times is allowed)"
         )
-    elif output.slice_error > factor / FACTOR * SLICE_FACTOR * output.slice_noise:
+    elif not output.slice_error <= factor / FACTOR * SLICE_FACTOR * output.slice_noise:
         problem = (
             f"{noise.name} is off by {output.slice_error:.2e} at {output.slice}, "
             f"{_times(output.slice_error, output.slice_noise)} the rounding noise there of {output.slice_noise:.1e} "
@@ -463,12 +459,23 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
 
 def _beyond(output: OutputDifference, name: str, atol: float, rtol: float) -> str | None:
     for error, size in output.frontier:
-        if error > atol + rtol * size:
+        if not error <= atol + rtol * size:
             return (
                 f"{name} differs from the original by {error:.2e} where it is {size:.2e}, more than "
                 f"atol {atol:g} and rtol {rtol:g} allow"
             )
     return None
+
+
+def _read(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that there are; what an older version didn't write keeps its default."""
+    known = (item for item in fields(cls) if item.name in data)
+    return {item.name: _figure(data[item.name]) if "float" in str(item.type) else data[item.name] for item in known}
+
+
+def _figure(value: Any) -> Any:
+    """A number as the manifest has it, "NaN" and "Infinity" included."""
+    return float(value) if isinstance(value, str) else value
 
 
 def _calls_of(data: Mapping[str, Any]) -> tuple[CallFigures, ...]:
@@ -483,7 +490,8 @@ def _worst(pick: Callable[[list[float]], float], figures: Iterable[float | None]
 
 def _ratio(error: float, noise: float) -> float:
     # A finite number for JSON; noise is 0 only where the output is zero everywhere.
-    return 0.0 if error == 0 else min(error / noise, 1e30) if noise else 1e30
+    ratio = 0.0 if error == 0 else error / noise if noise else math.inf
+    return ratio if ratio <= 1e30 else 1e30
 
 
 def _times(error: float, noise: float) -> str:

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,6 +90,7 @@ class VerifyReport:
     damage: tuple[str, ...]
     artifacts: tuple[ArtifactFigures, ...]
     notes: tuple[str, ...] = ()
+    said: ClassVar[str] = "verified"
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -116,7 +117,7 @@ class VerifyReport:
         return dict(plain(data))
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {'verified' if self.ok else 'NOT verified'} on {self.device}"]
+        lines = [f"{self.path}: {'' if self.ok else 'NOT '}{self.said} on {self.device}"]
         for artifact in self.artifacts:
             lines.append(
                 f"  {artifact.path} ({artifact.format}): {'ok' if artifact.ok else 'failed'}, {artifact.calls} calls"
@@ -190,7 +191,7 @@ def _file_problem(folder: Path, file: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     """Whether the manifest is what was written: its own hash stands in SHA256SUMS."""
     digests = {file["path"]: file["sha256"] for file in manifest["files"]}
     try:
@@ -208,7 +209,7 @@ def _sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
 def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
     """A sentence for every file of a bundle that is missing, changed or not listed, by its path."""
     problems = {file["path"]: problem for file in manifest["files"] if (problem := _file_problem(folder, file))}
-    if problem := _sums_problem(folder, manifest):
+    if problem := sums_problem(folder, manifest):
         problems[SUMS] = problem
     try:
         extra = unlisted(folder, manifest)

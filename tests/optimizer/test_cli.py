@@ -26,6 +26,7 @@ from optimizer.errors import (
 from optimizer.options import (
     ExportOptions,
     ListOptions,
+    RejudgeOptions,
     VerifyOptions,
     default_output,
     parse_batch_sizes,
@@ -89,6 +90,9 @@ class Engine:
     def verify(self, options):
         return self.export_model(options, lambda progress: None)
 
+    def rejudge(self, options):
+        return self.export_model(options, lambda progress: None)
+
     def list_passes(self):
         return {"ok": True, "available_passes": [{"name": "p", "summary": "Does [x].", "options": {"budget": 0.5}}]}
 
@@ -145,6 +149,9 @@ def test_no_passes_are_not_the_preset(run):
 
 def test_modes(run):
     assert run("--verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
+    assert run("--rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
+    asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
+    assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
     listed = run("--list-passes")
     assert listed.out.split() == ["pass", "what", "it", "does", "options", "p", "Does", "[x].", "budget=0.5"]
     assert json.loads(run("--list-passes", "--json").out)["available_passes"][0]["name"] == "p"
@@ -206,6 +213,15 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--output-names", "a,,b"], "has an empty entry"),
         (["m.py", "--verify", "b", "--passes", "x"], "--verify doesn't go with MODEL, --passes."),
         (["--verify", "b", "--list-passes"], "--verify doesn't go with --list-passes."),
+        (["--rejudge", "b", "m.py", "--device", "cpu"], "--rejudge doesn't go with MODEL, --device."),
+        (["--verify", "b", "--rejudge", "b"], "--verify doesn't go with --rejudge."),
+        (["--rejudge", " "], "--rejudge names no folder."),
+        *(
+            (["--rejudge", "b", "--factor", k], f"--factor: {k!r} is no number above 0")
+            for k in ("0", "x", "nan", "inf")
+        ),
+        (["m.py", "--factor", "2"], "--factor goes with --rejudge only."),
+        (["--verify", "b", "--factor", "2"], "--verify doesn't go with --factor."),
         (["--verify", " "], "--verify names no folder."),
         (["--verify", "--quiet"], "--verify is given no BUNDLE: --quiet stands in its place."),
         (["m.py", "--input", "2x3", "--input", "--force"], "--input is given no SPEC: --force stands in its place."),
