@@ -27,7 +27,7 @@ from optimizer.bundle import (
 )
 from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
-from optimizer.inputs import ExampleInputs, Samples
+from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
@@ -56,6 +56,7 @@ def optimize(
     *,
     example_inputs: ExampleInputs | None = None,
     example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
     mode: Mode = "inference",
     device: torch.device | str | None = None,
     strict: bool = False,
@@ -80,6 +81,8 @@ def optimize(
         example_inputs: the positional arguments of one call, a tuple; a single tensor; or a function
             `f(batch_size, generator) -> tuple`.
         example_kwargs: the keyword arguments of that call.
+        further_inputs: more calls of your own, each a pair (args, kwargs) that nothing but its rows tells apart from the
+            first: they are compared as they are, beside the calls that are drawn.
         mode: "inference" or "training".
         device: where the result is to run; by default where the model is. Another device takes a copy of the weights.
         strict: raise where a pass fails or is rolled back.
@@ -104,6 +107,7 @@ def optimize(
             passes,
             example_inputs=example_inputs,
             example_kwargs=example_kwargs,
+            further_inputs=further_inputs,
             mode=mode,
             device=device,
             strict=strict,
@@ -119,6 +123,7 @@ def _optimized(
     *,
     example_inputs: ExampleInputs | None,
     example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
     mode: Mode,
     device: torch.device | str | None,
     strict: bool,
@@ -133,7 +138,7 @@ def _optimized(
         raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
     chosen = make_passes(passes, mode)
     target = device_of(model) if device is None else _resolved(str(device), require_gpu=False)
-    samples = _samples(example_inputs, example_kwargs, seed, target)
+    samples = _samples(example_inputs, example_kwargs, further_inputs, seed, target)
     calls = () if samples is None else ((samples.given.args, samples.given.kwargs),)
     check_requirements(chosen, Context(mode, target, calls))
     original = _on_device(model, target)
@@ -190,6 +195,7 @@ def export(
     *,
     example_inputs: ExampleInputs | None = None,
     example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
     output: str | Path,
     formats: Sequence[str] = FORMATS,
     batch_sizes: Sequence[int] = BATCH_SIZES,
@@ -212,7 +218,7 @@ def export(
 
     Args:
         model: a result of `optimize`, or any module; it is exported in eval.
-        example_inputs, example_kwargs: as for `optimize`.
+        example_inputs, example_kwargs, further_inputs: as for `optimize`; the further ones are golden data of the bundle.
         output: the folder of the bundle; written as a whole or not at all.
         formats: of `exporters.registry.exporter_names()`.
         batch_sizes: at which every artifact is compared with the original, beside that of the example inputs.
@@ -246,7 +252,7 @@ def export(
     if provenance is not None:
         provenance.check_sources()
     tell = progress or no_progress
-    samples = _samples(example_inputs, example_kwargs, seed, target)
+    samples = _samples(example_inputs, example_kwargs, further_inputs, seed, target)
     if samples is None:
         raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
     exported = _exportable(model, target)
@@ -355,11 +361,18 @@ def _check_numbers(seed: object, batch_sizes: Any) -> None:
 
 
 def _samples(
-    example_inputs: ExampleInputs | None, example_kwargs: dict[str, Any] | None, seed: int, device: torch.device
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
+    seed: int,
+    device: torch.device,
 ) -> Samples | None:
     if example_inputs is None and not example_kwargs:
+        if further_inputs:
+            raise UsageError("further_inputs are calls beside that of example_inputs: give the first one there.")
         return None
-    return Samples(() if example_inputs is None else example_inputs, example_kwargs, seed=seed, device=device)
+    first = () if example_inputs is None else example_inputs
+    return Samples(first, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
 
 
 def _resolved(device: str, *, require_gpu: bool) -> torch.device:
@@ -484,6 +497,10 @@ def _unique(formats: Sequence[str]) -> list[str]:
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
+    if static and (others := [size for size, _ in samples.further if size != samples.batch_size]):
+        raise UsageError(
+            f"static_batch fixes the batch at {samples.batch_size} rows, and there are further inputs of {others[0]}."
+        )
     if static or not samples.dynamic:
         return None if samples.batch_size is None else [samples.batch_size]
     own = [samples.batch_size] if samples.batch_size is not None else []

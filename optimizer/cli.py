@@ -169,6 +169,14 @@ def _installed(distribution: str) -> str:
 @click.argument("model", required=False)
 @click.option("--model", "name", metavar="NAME", help="The model in the file: an instance, a class or a factory.")
 @click.option("--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); once for each.")
+@click.option(
+    "--inputs",
+    "input_files",
+    metavar="FILE",
+    multiple=True,
+    help="A call of the model: a .safetensors file with its tensors by the names of forward's arguments, or by number"
+    " (0, 1, ...). The first are the example inputs; further files are checked as they are.",
+)
 @click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
 @click.option("--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none for no pass.")
 @click.option("--formats", metavar="LIST", default=",".join(DEFAULT_FORMATS), show_default=True, help="What to write.")
@@ -224,7 +232,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
 
     MODEL is a file (model.py, model.py:NAME) or package.module:factory. Without a NAME it is the `model` of the file,
     else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
-    example_inputs or get_example_inputs() of the file, or those of --input.
+    example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
     """
     _refuse_swallowed(context, values)
     mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
@@ -283,6 +291,10 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
     model = values["model"]
     if model is None:
         raise UsageError(f"MODEL is missing: give a Python file such as model.py ({PROGRAM} --help shows more).")
+    if values["inputs"] and values["input_files"]:
+        raise UsageError("--input and --inputs contradict each other: the tensors are drawn, or those of a file.")
+    if "" in map(str.strip, values["input_files"]):
+        raise UsageError("--inputs names no file: give one, or leave the option out.")
     sizes_given = context.get_parameter_source("batch_sizes") is not ParameterSource.DEFAULT
     if values["static_batch"] and sizes_given:
         raise UsageError("--static-batch and --batch-sizes contradict each other.")
@@ -296,6 +308,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         model=model,
         name=values["name"],
         inputs=values["inputs"],
+        input_files=tuple(Path(text) for text in values["input_files"]),
         weights=Path(values["weights"]) if values["weights"] is not None else None,
         passes="" if passes is not None and passes.strip() == "none" else passes,
         formats=parse_names("--formats", values["formats"]),

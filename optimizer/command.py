@@ -27,6 +27,7 @@ from optimizer.errors import (
     ParityError,
     UsageError,
 )
+from optimizer.input_files import refuse_missing_inputs
 from optimizer.input_spec import parse_input
 from optimizer.loading import Loaded, load, parse_target
 from optimizer.manifest import plain
@@ -101,6 +102,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         passes,
         example_inputs=loaded.example_inputs,
         example_kwargs=loaded.example_kwargs,
+        further_inputs=loaded.further_inputs,
         device=device,
         strict=options.strict,
         batch_sizes=None if options.static_batch else options.batch_sizes,
@@ -111,6 +113,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         fast,
         example_inputs=loaded.example_inputs,
         example_kwargs=loaded.example_kwargs,
+        further_inputs=loaded.further_inputs,
         output=options.output,
         formats=options.formats,
         batch_sizes=options.batch_sizes,
@@ -144,6 +147,7 @@ def _check(options: ExportOptions) -> list[Pass]:
         exporter_named(name)
     for text in options.inputs:
         parse_input(text)
+    refuse_missing_inputs(options.input_files)
     parse_target(options.model, options.name)
     check_target(options.output, force=options.force)
     return passes
@@ -161,7 +165,14 @@ def _device(asked: str, *, require_gpu: bool) -> str:
 
 def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loaded:
     progress(Progress(LOAD_STAGE, 0, 2, options.model))
-    loaded = load(options.model, name=options.name, inputs=options.inputs, weights=options.weights, seed=options.seed)
+    loaded = load(
+        options.model,
+        name=options.name,
+        inputs=options.inputs,
+        input_files=options.input_files,
+        weights=options.weights,
+        seed=options.seed,
+    )
     progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
     check_runs(loaded, seed=options.seed)
     progress(Progress(LOAD_STAGE, 2, 2, loaded.source))

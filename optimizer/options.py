@@ -27,6 +27,7 @@ class ExportOptions:
     output: Path
     name: str | None = None
     inputs: tuple[str, ...] = ()
+    input_files: tuple[Path, ...] = ()
     weights: Path | None = None
     passes: str | None = None
     formats: tuple[str, ...] = DEFAULT_FORMATS

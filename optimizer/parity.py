@@ -42,7 +42,7 @@ from torch import nn
 from optimizer.difference import floors
 from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
-from optimizer.inputs import Call, ExampleInputs, Samples
+from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.observe import Observation
 from optimizer.preserve import one_at_a_time
 from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
@@ -101,6 +101,7 @@ def check_parity(
     example_inputs: ExampleInputs,
     *,
     example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
     batch_sizes: Sequence[int] | None = None,
     draws: int = 2,
     seed: int = 0,
@@ -116,6 +117,7 @@ def check_parity(
     inputs go there, and a module that lives elsewhere is copied there.
 
     Args:
+        further_inputs: more calls of your own, each a pair (args, kwargs), which are run as they are.
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs.
         precision: how `candidate` computes, where that is less precise than what `reference` does: it is judged in kind, by
             what `reference` itself is off by that computes so.
@@ -129,7 +131,7 @@ def check_parity(
     for module in (reference, candidate):
         if isinstance(module, nn.Module):
             refuse_unrunnable(module)
-    samples = Samples(example_inputs, example_kwargs, seed=seed, device=device)
+    samples = Samples(example_inputs, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
     measured = Reference.measure(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
     if precision is not None:
         measured = measured.in_kind(precision)

@@ -192,7 +192,7 @@ class Reference:
             UsageError: no batch sizes or no draws.
         """
         calls = _planned(samples, batch_sizes, draws, mode)
-        original = Original(reference, mode, samples.seed)
+        original = Original(reference, mode, samples.seed, asked=frozenset(samples.further))
         if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
         with one_at_a_time, as_run(reference, mode) as settings:
@@ -351,9 +351,12 @@ class Reference:
         )
 
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
-        """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
-        firsts = [kept for kept in self._original.kept if kept.draw == 0][:limit]
-        return tuple(self._golden(kept) for kept in firsts)
+        """Up to `limit` calls of different batch sizes, and all of the user's own, with the outputs that any faithful
+        candidate gives."""
+        asked = self._original.asked
+        own = [kept for kept in self._original.kept if (kept.batch_size, kept.draw) in asked]
+        drawn = [kept for kept in self._original.kept if kept.draw == 0 and kept not in own]
+        return tuple(self._golden(kept) for kept in (*drawn[: max(1, limit - len(own))], *own))
 
     def _golden(self, kept: Kept) -> GoldenEntry:
         outputs, tied = {}, {}
@@ -379,10 +382,19 @@ class Reference:
 class Original:
     """Runs the original and gathers."""
 
-    def __init__(self, target: Callable[..., Any], mode: str, seed: int) -> None:
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        mode: str,
+        seed: int,
+        *,
+        asked: frozenset[tuple[int | None, int]] = frozenset(),
+    ) -> None:
         self.target = target
         self.mode = mode
         self.seed = seed
+        # The batch sizes and draws that are calls of the user's own, beside the first: none of them is left out.
+        self.asked = asked
         self.kept: list[Kept] = []
         self.notes: list[str] = []
         self.failures: list[tuple[str, Exception]] = []
@@ -403,7 +415,7 @@ class Original:
         return self.mode == "training"
 
     def run(self, batch_size: int | None, draw: int, call: Call, *, keep_call: bool = False, label: str = "") -> None:
-        if batch_size in self.dropped:
+        if batch_size in self.dropped and (batch_size, draw) not in self.asked:
             return
         # Gradients are as many numbers as the model has weights: one draw per batch size is enough of them.
         training = self.training and draw == 0
@@ -412,7 +424,7 @@ class Original:
         names = input_names(self.target, call)
         if not self.kept and not self.failures:
             self.written = self._find_written(call, seed, training, names)
-        own = self._first_run(batch_size, call, seed, training, names)
+        own = self._first_run(batch_size, draw, call, seed, training, names)
         if own is None:
             return
         kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label)
@@ -576,7 +588,7 @@ class Original:
         return frozenset(written)
 
     def _first_run(
-        self, batch_size: int | None, call: Call, seed: int, training: bool, names: Sequence[str]
+        self, batch_size: int | None, draw: int, call: Call, seed: int, training: bool, names: Sequence[str]
     ) -> Observation | None:
         try:
             return observe(
@@ -585,9 +597,16 @@ class Original:
         except LoadError:
             # A sentence of this program about the model: it says all itself.
             raise
-        except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is recorded
+        except Exception as error:
+            if (batch_size, draw) in self.asked:
+                where = f"batch size {batch_size}, draw {draw}"
+                raise LoadError(f"The model raises on further inputs ({where}): {_first_line(error)}.") from error
             self.dropped.add(batch_size)
-            self.kept = [kept for kept in self.kept if kept.batch_size != batch_size]
+            self.kept = [
+                kept
+                for kept in self.kept
+                if kept.batch_size != batch_size or (kept.batch_size, kept.draw) in self.asked
+            ]
             self.failures.append((f"batch size {batch_size}" if batch_size is not None else "the given inputs", error))
             return None
 
@@ -1186,7 +1205,8 @@ def _planned(
         sizes = [given, given + 1]
     else:
         sizes = list(dict.fromkeys((given, *BATCH_SIZES)))
-    return [(size, draw) for size in sizes for draw in range(draws)]
+    drawn = [(size, draw) for size in sizes for draw in range(draws)]
+    return list(dict.fromkeys((*drawn, *samples.further)))
 
 
 @contextmanager

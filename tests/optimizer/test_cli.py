@@ -142,6 +142,13 @@ def test_every_option_arrives(run):
     )
 
 
+def test_input_files_arrive_in_their_order(run):
+    assert run("m.py", "--inputs", "b.safetensors", "--inputs", "a").options.input_files == (
+        Path("b.safetensors"),
+        Path("a"),
+    )
+
+
 def test_no_passes_are_not_the_preset(run):
     assert run("m.py").options.passes is None
     assert run("m.py", "--passes", "none").options.passes == ""
@@ -205,6 +212,10 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 to 1048576"),
         (["m.py", "--batch-sizes", "9" * 5000], "is no whole number"),
         (["m.py", "--passes", ""], "--passes names no pass: give a list, none for no pass, or leave the option out."),
+        (["m.py", "--inputs", " "], "--inputs names no file: give one, or leave the option out."),
+        (["m.py", "--inputs", "--force"], "--inputs is given no FILE: --force stands in its place."),
+        (["m.py", "--input", "2x3", "--inputs", "a.safetensors"], "--input and --inputs contradict each other"),
+        (["--verify", "b", "--inputs", "a.safetensors"], "--verify doesn't go with --inputs."),
         (["m.py", "--output", " "], "--output names no folder: give one, or leave the option out."),
         (["m.py", "--weights", ""], "--weights names no file: give one, or leave the option out."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
