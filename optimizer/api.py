@@ -34,6 +34,7 @@ from optimizer.pipeline import Pipeline, check_requirements, coverage_record, si
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
+from optimizer.row_independence import Rows
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
@@ -207,6 +208,7 @@ def export(
     force: bool = False,
     atol: Tolerance = None,
     rtol: Tolerance = None,
+    row_independence: bool = False,
     seed: int = 0,
     source: str | None = None,
     progress: ProgressFunction | None = None,
@@ -229,6 +231,8 @@ def export(
         force: replace a bundle that stands at `output`.
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs in the files
             (or in the model, where those differ).
+        row_independence: see, too, that each row of the outputs is the same whatever the other rows of its batch are, in the
+            original and in every artifact.
         seed: of the further example inputs that are drawn.
         source: where the model comes from, for the manifest.
         progress: is told what is being done.
@@ -238,7 +242,8 @@ def export(
         ExporterError: an unknown format, or one that couldn't be exported; the message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
-        ParityError: an artifact computes something else; nothing is written.
+        ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
+            written.
         BundleError: the folder can't be written.
     """
     _check_model(model, runs=True)
@@ -261,7 +266,7 @@ def export(
     notes = [] if original is not exported else ["the artifacts are compared with the exported module itself"]
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
-    reference = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
+    reference = rounding = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
@@ -269,6 +274,7 @@ def export(
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     names = _names_in_files(reference, adapter)
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
 
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
@@ -278,7 +284,7 @@ def export(
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            measurement = _measured(artifact, reference, adapter, target)
+            measurement = _measured(artifact, reference, adapter, target, rows)
             judged = reports[exporter.name] = judge(measurement, atol=atol, rtol=rtol, names=names)
             entries.append(artifact_entry(artifact, folder, judged.to_json(), measurement.to_json()))
         tell(Progress("export", len(exporters), len(exporters), ""))
@@ -542,10 +548,12 @@ def _names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:
     return dict(zip(own, shown, strict=True))
 
 
-def _measured(artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device) -> Measurement:
+def _measured(
+    artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device, rows: Rows | None
+) -> Measurement:
     loaded = artifact.load(device.type)
     flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
-    measurement = reference.compare(loaded, flatten=flatten)
+    measurement = reference.compare(loaded, flatten=flatten, rows=rows)
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()

@@ -207,6 +207,11 @@ def _installed(distribution: str) -> str:
     " for each output.",
 )
 @click.option("--rtol", metavar="TOL", multiple=True, help="Likewise; one that isn't given is 0.")
+@click.option(
+    "--row-independence",
+    is_flag=True,
+    help="See, too, that each row of the outputs is the same whatever the other rows of its batch are.",
+)
 @click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
@@ -324,6 +329,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         seed=parse_seed(values["seed"]),
         atol=parse_tolerance("--atol", values["atol"]),
         rtol=parse_tolerance("--rtol", values["rtol"]),
+        row_independence=values["row_independence"],
     )
 
 

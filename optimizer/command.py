@@ -125,6 +125,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         force=options.force,
         atol=options.atol,
         rtol=options.rtol,
+        row_independence=options.row_independence,
         seed=options.seed,
         source=loaded.source,
         progress=progress,

@@ -171,6 +171,28 @@ _difference = _record(
     },
     {"slice": _text, "slice_error": _number, "slice_noise": _number, "calls": _each(_call)},
 )
+_rows = _record(
+    {
+        "outputs": _each(
+            _record(
+                {
+                    "name": _text,
+                    "max_difference": _number,
+                    "rms_difference": _number,
+                    "mismatches": _count,
+                    "batch_size": _count,
+                    "row": _count,
+                    "how": _text,
+                    "frontier": _each(_pair),
+                }
+            )
+        ),
+        "batch_sizes": _each(_count),
+        "alone": _flag,
+        "without_rows": _texts,
+        "problem": _or_null(_text),
+    }
+)
 _measurement = _record(
     {
         "outputs": _each(_difference, at_least=1),
@@ -185,7 +207,7 @@ _measurement = _record(
         "seed": _count,
         "settings": _object,
     },
-    {"precision": _text},
+    {"precision": _text, "rows": _or_null(_rows)},
 )
 _artifact = _record(
     {

@@ -42,6 +42,7 @@ class ExportOptions:
     seed: int = 0
     atol: Tolerance = None
     rtol: Tolerance = None
+    row_independence: bool = False
 
 
 @dataclass(frozen=True)

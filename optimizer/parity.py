@@ -110,6 +110,7 @@ def check_parity(
     device: torch.device | str | None = None,
     mode: Mode = "inference",
     precision: Precision | None = None,
+    row_independence: bool = False,
 ) -> ParityReport:
     """Whether `candidate` computes what `reference` computes; any two callables.
 
@@ -121,8 +122,11 @@ def check_parity(
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs.
         precision: how `candidate` computes, where that is less precise than what `reference` does: it is judged in kind, by
             what `reference` itself is off by that computes so.
+        row_independence: see, too, that each row of the outputs is the same whatever the other rows of its batch are: run
+            rows alone, in other places and among other rows.
 
     Raises:
+        ParityError: the rows of the reference itself depend on each other, with `row_independence`.
         LoadError: the reference raises on the example inputs, or a module has no weights to run with yet.
         UsageError: the example inputs are no tuple, tensor or function, or an option makes no sense.
     """
@@ -133,11 +137,14 @@ def check_parity(
             refuse_unrunnable(module)
     samples = Samples(example_inputs, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
     measured = Reference.measure(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
-    if precision is not None:
-        measured = measured.in_kind(precision)
     # Of a candidate that raises no output is known.
     names = {name: name for name in measured.noises}
-    return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol, names=names)
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    rows = measured.independent_rows(atol=absolute, rtol=relative) if row_independence else None
+    if precision is not None:
+        measured = measured.in_kind(precision)
+    measurement = measured.compare(_placed(candidate, device), rows=rows)
+    return judge(measurement, atol=absolute, rtol=relative, names=names)
 
 
 class RegionReference:

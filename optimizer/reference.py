@@ -31,7 +31,7 @@ from optimizer.difference import (
     unit,
     wide,
 )
-from optimizer.errors import LoadError, UsageError
+from optimizer.errors import LoadError, ParityError, UsageError
 from optimizer.figures import agreement_of_integers, errors_between, has_classes, top1_agreement
 from optimizer.float64 import (
     Float64Mode,
@@ -53,9 +53,11 @@ from optimizer.preserve import (
     pinned_settings,
     reachable_modules,
 )
+from optimizer.row_independence import Batch, Rows
+from optimizer.row_verdict import RowMeasurement, judge_rows
 from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
-from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise
+from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
 from optimizer.written_parameters import kept_parameters
 from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
@@ -228,10 +230,12 @@ class Reference:
         candidate: Callable[..., Any],
         *,
         flatten: Flatten | None = None,
+        rows: Rows | None = None,
     ) -> Measurement:
         """Run a candidate on the same calls under the same random seeds.
 
         Args:
+            rows: what `independent_rows` gave: run rows alone and among others, too.
             flatten: for a candidate that takes flat tensors and returns a tensor or a flat tuple of them: makes its
                 tensors from (args, kwargs). Outputs are then matched by their order and the structure is not compared.
 
@@ -252,10 +256,86 @@ class Reference:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
             if flatten is None:
                 self._look_past_kinks(candidate, comparison)
-        if comparison.is_doubtful():
+        seen = None if rows is None or comparison.problems else self._moved_rows(candidate, rows, flatten)
+        if comparison.is_doubtful() or self._may_be_rounding(seen):
             self._look_closely()
             comparison.noises = self._noises_less(moved)
-        return comparison.finish(self._blank)
+        return replace(comparison.finish(self._blank), rows=seen)
+
+    def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
+        """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.
+
+        Args:
+            atol, rtol: the user's tolerances, by the names of the outputs here.
+
+        Raises:
+            UsageError: there is no batch of two rows or more, or no output that has rows.
+            ParityError: a row of the original depends on the others.
+        """
+        rows = self._rows()
+        target = self._original.target
+        seen = self._moved_rows(target, rows, None)
+        if self._may_be_rounding(seen):
+            self._look_closely()
+        names = {name: name for name in self.noises}
+        report = judge_rows(seen, allowed_by(self.noises.values(), names, atol, rtol), FACTOR)
+        if not report.ok:
+            raise ParityError(
+                f"{report.problem}, in the original itself: nothing can be claimed of its rows, so leave row independence"
+                " out, or mend the model."
+            )
+        return rows
+
+    def _rows(self) -> Rows:
+        kept = [one for one in self._original.kept if one.draw == 0 and (one.batch_size or 0) > 1]
+        if not kept or self._samples is None:
+            raise UsageError("Whether rows depend on each other shows in a batch of two rows or more: give one.")
+        batches = [
+            Batch(one.batch_size or 0, self._call(one), self._samples.at(one.batch_size, 1), one.unstable)
+            for one in kept
+        ]
+        outputs = [{name: one.own.values[name] for name in one.own.of_kind("output")} for one in kept]
+        rows = Rows(batches, outputs)
+        if not rows.with_rows:
+            raise UsageError("No output has as many rows as the batch, so that there are none to look at.")
+        # Where the batch is fixed no file can be run on one row.
+        rows.alone = len(self.batch_sizes) > 1 and (1 in self.batch_sizes or self._runs_on(rows.one_row()))
+        return rows
+
+    def _runs_on(self, call: Call) -> bool:
+        with one_at_a_time, as_run(self._original.target, self._blank.mode), _silent():
+            try:
+                observe(self._original.target, call, seed=self._blank.seed, written=self.written)
+            except Exception as error:  # noqa: BLE001 - the original is foreign code: it may need more than one row
+                logger.debug("the original raises on one row: %s", error)
+                return False
+        return True
+
+    def _moved_rows(self, target: Callable[..., Any], rows: Rows, flatten: Flatten | None) -> RowMeasurement:
+        def run(call: Call) -> dict[str, torch.Tensor]:
+            seen = observe(target, call, seed=self._blank.seed, flatten=flatten, written=self.written)
+            given = seen.of_kind("output")
+            names = given if flatten is None else self.output_names
+            return {name: seen.values[own] for name, own in zip(names, given, strict=True)}
+
+        with one_at_a_time, as_run(target, self._blank.mode), _silent():
+            try:
+                return rows.measure(run)
+            except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
+                problem = f"Rows that are run otherwise raise: {_first_line(error)}"
+                sizes = tuple(batch.size for batch in rows.batches)
+                return RowMeasurement((), sizes, rows.alone, rows.without_rows, problem)
+
+    def _may_be_rounding(self, seen: RowMeasurement | None) -> bool:
+        """Whether rows that move by more than is allowed may do so by rounding that few samples don't show."""
+        if seen is None or seen.problem or any(one.mismatches for one in seen.outputs):
+            return False
+        beyond = [
+            max(_times_off(one.max_difference, noise.noise), _times_off(one.rms_difference, noise.noise_rms))
+            for one in seen.outputs
+            if (noise := self.noises[one.name]).deterministic
+        ]
+        return 2 * FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
     def _look_past_kinks(self, candidate: Callable[..., Any], comparison: Comparison) -> None:
         """Judge by their algebra the gradients that are off as they are where a number fell on the other side of a kink.

@@ -62,12 +62,28 @@ def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iter
     if details and any(output.get("calls") for _, output in outputs):
         yield _every_call(outputs, frames)
         yield ""
+    for artifact in document.get("artifacts", ()):
+        if rows := (artifact.get("parity") or {}).get("rows"):
+            yield Text(_rows(artifact["format"], rows))
     for note in document.get("notes", ()):
         yield Text(f"note: {note}")
     if "report" in document:
         yield Text(_gained(document["report"]))
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
+
+
+def _rows(format: str, rows: Document) -> str:
+    if not rows["ok"]:
+        return f"rows of {format}: {rows['problem']}"
+    otherwise = (
+        "alone, in other places and among other rows" if rows["alone"] else "in other places and among other rows"
+    )
+    lacking = (
+        f"; not looked at, as they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""
+    )
+    sizes = ", ".join(map(str, rows["batch_sizes"]))
+    return f"rows of {format}: none depends on the others, of batches of {sizes}, run {otherwise}{lacking}"
 
 
 def _gained(report: Document) -> str:

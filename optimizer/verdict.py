@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from optimizer.errors import UsageError
+from optimizer.row_verdict import Allowed, RowMeasurement, RowReport, judge_rows
 
 FACTOR = 4.0
 # How many times its own noise one channel, column or band of magnitude may be off. Outputs have thousands of slices, of each
@@ -148,6 +149,7 @@ class Measurement:
         reference: "float64", or "own dtype" where `reference_reason` says why float64 couldn't be had.
         settings: what was pinned on both sides while measuring.
         precision: "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else.
+        rows: how far rows move with the other rows of their batch; None where that wasn't looked at.
     """
 
     outputs: tuple[OutputDifference, ...]
@@ -162,9 +164,11 @@ class Measurement:
     seed: int
     settings: dict[str, str]
     precision: str = ""
+    rows: RowMeasurement | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "outputs": [output.to_json() for output in self.outputs]}
+        rows = None if self.rows is None else self.rows.to_json()
+        return {**asdict(self), "outputs": [output.to_json() for output in self.outputs], "rows": rows}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurement:
@@ -181,6 +185,7 @@ class Measurement:
             seed=data["seed"],
             settings=dict(data["settings"]),
             precision=data.get("precision", ""),
+            rows=None if data.get("rows") is None else RowMeasurement.from_json(data["rows"]),
         )
 
 
@@ -236,6 +241,7 @@ class ParityReport:
     Attributes:
         precision: "bfloat16" or "float16" where it was judged in kind, by what the original is off by that computes so;
             "" where by its rounding alone.
+        rows: the judgement of rows that were run alone and among others; None where that wasn't asked for.
     """
 
     verdict: str
@@ -250,6 +256,7 @@ class ParityReport:
     factor: float
     settings: dict[str, str]
     precision: str = ""
+    rows: RowReport | None = None
 
     @property
     def ok(self) -> bool:
@@ -264,7 +271,9 @@ class ParityReport:
         return f"{self.verdict}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok, "outputs": [output.to_json() for output in self.outputs]}
+        rows = None if self.rows is None else self.rows.to_json()
+        outputs = [output.to_json() for output in self.outputs]
+        return {**asdict(self), "ok": self.ok, "outputs": outputs, "rows": rows}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
@@ -281,6 +290,7 @@ class ParityReport:
             factor=data["factor"],
             settings=dict(data["settings"]),
             precision=data.get("precision", ""),
+            rows=None if data.get("rows") is None else RowReport.from_json(data["rows"]),
         )
 
 
@@ -319,7 +329,11 @@ def judge(
         )
         for output in measurement.outputs
     )
-    verdict, reason = _verdict(measurement, outputs)
+    rows = None
+    if measurement.rows is not None:
+        noises = (output.noise for output in measurement.outputs)
+        rows = judge_rows(measurement.rows, allowed_by(noises, names, absolute, relative), factor)
+    verdict, reason = _verdict(measurement, outputs, rows)
     return ParityReport(
         verdict=verdict,
         reason=reason,
@@ -333,7 +347,31 @@ def judge(
         factor=factor,
         settings=dict(measurement.settings),
         precision=precision,
+        rows=rows,
     )
+
+
+def allowed_by(
+    noises: Iterable[OutputNoise], names: Mapping[str, str], atol: Mapping[str, float], rtol: Mapping[str, float]
+) -> dict[str, Allowed]:
+    """What one answer to each deterministic output may be off by, by its name in the reference.
+
+    Args:
+        names: as for `judge`.
+        atol, rtol: by the names in the reference.
+    """
+    return {
+        noise.name: Allowed(
+            names.get(noise.name, noise.name),
+            noise.noise,
+            noise.noise_rms,
+            noise.scale,
+            atol.get(noise.name),
+            rtol.get(noise.name),
+        )
+        for noise in noises
+        if noise.deterministic
+    }
 
 
 def by_output(label: str, tolerance: Tolerance, names: Mapping[str, str]) -> dict[str, float]:
@@ -432,7 +470,7 @@ def _judge_output(
     )
 
 
-def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple[str, str]:
+def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: RowReport | None) -> tuple[str, str]:
     if measurement.problems:
         return "failed", _sentence(measurement.problems[0])
     wrong = [output for output in outputs if not output.ok]
@@ -440,6 +478,8 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
         worst = max(wrong, key=lambda output: output.ratio)
         more = f" ({len(wrong)} outputs differ)" if len(wrong) > 1 else ""
         return "failed", _sentence(f"{worst.problem}{more}")
+    if rows is not None and not rows.ok:
+        return "failed", _sentence(str(rows.problem))
     if not outputs:
         return "vacuous", "The model gives no tensors: there is nothing to compare."
     judged = [output for output in outputs if output.judged]
@@ -454,7 +494,8 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
         if measurement.precision
         else "the rounding noise of the original"
     )
-    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}."
+    apart = "" if rows is None else " No row depends on the other rows of its batch."
+    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}.{apart}"
 
 
 def _beyond(output: OutputDifference, name: str, atol: float, rtol: float) -> str | None:

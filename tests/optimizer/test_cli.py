@@ -119,7 +119,7 @@ def test_every_option_arrives(run):
     text = (
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
-        "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5"
+        "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence"
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -139,6 +139,7 @@ def test_every_option_arrives(run):
         seed=7,
         atol={"logits": 1e-3, "a=b": 0.0},
         rtol=0.5,
+        row_independence=True,
     )
 
 
@@ -474,6 +475,19 @@ def test_the_worst_figures_are_shown_and_those_of_every_call_with_details(run):
         assert [call in lines for call in calls] == [shown, shown]
     lines = [line.split() for line in run("--verify", "b", "--details", engine=engine).out.splitlines()]
     assert all(call in lines for call in calls)
+
+
+def test_rows_are_told_of_below_the_figures():
+    rows = {"ok": True, "alone": False, "batch_sizes": [2, 3], "without_rows": ["loss"], "outputs": [], "problem": None}
+    parity = {**DONE["artifacts"][0]["parity"], "rows": rows}
+    text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)
+    assert (
+        "rows of onnx: none depends on the others, of batches of 2, 3, run in other places and among other rows; "
+        "not looked at, as they have no rows: loss" in text
+    )
+    parity["rows"] = {**rows, "ok": False, "problem": "Row 1 of y depends"}
+    text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)
+    assert "rows of onnx: Row 1 of y depends" in text
 
 
 def test_tables_fit_a_narrow_terminal(monkeypatch):
