@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.manifest import plain, to_json_text
-from optimizer.parity import BATCH_SIZES, Measurement, ParityReport, Reference, Tolerance, by_output, judge
+from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.row_independence import Rows
+from optimizer.verify import factor_between
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
@@ -204,6 +206,7 @@ def export(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     device: str = "auto",
+    reference_device: str | None = None,
     require_gpu: bool = False,
     force: bool = False,
     atol: Tolerance = None,
@@ -227,6 +230,8 @@ def export(
         static_batch: fix the batch size of the example inputs in the files.
         input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
+        reference_device: where the original is run, with its float64 truth and its noise: "cpu" or "cuda", by default where
+            the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
         require_gpu: raise where there is none.
         force: replace a bundle that stands at `output`.
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs in the files
@@ -253,6 +258,7 @@ def export(
     check_target(output, force=force)
     exporters = [exporter_named(name) for name in _unique(formats)]
     target = _resolved(device, require_gpu=require_gpu)
+    home = target if reference_device is None else _resolved(reference_device, require_gpu=False)
     provenance = provenance_of(model)
     if provenance is not None:
         provenance.check_sources()
@@ -262,11 +268,12 @@ def export(
         raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
     exported = _exportable(model, target)
     original = exported if provenance is None or provenance.original is None else provenance.original
-    original = _on_device(_in_step(original, exported), target)
     notes = [] if original is not exported else ["the artifacts are compared with the exported module itself"]
+    original = _on_device(_in_step(original, exported), home)
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
-    reference = rounding = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
+    there = samples if home.type == target.type else samples.to(home)
+    reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
@@ -274,6 +281,8 @@ def export(
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     names = _names_in_files(reference, adapter)
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    factor, apart = _factor(reference, home, target)
+    notes += apart
     rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
 
     def fill(folder: Path) -> Mapping[str, Any]:
@@ -285,7 +294,7 @@ def export(
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
             measurement = _measured(artifact, reference, adapter, target, rows)
-            judged = reports[exporter.name] = judge(measurement, atol=atol, rtol=rtol, names=names)
+            judged = reports[exporter.name] = judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names)
             entries.append(artifact_entry(artifact, folder, judged.to_json(), measurement.to_json()))
         tell(Progress("export", len(exporters), len(exporters), ""))
         _raise_unless_ok(reports, entries)
@@ -297,7 +306,7 @@ def export(
             flatten=adapter.flatten_inputs,
             input_names=adapter.input_names,
             output_names=adapter.output_names,
-            device=target,
+            device=home,
             atol=absolute,
             rtol=relative,
             precision=reference.precision,
@@ -313,7 +322,7 @@ def export(
             "input_structure": adapter.input_structure,
             "output_structure": adapter.output_structure,
             "artifacts": entries,
-            "parity": _overall(reports, reference),
+            "parity": {**_overall(reports, reference), "reference_device": describe_device(home)},
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
             "passes": [] if report is None else [record.to_json() for record in report.passes],
@@ -548,12 +557,30 @@ def _names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:
     return dict(zip(own, shown, strict=True))
 
 
+def _factor(reference: Reference, home: torch.device, target: torch.device) -> tuple[float, list[str]]:
+    """How many times its noise an artifact may be off, and a note where that is more than on one device."""
+    measured, here = describe_device(home), describe_device(target)
+    factor = FACTOR * factor_between(measured, here, (noise.dtype for noise in reference.noises.values()))
+    if factor == FACTOR:
+        return factor, []
+    return factor, [
+        f"the original was run on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) may be"
+        f" off by {factor:g} times its noise"
+    ]
+
+
 def _measured(
     artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device, rows: Rows | None
 ) -> Measurement:
     loaded = artifact.load(device.type)
-    flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
+
+    def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+        # The calls are where the original is.
+        return [tensor.to(device) for tensor in adapter.flatten_inputs(args, kwargs)]
+
     measurement = reference.compare(loaded, flatten=flatten, rows=rows)
+    if torch.device(measurement.device).type != device.type:
+        measurement = replace(measurement, device=device.type, reference_device=measurement.device)
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()

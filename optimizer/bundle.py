@@ -221,7 +221,8 @@ def rejudge_bundle(
     Args:
         atol, rtol: tolerances in place of the noise; a number, or a dict by the names of the outputs in the files (or in the
             model, where those differ).
-        factor: how many times its noise an output may be off, in place of 4.
+        factor: how many times its noise an output may be off, in place of 4 (or more, where the original was run on another
+            device).
 
     Without any of them it is the judgement of the export, by the tolerances that were given there; with one those are left
     out. The report is as that of `verify_bundle`.

@@ -188,6 +188,11 @@ def _installed(distribution: str) -> str:
     show_default=True,
     help="Where to run and to check; auto takes the GPU where there is one.",
 )
+@click.option(
+    "--reference-device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where to run the original that the files are compared with.  [default: where the files are run]",
+)
 @click.option("--require-gpu", is_flag=True, help="Fail where there is no GPU, instead of checking on the CPU.")
 @click.option(
     "--batch-sizes",
@@ -319,6 +324,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         formats=parse_names("--formats", values["formats"]),
         output=Path(values["output"]) if values["output"] is not None else default_output(model),
         device=values["device"],
+        reference_device=values["reference_device"],
         require_gpu=values["require_gpu"],
         batch_sizes=parse_batch_sizes(values["batch_sizes"]),
         static_batch=values["static_batch"],

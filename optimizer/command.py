@@ -96,6 +96,8 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     started = time.perf_counter()
     passes = _check(options)
     device = _device(options.device, require_gpu=options.require_gpu)
+    if options.reference_device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
     loaded = _load(options, progress)
     fast = optimize(
         loaded.model,
@@ -121,6 +123,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         input_names=options.input_names,
         output_names=options.output_names,
         device=device,
+        reference_device=options.reference_device,
         require_gpu=options.require_gpu,
         force=options.force,
         atol=options.atol,

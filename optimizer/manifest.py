@@ -207,7 +207,7 @@ _measurement = _record(
         "seed": _count,
         "settings": _object,
     },
-    {"precision": _text, "rows": _or_null(_rows)},
+    {"precision": _text, "rows": _or_null(_rows), "reference_device": _text},
 )
 _artifact = _record(
     {

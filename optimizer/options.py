@@ -32,6 +32,7 @@ class ExportOptions:
     passes: str | None = None
     formats: tuple[str, ...] = DEFAULT_FORMATS
     device: str = "auto"
+    reference_device: str | None = None
     require_gpu: bool = False
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
     static_batch: bool = False

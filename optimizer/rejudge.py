@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from optimizer.errors import BundleError, UsageError
 from optimizer.golden import stored_tolerances
 from optimizer.verdict import FACTOR, Measurement, Tolerance, judge
-from optimizer.verify import ArtifactFigures, VerifyReport, sums_problem
+from optimizer.verify import ArtifactFigures, VerifyReport, factor_between, sums_problem
 
 
 class RejudgeReport(VerifyReport):
@@ -43,12 +43,16 @@ def rejudge_contents(
     by_user: dict[str, Any] = {"atol": atol, "rtol": rtol}
     if atol is None and rtol is None and factor is None:
         by_user = dict(stored_tolerances(manifest["golden"]))
+    if factor is None:
+        golden = manifest["golden"]
+        dtypes = (output["dtype"] for output in golden["outputs"])
+        factor = FACTOR * factor_between(golden["device"], manifest["device"], dtypes)
     figures = []
     for artifact in manifest["artifacts"]:
         measurement = Measurement.from_json(artifact["measurement"])
         own = (output.noise.name for output in measurement.outputs)
         names = dict(zip(own, (tensor["name"] for tensor in artifact["outputs"]), strict=True))
-        parity = judge(measurement, **by_user, factor=FACTOR if factor is None else factor, names=names)
+        parity = judge(measurement, **by_user, factor=factor, names=names)
         calls = max((len(output.calls) for output in measurement.outputs), default=0)
         figures.append(ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity))
         if parity.verdict == "vacuous":

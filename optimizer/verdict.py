@@ -150,6 +150,7 @@ class Measurement:
         settings: what was pinned on both sides while measuring.
         precision: "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else.
         rows: how far rows move with the other rows of their batch; None where that wasn't looked at.
+        device: where the candidate ran; reference_device: where the original did, "" for the same.
     """
 
     outputs: tuple[OutputDifference, ...]
@@ -165,6 +166,7 @@ class Measurement:
     settings: dict[str, str]
     precision: str = ""
     rows: RowMeasurement | None = None
+    reference_device: str = ""
 
     def to_json(self) -> dict[str, Any]:
         rows = None if self.rows is None else self.rows.to_json()
@@ -186,6 +188,7 @@ class Measurement:
             settings=dict(data["settings"]),
             precision=data.get("precision", ""),
             rows=None if data.get("rows") is None else RowMeasurement.from_json(data["rows"]),
+            reference_device=data.get("reference_device", ""),
         )
 
 
@@ -242,6 +245,7 @@ class ParityReport:
         precision: "bfloat16" or "float16" where it was judged in kind, by what the original is off by that computes so;
             "" where by its rounding alone.
         rows: the judgement of rows that were run alone and among others; None where that wasn't asked for.
+        device: where the candidate ran; reference_device: where the original did, "" for the same.
     """
 
     verdict: str
@@ -257,6 +261,7 @@ class ParityReport:
     settings: dict[str, str]
     precision: str = ""
     rows: RowReport | None = None
+    reference_device: str = ""
 
     @property
     def ok(self) -> bool:
@@ -291,6 +296,7 @@ class ParityReport:
             settings=dict(data["settings"]),
             precision=data.get("precision", ""),
             rows=None if data.get("rows") is None else RowReport.from_json(data["rows"]),
+            reference_device=data.get("reference_device", ""),
         )
 
 
@@ -348,6 +354,7 @@ def judge(
         settings=dict(measurement.settings),
         precision=precision,
         rows=rows,
+        reference_device=measurement.reference_device,
     )
 
 

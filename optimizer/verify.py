@@ -3,7 +3,7 @@
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,11 @@ def device_factor(measured: Mapping[str, str], here: Mapping[str, str], dtype: s
     if measured["type"] != here["type"]:
         return _OTHER_KIND.get(dtype, _OTHER_KIND_DEFAULT)
     return 1.0 if measured["name"] == here["name"] else _SAME_KIND
+
+
+def factor_between(measured: Mapping[str, str], here: Mapping[str, str], dtypes: Iterable[str]) -> float:
+    """The same for outputs of several dtypes: the largest."""
+    return max((device_factor(measured, here, dtype) for dtype in dtypes), default=1.0)
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,7 @@ def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load
     golden = manifest["golden"]
     here = describe_device(device)
     notes = [f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
-    factor = max(device_factor(golden["device"], here, output["dtype"]) for output in golden["outputs"])
+    factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")
     distrusted = [path for path in (SUMS, golden["path"]) if path in damage]

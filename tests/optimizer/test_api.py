@@ -243,6 +243,51 @@ def test_a_required_gpu_that_is_missing(model, image, tmp_path, options):
         export(model, example_inputs=(image,), output=tmp_path / "net", **options)
 
 
+def test_the_original_on_the_device_of_the_artifacts_is_as_without_naming_it(model, image, tmp_path):
+    options = {"example_inputs": (image,), "formats": ("torchscript",), "device": "cpu"}
+    plain = export(model, output=tmp_path / "plain", **options)
+    named = export(model, output=tmp_path / "named", reference_device="cpu", **options)
+    assert named.manifest["artifacts"][0]["parity"] == plain.manifest["artifacts"][0]["parity"]
+    assert (
+        named.manifest["parity"]["reference_device"] == named.manifest["device"] == named.manifest["golden"]["device"]
+    )
+    assert named.manifest["parity"]["factor"] == 4.0
+    assert named.manifest["artifacts"][0]["parity"]["reference_device"] == ""
+
+
+def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, image, tmp_path, monkeypatch):
+    seen = []
+
+    def far(measured, here, dtypes):
+        seen.append((measured, here, list(dtypes)))
+        return 4.0
+
+    monkeypatch.setattr("optimizer.api.factor_between", far)
+    bundle = export(
+        model,
+        example_inputs=(image,),
+        output=tmp_path / "net",
+        formats=("torchscript",),
+        device="cpu",
+        reference_device="cpu",
+    )
+    assert [(measured["type"], here["type"], dtypes) for measured, here, dtypes in seen] == [
+        ("cpu", "cpu", ["float32", "float32"])
+    ]
+    parity = bundle.manifest["artifacts"][0]["parity"]
+    assert parity["factor"] == bundle.manifest["parity"]["factor"] == 16.0
+    assert all(output["tolerance"] == 16 * output["noise"] for output in parity["outputs"])
+    assert any("may be off by 16 times its noise" in note for note in bundle.manifest["notes"])
+
+
+def test_a_device_of_the_original_that_there_isnt(model, image, tmp_path):
+    with pytest.raises(UsageError, match="There is no device 'tpu'"):
+        export(model, example_inputs=(image,), output=tmp_path / "net", reference_device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="A GPU is required"):
+            export(model, example_inputs=(image,), output=tmp_path / "net", reference_device="cuda")
+
+
 def test_a_wrapper_of_torch_compile_is_refused_with_the_way_out(model, image, tmp_path):
     wrapped = torch.compile(model, backend="eager")
     for call in (

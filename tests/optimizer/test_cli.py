@@ -119,7 +119,7 @@ def test_every_option_arrives(run):
     text = (
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
-        "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence"
+        "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence --reference-device cpu"
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -140,6 +140,7 @@ def test_every_option_arrives(run):
         atol={"logits": 1e-3, "a=b": 0.0},
         rtol=0.5,
         row_independence=True,
+        reference_device="cpu",
     )
 
 
@@ -187,6 +188,8 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--no-such"], "No such option '--no-such'"),
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),
+        (["--verify", "b", "--reference-device", "cpu"], "--verify doesn't go with --reference-device."),
         (["m.py", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 9223372036854775807."),
         (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
         (["m.py", "--seed", "9" * 5000], "is no whole number"),

@@ -102,7 +102,7 @@ def test_usage(refused, options, part):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("options", [["--require-gpu"], ["--device", "cuda"]])
+@pytest.mark.parametrize("options", [["--require-gpu"], ["--device", "cuda"], ["--reference-device", "cuda"]])
 def test_a_missing_gpu(refused, options):
     assert "no GPU" in refused(5, write(UNTOUCHED, whole=True), *options)
 

@@ -105,6 +105,18 @@ def test_other_tolerances_are_judged_by(bundle: Bundle, options: dict[str, Any],
         assert wrong in report.problems[0]
 
 
+def test_a_bundle_whose_original_ran_on_another_device_is_judged_by_that_factor(bundle: Bundle) -> None:
+    def factor(**options: Any) -> float:
+        parity = rejudge_bundle(bundle.path, **options).artifacts[0].parity
+        assert parity is not None
+        return parity.factor
+
+    assert factor() == 4.0
+    edit(bundle, lambda manifest: manifest["device"].update(type="cuda"))
+    assert factor() == factor(atol=1.0) == 16.0
+    assert factor(factor=3.0) == 3.0
+
+
 def test_a_tolerance_decides_at_the_largest_difference(bundle: Bundle) -> None:
     parity = rejudge_bundle(bundle.path, atol=0.0).artifacts[0].parity
     assert parity is not None
