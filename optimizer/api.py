@@ -293,9 +293,9 @@ def export(
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            measurement = _measured(artifact, reference, adapter, target, rows)
+            measurement, placement = _measured(artifact, reference, adapter, target, rows)
             judged = reports[exporter.name] = judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names)
-            entries.append(artifact_entry(artifact, folder, judged.to_json(), measurement.to_json()))
+            entries.append(artifact_entry(artifact, folder, judged.to_json(), measurement.to_json(), placement))
         tell(Progress("export", len(exporters), len(exporters), ""))
         _raise_unless_ok(reports, entries)
         tell(Progress("bundle", 0, 1, str(output)))
@@ -571,7 +571,9 @@ def _factor(reference: Reference, home: torch.device, target: torch.device) -> t
 
 def _measured(
     artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device, rows: Rows | None
-) -> Measurement:
+) -> tuple[Measurement, Mapping[str, int] | None]:
+    """What the artifact gives beside the original, and on which providers its nodes ran."""
+    # A session whose nodes aren't where they are to be raises here.
     loaded = artifact.load(device.type)
 
     def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
@@ -581,10 +583,12 @@ def _measured(
     measurement = reference.compare(loaded, flatten=flatten, rows=rows)
     if torch.device(measurement.device).type != device.type:
         measurement = replace(measurement, device=device.type, reference_device=measurement.device)
+    measurement = replace(measurement, settings={**measurement.settings, **loaded.settings})
+    placement = loaded.placement
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()
-    return measurement
+    return measurement, placement
 
 
 def _raise_unless_ok(reports: Mapping[str, ParityReport], entries: Sequence[dict[str, Any]]) -> None:
@@ -609,7 +613,7 @@ def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[
         "batch_sizes": list(reference.batch_sizes),
         "draws": worst.draws,
         "factor": worst.factor,
-        "settings": worst.settings,
+        "settings": dict(item for report in reports.values() for item in report.settings.items()),
     }
 
 

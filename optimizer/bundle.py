@@ -156,11 +156,13 @@ def artifact_entry(
     folder: Path,
     parity: Mapping[str, Any] | None,
     measurement: Mapping[str, Any] | None = None,
+    placement: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """One entry of the manifest's `artifacts`, for an artifact written below `folder`; `write_bundle` adds the hashes.
 
     Args:
-        parity: the judgement; measurement: what was judged, which `rejudge_bundle` needs.
+        parity: the judgement; measurement: what was judged, which `rejudge_bundle` needs; placement: how many nodes ran on
+            each provider then.
     """
 
     def specs(tensors: Sequence[TensorSpec]) -> list[dict[str, Any]]:
@@ -175,6 +177,7 @@ def artifact_entry(
         "inputs": specs(artifact.inputs),
         "outputs": specs(artifact.outputs),
         "notes": list(artifact.notes),
+        "placement": None if placement is None else dict(placement),
         "parity": parity,
         "measurement": measurement,
     }

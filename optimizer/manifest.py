@@ -136,6 +136,15 @@ _texts = _each(_text)
 _tensor = _record({"name": _text, "dtype": _text, "shape": _each(_dimension)})
 _file = _record({"path": _path, "sha256": _digest, "bytes": _count})
 _parity = _record({"ok": _flag, "verdict": _text, "reason": _text})
+
+
+def _counts(value: object, where: str) -> None:
+    _object(value, where)
+    assert isinstance(value, dict)
+    for name, count in value.items():
+        _count(count, f"{where}.{name}")
+
+
 _noise: dict[str, Check] = {
     "name": _text,
     "kind": _text,
@@ -223,7 +232,7 @@ _artifact = _record(
         "notes": _texts,
         "parity": _or_null(_parity),
     },
-    {"measurement": _or_null(_measurement)},
+    {"measurement": _or_null(_measurement), "placement": _or_null(_counts)},
 )
 _pass = _record({"name": _text, "options": _object, "status": _text})
 _golden = _record(

@@ -232,6 +232,7 @@ def compare_golden(
     atol: Tolerance = None,
     rtol: Tolerance = None,
     precision: str = "",
+    settings: Mapping[str, str] | None = None,
 ) -> ParityReport:
     """Judge stored outputs against what a candidate answers now, by the stored noise; the original isn't needed.
 
@@ -240,6 +241,7 @@ def compare_golden(
         factor: how many times the noise an output may be off: on another device or dtype more than `FACTOR`.
         atol, rtol: the user's tolerances in place of that, as for `judge`.
         precision: the dtype, as a word, in which the original is off by the stored noise; "" where that is its rounding.
+        settings: what was pinned while the candidate ran.
     """
     comparison = Comparison(noises, flat=True)
     for entry, got in entries:
@@ -249,7 +251,7 @@ def compare_golden(
         values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
         comparison.add(kept, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
-    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, {}, precision)
+    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, dict(settings or {}), precision)
     return judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
 
 

@@ -251,7 +251,7 @@ class Reference:
             written=self.written,
             moved=moved,
         )
-        with one_at_a_time, as_run(candidate, self._blank.mode):
+        with one_at_a_time, as_run(candidate, self._blank.mode) as settings:
             for kept in self._original.kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
             if flatten is None:
@@ -260,7 +260,7 @@ class Reference:
         if comparison.is_doubtful() or self._may_be_rounding(seen):
             self._look_closely()
             comparison.noises = self._noises_less(moved)
-        return replace(comparison.finish(self._blank), rows=seen)
+        return replace(comparison.finish(self._blank), rows=seen, settings=settings)
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
         """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.

@@ -54,7 +54,10 @@ def rejudge_contents(
         names = dict(zip(own, (tensor["name"] for tensor in artifact["outputs"]), strict=True))
         parity = judge(measurement, **by_user, factor=factor, names=names)
         calls = max((len(output.calls) for output in measurement.outputs), default=0)
-        figures.append(ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity))
+        placement = artifact.get("placement")
+        figures.append(
+            ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity, placement)
+        )
         if parity.verdict == "vacuous":
             notes.append(f"{artifact['path']} proves nothing: {parity.reason}")
     return RejudgeReport(folder, device, (), tuple(figures), tuple(notes))

@@ -50,6 +50,9 @@ def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iter
     if any("bytes" in artifact for artifact in document.get("artifacts", ())):
         yield _artifacts(document["artifacts"], frames)
         yield ""
+    elif any("calls" in artifact for artifact in document.get("artifacts", ())):
+        yield _ran(document["artifacts"], frames)
+        yield ""
     outputs = [
         (artifact, output)
         for artifact in document.get("artifacts", ())
@@ -117,7 +120,7 @@ def _passes(passes: Sequence[Document], frames: box.Box | None) -> Table:
 
 
 def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
-    table = _table(frames, "file", "size", "route", "inputs", "outputs", "parity")
+    table = _table(frames, "file", "size", "route", "inputs", "outputs", "nodes on", "parity")
     for each in artifacts:
         verdict = (each.get("parity") or {}).get("verdict", "not checked")
         table.add_row(
@@ -126,9 +129,27 @@ def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
             Text(each["route"]),
             Text(_tensors(each["inputs"])),
             Text(_tensors(each["outputs"])),
+            _placement(each.get("placement")),
             _coloured(verdict),
         )
     return table
+
+
+def _ran(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
+    """What was run to judge a bundle again."""
+    table = _table(frames, "file", "run on", "calls", "nodes on", "parity")
+    for each in artifacts:
+        verdict = (each.get("parity") or {}).get("verdict", "failed")
+        nodes = _placement(each.get("placement"))
+        table.add_row(each["path"], each["device"], str(each["calls"]), nodes, _coloured(verdict))
+    return table
+
+
+def _placement(counts: Mapping[str, int] | None) -> str:
+    """How many nodes ran on each of a runtime's providers."""
+    if not counts:
+        return "-"
+    return ", ".join(f"{name.removesuffix('ExecutionProvider')} {count}" for name, count in counts.items())
 
 
 _FIGURES = ("mean", "99.9 %", "cosine", "top-1")

@@ -263,15 +263,15 @@ def _run_artifact(
     placement: Mapping[str, int] | None = None
     answers: list[Sequence[torch.Tensor]] = []
     try:
-        with pinned_settings(), torch.no_grad():
+        with pinned_settings() as pinned, torch.no_grad():
             loaded = load(artifact["format"], folder / artifact["path"], device)
-            placement = loaded.placement
+            placement, settings = loaded.placement, {**pinned, **loaded.settings}
             answers += [loaded(*(tensor.to(device) for tensor in call.inputs.values())) for call in calls]
     # Whatever the runtimes raise on a file that they can't load or run, it is the artifact's failure and reported as such.
     except Exception as error:  # noqa: BLE001
         problem = f"it can't be loaded or run: {_one_line(error)}"
         return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
-    parity = _judged(golden, calls, answers, factor, device)
+    parity = _judged(golden, calls, answers, factor, device, settings)
     return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), parity, placement)
 
 
@@ -281,6 +281,7 @@ def _judged(
     answers: Sequence[Sequence[torch.Tensor]],
     factor: float,
     device: str,
+    settings: Mapping[str, str],
 ) -> ParityReport:
     # The inputs aren't looked at when answers are judged.
     empty = Call((), {})
@@ -291,7 +292,13 @@ def _judged(
     tolerances: dict[str, Any] = dict(stored_tolerances(golden))
     precision = golden.get("precision", "")
     return compare_golden(
-        stored_noises(golden), entries, factor=factor, device=device, precision=precision, **tolerances
+        stored_noises(golden),
+        entries,
+        factor=factor,
+        device=device,
+        precision=precision,
+        settings=settings,
+        **tolerances,
     )
 
 

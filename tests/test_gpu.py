@@ -32,9 +32,13 @@ def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
     assert bundle.parity.ok
     assert bundle.manifest["device"]["type"] == "cuda"
 
-    placement = bundle.load("onnx", "cuda").placement
-    assert placement is not None
-    assert placement.get("CUDAExecutionProvider", 0) > 0
+    loaded = bundle.load("onnx", "cuda")
+    assert loaded.placement is not None
+    assert loaded.placement.get("CUDAExecutionProvider", 0) > 0
+    assert loaded.settings == {"onnxruntime_tf32": "off"}
+    entry = next(artifact for artifact in bundle.manifest["artifacts"] if artifact["format"] == "onnx")
+    assert entry["placement"] == loaded.placement
+    assert entry["parity"]["settings"].items() >= {"torch_tf32": "off", "onnxruntime_tf32": "off"}.items()
 
     report = verify_bundle(bundle.path, device="cuda", require_gpu=True)
     assert report.ok, report.problems

@@ -11,8 +11,9 @@ from tiny_models import enliven
 from torch import nn
 
 import optimizer
-from exporters.errors import ExportError, UnknownFormat
-from optimizer import export, open_bundle, optimize, report_of, verify_bundle
+from exporters.errors import ExportError, ProviderFallback, UnknownFormat
+from exporters.onnx import OnnxExporter, judge_placement
+from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
 from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile
@@ -278,6 +279,47 @@ def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, i
     assert parity["factor"] == bundle.manifest["parity"]["factor"] == 16.0
     assert all(output["tolerance"] == 16 * output["noise"] for output in parity["outputs"])
     assert any("may be off by 16 times its noise" in note for note in bundle.manifest["notes"])
+
+
+def test_the_placement_of_nodes_and_the_state_of_tf32_are_kept(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", device="cpu")
+    script, onnx = bundle.manifest["artifacts"]
+    assert script["placement"] is None
+    assert onnx["placement"].keys() == {"CPUExecutionProvider"}
+    assert onnx["placement"] == bundle.load("onnx").placement
+    pinned = {"float32_precision": "ieee", "torch_tf32": "off", "mha_fastpath": "off"}
+    assert script["parity"]["settings"] == script["measurement"]["settings"] == pinned
+    assert onnx["parity"]["settings"] == {**pinned, "onnxruntime_tf32": "off"}
+    verified = verify_bundle(bundle.path)
+    assert [figures.parity.settings for figures in verified.artifacts] == [
+        artifact["parity"]["settings"] for artifact in (script, onnx)
+    ]
+    assert [figures.placement for figures in rejudge_bundle(bundle.path).artifacts] == [None, onnx["placement"]]
+
+
+@pytest.mark.parametrize(
+    ("assigned", "sentence"),
+    [
+        (
+            [("CUDAExecutionProvider", "conv", "Conv"), ("CPUExecutionProvider", "pool", "MaxPool")],
+            r"`pool` \(MaxPool\)",
+        ),
+        ([("CPUExecutionProvider", "shape", "Shape")], "runs no node of the file on the GPU"),
+    ],
+)
+def test_an_export_goes_by_the_placement_of_nodes_too(model, image, tmp_path, monkeypatch, assigned, sentence):
+    load = OnnxExporter.load
+
+    def load_there(path, device):
+        judge_placement(assigned, frozenset())
+        return load(path, device)
+
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(load_there))
+    with pytest.raises(ProviderFallback, match=sentence):
+        export(model, example_inputs=(image,), output=tmp_path / "net")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
+    assert export(model, example_inputs=(image,), output=tmp_path / "net", formats=("onnx",)).parity.ok
 
 
 def test_a_device_of_the_original_that_there_isnt(model, image, tmp_path):

@@ -57,6 +57,7 @@ DONE = {
             "route": "dynamo",
             "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 3, 224]}],
             "outputs": [{"name": "logits", "dtype": "float32", "shape": ["batch", 10]}],
+            "placement": {"CUDAExecutionProvider": 121, "CPUExecutionProvider": 4},
             "parity": {
                 "verdict": "ok",
                 "outputs": [{"name": "logits", "max_error": 1.23e-6, "tolerance": 4e-6, "problem": None}],
@@ -411,8 +412,8 @@ def test_the_result_table(run):
         ["fold-conv-bn", "applied", "53", "1", "0.50"],
         ["channels-last", "rolled-back", "0", "0", "1.00", "error", "3"],
         [],
-        ["file", "size", "route", "inputs", "outputs", "parity"],
-        ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "ok"],
+        ["file", "size", "route", "inputs", "outputs", "nodes", "on", "parity"],
+        ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "CUDA", "121,", "CPU", "4", "ok"],
         [],
         ["parity", "of", "output", "largest", "error", "allowed", "mean", "99.9", "%", "cosine", "top-1", "verdict"],
         ["onnx", "logits", "1.2e-06", "4e-06", "-", "-", "-", "-", "ok"],
@@ -478,6 +479,20 @@ def test_the_worst_figures_are_shown_and_those_of_every_call_with_details(run):
         assert [call in lines for call in calls] == [shown, shown]
     lines = [line.split() for line in run("--verify", "b", "--details", engine=engine).out.splitlines()]
     assert all(call in lines for call in calls)
+
+
+def test_a_bundle_that_is_judged_again_shows_what_was_run_where():
+    ran = {"format": "onnx", "path": "model.onnx", "device": "cuda", "calls": 3, "problem": None}
+    artifacts = [
+        {**ran, "placement": {"CUDAExecutionProvider": 9}, "parity": {"verdict": "ok", "outputs": []}},
+        {**ran, "path": "model.torchscript.pt", "placement": None, "parity": None, "problem": "it can't be loaded"},
+    ]
+    lines = as_text({"ok": True, "bundle": "b", "artifacts": artifacts}, terminal=False).splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["file", "run", "on", "calls", "nodes", "on", "parity"],
+        ["model.onnx", "cuda", "3", "CUDA", "9", "ok"],
+        ["model.torchscript.pt", "cuda", "3", "-", "failed"],
+    ]
 
 
 def test_rows_are_told_of_below_the_figures():

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from exporters.onnx import OnnxExporter, judge_placement
 from optimizer import api, cli
 from optimizer.parity import judge
 
@@ -353,6 +354,14 @@ def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monk
     assert (document["ok"], document["error"]["code"], document["error"]["kind"]) == (False, 6, "ParityError")
     assert document["artifacts"][0]["parity"]["outputs"][0]["max_error"] > 0
     assert sorted(folder.rglob("*")) in (before, sorted([*before, folder / "dist"]))
+
+
+def test_nodes_that_run_elsewhere_withhold_the_bundle(refused, monkeypatch):
+    def load(path, device):
+        judge_placement([("CUDAExecutionProvider", "a", "Conv"), ("CPUExecutionProvider", "b", "Add")], frozenset())
+
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
+    assert refused(6, write()) == "onnxruntime runs `b` (Add) on the CPU, not on the GPU."
 
 
 def test_a_tolerance_for_an_output_that_there_isnt(refused):

@@ -460,6 +460,7 @@ def test_settings_are_pinned_and_come_back():
         torch.set_float32_matmul_precision(before[1])
     assert set(seen) == {"highest"}
     assert report.settings["float32_precision"] == "ieee"
+    assert report.settings["torch_tf32"] == "off"
     assert torch.backends.cuda.matmul.allow_tf32 == before[0]
 
 
