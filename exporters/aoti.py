@@ -270,6 +270,8 @@ class _LoadedPackage:
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.device = device.type
+        # How it computes was settled when it was compiled.
+        self.settings: dict[str, str] = {}
         self._target = device
         metadata = _metadata(path)
         _refuse_other_machine(path.name, metadata, device)

@@ -179,6 +179,7 @@ class LoadedArtifact(Protocol):
     Attributes:
         device: "cpu" or "cuda", where it runs and where its outputs are.
         placement: for formats that choose a device per operator, the number of operators by provider; else None.
+        settings: what of the runtime decides how precisely it computes, as it tells itself: {"onnxruntime_tf32": "off"}.
     """
 
     @property
@@ -186,6 +187,9 @@ class LoadedArtifact(Protocol):
 
     @property
     def placement(self) -> dict[str, int] | None: ...
+
+    @property
+    def settings(self) -> dict[str, str]: ...
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The file's outputs for its inputs, both flat and in the file's order; inputs may be on any device."""

@@ -285,6 +285,7 @@ class _LoadedOnnx:
         self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
         assigned = _assigned_nodes(self._session)
         self.placement = None if assigned is None else _count(assigned)
+        self.settings = {"onnxruntime_tf32": _tf32(self._session)}
         if device.type != "cpu":
             _require_cuda(self._session, assigned, path)
 
@@ -314,12 +315,22 @@ def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
     return counts
 
 
+def _tf32(session: ort.InferenceSession) -> str:
+    """Whether float32 products are taken in TF32, as the session tells: "on", "off", or "unknown" where it doesn't."""
+    if CUDA not in session.get_providers():
+        return "off"
+    used = session.get_provider_options().get(CUDA, {}).get("use_tf32")
+    return "unknown" if used is None else "off" if str(used).lower() in ("0", "false") else "on"
+
+
 def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | None, path: Path) -> None:
     if CUDA not in session.get_providers():
         raise ProviderFallback(
             f"onnxruntime {ort.__version__} couldn't start its CUDA provider and would run on the CPU; "
             f"its CUDA and cuDNN versions must fit those that are installed."
         )
+    if _tf32(session) == "on":
+        raise ProviderFallback(f"onnxruntime {ort.__version__} computes float32 in TF32, though it was told not to.")
     if assigned is None:
         raise ProviderFallback(f"onnxruntime {ort.__version__} can't tell where its nodes run; 1.24 or later can.")
     graph = onnx.load(path, load_external_data=False).graph

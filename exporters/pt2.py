@@ -78,6 +78,8 @@ class _LoadedProgram:
         self.device = device
         self._inputs = input_specs(program)
         self._module = program.module()
+        # It computes as torch is set.
+        self.settings: dict[str, str] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_unfit(self._inputs, tensors)

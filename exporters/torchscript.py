@@ -87,6 +87,8 @@ class _LoadedTorchScript:
     def __init__(self, module: torch.jit.ScriptModule, device: str) -> None:
         self._module = module
         self.device = device
+        # It computes as torch is set.
+        self.settings: dict[str, str] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():

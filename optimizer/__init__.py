@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optimizer.api import export, optimize, report_of
-    from optimizer.bundle import Bundle, open_bundle, verify_bundle
+    from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
     from optimizer.parity import ParityReport, check_parity
     from optimizer.report import Report
 
@@ -25,6 +25,7 @@ __all__ = [
     "export",
     "open_bundle",
     "optimize",
+    "rejudge_bundle",
     "report_of",
     "verify_bundle",
 ]
@@ -35,6 +36,7 @@ _HOMES = {
     "report_of": "optimizer.api",
     "Bundle": "optimizer.bundle",
     "open_bundle": "optimizer.bundle",
+    "rejudge_bundle": "optimizer.bundle",
     "verify_bundle": "optimizer.bundle",
     "ParityReport": "optimizer.parity",
     "check_parity": "optimizer.parity",

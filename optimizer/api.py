@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ from optimizer.bundle import (
 )
 from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
-from optimizer.inputs import ExampleInputs, Samples
+from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import Located, located, named_first
 from optimizer.manifest import plain, to_json_text
-from optimizer.parity import BATCH_SIZES, Measurement, ParityReport, Reference, Tolerance, judge
+from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.reproducing import check_debug_folder, write_reproduction
+from optimizer.row_independence import Rows
+from optimizer.verify import factor_between
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
@@ -58,6 +61,7 @@ def optimize(
     *,
     example_inputs: ExampleInputs | None = None,
     example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
     mode: Mode = "inference",
     device: torch.device | str | None = None,
     strict: bool = False,
@@ -82,6 +86,8 @@ def optimize(
         example_inputs: the positional arguments of one call, a tuple; a single tensor; or a function
             `f(batch_size, generator) -> tuple`.
         example_kwargs: the keyword arguments of that call.
+        further_inputs: more calls of your own, each a pair (args, kwargs) that nothing but its rows tells apart from the
+            first: they are compared as they are, beside the calls that are drawn.
         mode: "inference" or "training".
         device: where the result is to run; by default where the model is. Another device takes a copy of the weights.
         strict: raise where a pass fails or is rolled back.
@@ -106,6 +112,7 @@ def optimize(
             passes,
             example_inputs=example_inputs,
             example_kwargs=example_kwargs,
+            further_inputs=further_inputs,
             mode=mode,
             device=device,
             strict=strict,
@@ -121,6 +128,7 @@ def _optimized(
     *,
     example_inputs: ExampleInputs | None,
     example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
     mode: Mode,
     device: torch.device | str | None,
     strict: bool,
@@ -135,7 +143,7 @@ def _optimized(
         raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
     chosen = make_passes(passes, mode)
     target = device_of(model) if device is None else _resolved(str(device), require_gpu=False)
-    samples = _samples(example_inputs, example_kwargs, seed, target)
+    samples = _samples(example_inputs, example_kwargs, further_inputs, seed, target)
     calls = () if samples is None else ((samples.given.args, samples.given.kwargs),)
     check_requirements(chosen, Context(mode, target, calls))
     original = _on_device(model, target)
@@ -192,6 +200,7 @@ def export(
     *,
     example_inputs: ExampleInputs | None = None,
     example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
     output: str | Path,
     formats: Sequence[str] = FORMATS,
     batch_sizes: Sequence[int] = BATCH_SIZES,
@@ -199,10 +208,12 @@ def export(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     device: str = "auto",
+    reference_device: str | None = None,
     require_gpu: bool = False,
     force: bool = False,
     atol: Tolerance = None,
     rtol: Tolerance = None,
+    row_independence: bool = False,
     seed: int = 0,
     source: str | None = None,
     debug_dir: str | Path | None = None,
@@ -215,16 +226,21 @@ def export(
 
     Args:
         model: a result of `optimize`, or any module; it is exported in eval.
-        example_inputs, example_kwargs: as for `optimize`.
+        example_inputs, example_kwargs, further_inputs: as for `optimize`; the further ones are golden data of the bundle.
         output: the folder of the bundle; written as a whole or not at all.
         formats: of `exporters.registry.exporter_names()`.
         batch_sizes: at which every artifact is compared with the original, beside that of the example inputs.
         static_batch: fix the batch size of the example inputs in the files.
         input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
+        reference_device: where the original is run, with its float64 truth and its noise: "cpu" or "cuda", by default where
+            the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
         require_gpu: raise where there is none.
         force: replace a bundle that stands at `output`.
-        atol, rtol: tolerances in place of the measured noise; a number, or a dict by output name.
+        atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs in the files
+            (or in the model, where those differ).
+        row_independence: see, too, that each row of the outputs is the same whatever the other rows of its batch are, in the
+            original and in every artifact.
         seed: of the further example inputs that are drawn.
         source: where the model comes from, for the manifest.
         debug_dir: a folder that isn't there yet. For each artifact that computes something else, a folder with all that it
@@ -236,7 +252,8 @@ def export(
         ExporterError: an unknown format, or one that couldn't be exported; the message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
-        ParityError: an artifact computes something else; nothing is written.
+        ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
+            written.
         BundleError: the folder can't be written.
     """
     _check_model(model, runs=True)
@@ -247,25 +264,32 @@ def export(
     check_debug_folder(debug_dir)
     exporters = [exporter_named(name) for name in _unique(formats)]
     target = _resolved(device, require_gpu=require_gpu)
+    home = target if reference_device is None else _resolved(reference_device, require_gpu=False)
     provenance = provenance_of(model)
     if provenance is not None:
         provenance.check_sources()
     tell = progress or no_progress
-    samples = _samples(example_inputs, example_kwargs, seed, target)
+    samples = _samples(example_inputs, example_kwargs, further_inputs, seed, target)
     if samples is None:
         raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
     exported = _exportable(model, target)
     original = exported if provenance is None or provenance.original is None else provenance.original
-    original = _on_device(_in_step(original, exported), target)
     notes = [] if original is not exported else ["the artifacts are compared with the exported module itself"]
+    original = _on_device(_in_step(original, exported), home)
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
-    reference = Reference.measure(original, samples, batch_sizes=sizes, draws=2)
+    there = samples if home.type == target.type else samples.to(home)
+    reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    names = _names_in_files(reference, adapter)
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    factor, apart = _factor(reference, home, target)
+    notes += apart
+    rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
 
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
@@ -277,7 +301,8 @@ def export(
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            measurement, parity = _judged(artifact, reference, adapter, target, atol, rtol)
+            measurement, placement = _measured(artifact, reference, adapter, target, rows)
+            parity = judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names)
             found: Located | None = None
             if parity.verdict == "failed":
                 found = located(artifact, reference, measurement, exported, adapter.flatten_inputs, target.type)
@@ -285,7 +310,7 @@ def export(
                     written = _reproduction(Path(debug_dir), artifact, reference, adapter, measurement, parity, found)
                     remarks[exporter.name] = written
             reports[exporter.name] = parity
-            entry = artifact_entry(artifact, folder, parity.to_json())
+            entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
             if found is not None:
                 entry |= found.to_json()
                 remarks[exporter.name] = " ".join(filter(None, (str(found), remarks.get(exporter.name))))
@@ -300,9 +325,9 @@ def export(
             flatten=adapter.flatten_inputs,
             input_names=adapter.input_names,
             output_names=adapter.output_names,
-            device=target,
-            atol=atol,
-            rtol=rtol,
+            device=home,
+            atol=absolute,
+            rtol=relative,
             precision=reference.precision,
         )
         report = None if provenance is None else provenance.report
@@ -316,7 +341,7 @@ def export(
             "input_structure": adapter.input_structure,
             "output_structure": adapter.output_structure,
             "artifacts": entries,
-            "parity": _overall(reports, reference),
+            "parity": {**_overall(reports, reference), "reference_device": describe_device(home)},
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
             "passes": [] if report is None else [record.to_json() for record in report.passes],
@@ -370,11 +395,18 @@ def _check_numbers(seed: object, batch_sizes: Any) -> None:
 
 
 def _samples(
-    example_inputs: ExampleInputs | None, example_kwargs: dict[str, Any] | None, seed: int, device: torch.device
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
+    seed: int,
+    device: torch.device,
 ) -> Samples | None:
     if example_inputs is None and not example_kwargs:
+        if further_inputs:
+            raise UsageError("further_inputs are calls beside that of example_inputs: give the first one there.")
         return None
-    return Samples(() if example_inputs is None else example_inputs, example_kwargs, seed=seed, device=device)
+    first = () if example_inputs is None else example_inputs
+    return Samples(first, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
 
 
 def _resolved(device: str, *, require_gpu: bool) -> torch.device:
@@ -499,6 +531,10 @@ def _unique(formats: Sequence[str]) -> list[str]:
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
+    if static and (others := [size for size, _ in samples.further if size != samples.batch_size]):
+        raise UsageError(
+            f"static_batch fixes the batch at {samples.batch_size} rows, and there are further inputs of {others[0]}."
+        )
     if static or not samples.dynamic:
         return None if samples.batch_size is None else [samples.batch_size]
     own = [samples.batch_size] if samples.batch_size is not None else []
@@ -532,22 +568,46 @@ def _request(
     )
 
 
-def _judged(
-    artifact: Artifact,
-    reference: Reference,
-    adapter: Adapter,
-    device: torch.device,
-    atol: Tolerance,
-    rtol: Tolerance,
-) -> tuple[Measurement, ParityReport]:
+def _names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:
+    """The reference's own name of each output -> that in the files."""
+    own = reference.output_names
+    # Other numbers of outputs are a difference, which the comparison tells of.
+    shown = adapter.output_names if len(adapter.output_names) == len(own) else own
+    return dict(zip(own, shown, strict=True))
+
+
+def _factor(reference: Reference, home: torch.device, target: torch.device) -> tuple[float, list[str]]:
+    """How many times its noise an artifact may be off, and a note where that is more than on one device."""
+    measured, here = describe_device(home), describe_device(target)
+    factor = FACTOR * factor_between(measured, here, (noise.dtype for noise in reference.noises.values()))
+    if factor == FACTOR:
+        return factor, []
+    return factor, [
+        f"the original was run on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) may be"
+        f" off by {factor:g} times its noise"
+    ]
+
+
+def _measured(
+    artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device, rows: Rows | None
+) -> tuple[Measurement, Mapping[str, int] | None]:
+    """What the artifact gives beside the original, and on which providers its nodes ran."""
+    # A session whose nodes aren't where they are to be raises here.
     loaded = artifact.load(device.type)
-    flatten: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]] = adapter.flatten_inputs
-    measurement = reference.compare(loaded, flatten=flatten)
-    report = judge(measurement, atol=atol, rtol=rtol)
+
+    def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+        # The calls are where the original is.
+        return [tensor.to(device) for tensor in adapter.flatten_inputs(args, kwargs)]
+
+    measurement = reference.compare(loaded, flatten=flatten, rows=rows)
+    if torch.device(measurement.device).type != device.type:
+        measurement = replace(measurement, device=device.type, reference_device=measurement.device)
+    measurement = replace(measurement, settings={**measurement.settings, **loaded.settings})
+    placement = loaded.placement
     # A session maps the file: it must be closed before the folder is moved.
     del loaded
     gc.collect()
-    return measurement, report
+    return measurement, placement
 
 
 def _reproduction(
@@ -571,7 +631,7 @@ def _raise_unless_ok(
 ) -> None:
     for name, report in reports.items():
         if not report.ok:
-            figures = {"artifacts": [plain(entry) for entry in entries]}
+            figures = {"artifacts": [plain({**entry, "measurement": None}) for entry in entries]}
             advice = " Give trained weights, or inputs that the model answers differently." * (
                 report.verdict == "vacuous"
             )
@@ -591,7 +651,7 @@ def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[
         "batch_sizes": list(reference.batch_sizes),
         "draws": worst.draws,
         "factor": worst.factor,
-        "settings": worst.settings,
+        "settings": dict(item for report in reports.values() for item in report.settings.items()),
     }
 
 

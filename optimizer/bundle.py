@@ -49,18 +49,22 @@ from optimizer.manifest import (
     weights_hash,
     without_local_paths,
 )
+from optimizer.rejudge import RejudgeReport, rejudge_contents
+from optimizer.verdict import Tolerance
 from optimizer.verify import VerifyReport, entries_below, file_digest, sums_text, unlisted, verify_contents
 
 __all__ = [
     "Bundle",
     "BundleParity",
     "GoldenCall",
+    "RejudgeReport",
     "VerifyReport",
     "artifact_entry",
     "check_target",
     "describe_device",
     "open_bundle",
     "read_golden",
+    "rejudge_bundle",
     "usage_text",
     "verify_bundle",
     "weights_hash",
@@ -147,8 +151,19 @@ def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
     )
 
 
-def artifact_entry(artifact: Artifact, folder: Path, parity: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One entry of the manifest's `artifacts`, for an artifact written below `folder`; `write_bundle` adds the hashes."""
+def artifact_entry(
+    artifact: Artifact,
+    folder: Path,
+    parity: Mapping[str, Any] | None,
+    measurement: Mapping[str, Any] | None = None,
+    placement: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """One entry of the manifest's `artifacts`, for an artifact written below `folder`; `write_bundle` adds the hashes.
+
+    Args:
+        parity: the judgement; measurement: what was judged, which `rejudge_bundle` needs; placement: how many nodes ran on
+            each provider then.
+    """
 
     def specs(tensors: Sequence[TensorSpec]) -> list[dict[str, Any]]:
         return [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors]
@@ -162,7 +177,9 @@ def artifact_entry(artifact: Artifact, folder: Path, parity: Mapping[str, Any] |
         "inputs": specs(artifact.inputs),
         "outputs": specs(artifact.outputs),
         "notes": list(artifact.notes),
+        "placement": None if placement is None else dict(placement),
         "parity": parity,
+        "measurement": measurement,
     }
 
 
@@ -197,6 +214,28 @@ def verify_bundle(path: str | Path, *, device: str = "cpu", require_gpu: bool = 
     """
     bundle = open_bundle(path)
     return verify_contents(bundle.path, bundle.manifest, _device(device, require_gpu), load_artifact)
+
+
+def rejudge_bundle(
+    path: str | Path, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float | None = None
+) -> RejudgeReport:
+    """Judge again what was measured when a bundle was written; nothing is run, loaded or changed.
+
+    Args:
+        atol, rtol: tolerances in place of the noise; a number, or a dict by the names of the outputs in the files (or in the
+            model, where those differ).
+        factor: how many times its noise an output may be off, in place of 4 (or more, where the original was run on another
+            device).
+
+    Without any of them it is the judgement of the export, by the tolerances that were given there; with one those are left
+    out. The report is as that of `verify_bundle`.
+
+    Raises:
+        BundleError: there is no readable manifest, or its version of the program kept no measurements.
+        UsageError: a tolerance is negative or names an output that there isn't, or the factor is no number above 0.
+    """
+    bundle = open_bundle(path)
+    return rejudge_contents(bundle.path, bundle.manifest, atol=atol, rtol=rtol, factor=factor)
 
 
 def _device(device: str, require_gpu: bool) -> str:

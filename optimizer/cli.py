@@ -28,11 +28,14 @@ from optimizer.options import (
     ExportOptions,
     ListOptions,
     Options,
+    RejudgeOptions,
     VerifyOptions,
     default_output,
     parse_batch_sizes,
+    parse_factor,
     parse_names,
     parse_seed,
+    parse_tolerance,
 )
 from optimizer.user_code import import_own_packages
 
@@ -42,9 +45,13 @@ if TYPE_CHECKING:
 PROGRAM = "optimize-export"
 EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
-_MODES = {"verify": "--verify", "list_passes": "--list-passes"}
+_MODES = {"verify": "--verify", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
-_ALLOWED = {"verify": _COMMON | {"verify", "device", "require_gpu"}, "list_passes": _COMMON | {"list_passes"}}
+_ALLOWED = {
+    "verify": _COMMON | {"verify", "device", "require_gpu", "details"},
+    "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
+    "list_passes": _COMMON | {"list_passes"},
+}
 
 _EPILOG = """
 \b
@@ -54,6 +61,7 @@ Examples:
   optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
   optimize-export --verify dist/net
+  optimize-export --rejudge dist/net --atol logits=1e-3
 
 \b
 Inputs (--input), one for each argument of forward:
@@ -80,7 +88,7 @@ Exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `argv` is `sys.argv[1:]` if not given."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    voice = _Voice(as_json="--json" in arguments, quiet="--quiet" in arguments, debug="--debug" in arguments)
+    voice = _Voice(*(option in arguments for option in ("--json", "--quiet", "--debug", "--details")))
     with contextlib.ExitStack() as kept:
         kept.enter_context(_sigterm_unwinds())
         try:
@@ -102,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
-    if not isinstance(options, ExportOptions | VerifyOptions | ListOptions):
+    if not isinstance(options, ExportOptions | VerifyOptions | RejudgeOptions | ListOptions):
         return int(options)  # --help and --version have answered
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
@@ -117,6 +125,8 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.list_passes())
         if isinstance(options, VerifyOptions):
             return dict(engine.verify(options))
+        if isinstance(options, RejudgeOptions):
+            return dict(engine.rejudge(options))
         return dict(engine.export_model(options, stages))
 
 
@@ -159,6 +169,14 @@ def _installed(distribution: str) -> str:
 @click.argument("model", required=False)
 @click.option("--model", "name", metavar="NAME", help="The model in the file: an instance, a class or a factory.")
 @click.option("--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); once for each.")
+@click.option(
+    "--inputs",
+    "input_files",
+    metavar="FILE",
+    multiple=True,
+    help="A call of the model: a .safetensors file with its tensors by the names of forward's arguments, or by number"
+    " (0, 1, ...). The first are the example inputs; further files are checked as they are.",
+)
 @click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
 @click.option("--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none for no pass.")
 @click.option(
@@ -176,6 +194,11 @@ def _installed(distribution: str) -> str:
     show_default=True,
     help="Where to run and to check; auto takes the GPU where there is one.",
 )
+@click.option(
+    "--reference-device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where to run the original that the files are compared with.  [default: where the files are run]",
+)
 @click.option("--require-gpu", is_flag=True, help="Fail where there is no GPU, instead of checking on the CPU.")
 @click.option(
     "--batch-sizes",
@@ -187,12 +210,34 @@ def _installed(distribution: str) -> str:
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
+@click.option(
+    "--atol",
+    metavar="TOL",
+    multiple=True,
+    help="Allow |file - original| <= atol + rtol * |original| instead of the measured noise: 1e-3, or logits=1e-3 once"
+    " for each output.",
+)
+@click.option("--rtol", metavar="TOL", multiple=True, help="Likewise; one that isn't given is 0.")
+@click.option(
+    "--row-independence",
+    is_flag=True,
+    help="See, too, that each row of the outputs is the same whatever the other rows of its batch are.",
+)
 @click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option("--debug-dir", metavar="DIR", help="Where a file computes something else: write what shows it there.")
 @click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
+@click.option(
+    "--rejudge",
+    metavar="BUNDLE",
+    help="Judge again what was measured when a bundle was written, by --atol, --rtol or --factor; nothing is run.",
+)
+@click.option(
+    "--factor", metavar="K", help="How many times its noise an output may be off; with --rejudge.  [default: 4]"
+)
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
+@click.option("--details", is_flag=True, help="Show the errors of every call of every file, not the worst alone.")
 @click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
 @click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -204,7 +249,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
 
     MODEL is a file (model.py, model.py:NAME) or package.module:factory. Without a NAME it is the `model` of the file,
     else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
-    example_inputs or get_example_inputs() of the file, or those of --input.
+    example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
     """
     _refuse_swallowed(context, values)
     mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
@@ -218,6 +263,10 @@ def command(context: click.Context, /, **values: Any) -> Options:
         if not values["verify"].strip():
             raise UsageError("--verify names no folder.")
         return VerifyOptions(Path(values["verify"]), values["device"], values["require_gpu"])
+    if mode == "rejudge":
+        return _rejudge_options(values)
+    if values["factor"] is not None:
+        raise UsageError("--factor goes with --rejudge only.")
     return _export_options(context, values)
 
 
@@ -244,10 +293,25 @@ def _refuse_others(context: click.Context, mode: str) -> None:
         raise UsageError(f"{_MODES[mode]} doesn't go with {', '.join(called)}.")
 
 
+def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
+    if not values["rejudge"].strip():
+        raise UsageError("--rejudge names no folder.")
+    return RejudgeOptions(
+        bundle=Path(values["rejudge"]),
+        atol=parse_tolerance("--atol", values["atol"]),
+        rtol=parse_tolerance("--rtol", values["rtol"]),
+        factor=None if values["factor"] is None else parse_factor(values["factor"]),
+    )
+
+
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
     model = values["model"]
     if model is None:
         raise UsageError(f"MODEL is missing: give a Python file such as model.py ({PROGRAM} --help shows more).")
+    if values["inputs"] and values["input_files"]:
+        raise UsageError("--input and --inputs contradict each other: the tensors are drawn, or those of a file.")
+    if "" in map(str.strip, values["input_files"]):
+        raise UsageError("--inputs names no file: give one, or leave the option out.")
     sizes_given = context.get_parameter_source("batch_sizes") is not ParameterSource.DEFAULT
     if values["static_batch"] and sizes_given:
         raise UsageError("--static-batch and --batch-sizes contradict each other.")
@@ -261,11 +325,13 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         model=model,
         name=values["name"],
         inputs=values["inputs"],
+        input_files=tuple(Path(text) for text in values["input_files"]),
         weights=Path(values["weights"]) if values["weights"] is not None else None,
         passes="" if passes is not None and passes.strip() == "none" else passes,
         formats=parse_names("--formats", values["formats"]),
         output=Path(values["output"]) if values["output"] is not None else default_output(model),
         device=values["device"],
+        reference_device=values["reference_device"],
         require_gpu=values["require_gpu"],
         batch_sizes=parse_batch_sizes(values["batch_sizes"]),
         static_batch=values["static_batch"],
@@ -275,6 +341,9 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         force=values["force"],
         debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
         seed=parse_seed(values["seed"]),
+        atol=parse_tolerance("--atol", values["atol"]),
+        rtol=parse_tolerance("--rtol", values["rtol"]),
+        row_independence=values["row_independence"],
     )
 
 
@@ -397,6 +466,7 @@ class _Voice:
     as_json: bool
     quiet: bool
     debug: bool
+    details: bool
 
     def tell(self, text: str, figures: Mapping[str, Any]) -> int:
         """Say what the command says of itself, or its figures as the JSON document; returns the exit code."""
@@ -409,7 +479,7 @@ class _Voice:
         if self.as_json:
             written = _print_json(document)
         elif not self.quiet:
-            written = _print_tables(document)
+            written = _print_tables(document, details=self.details)
         elif "bundle" in document:
             written = _print_line(str(document["bundle"]))
         problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
@@ -464,11 +534,12 @@ def _print_line(text: str) -> bool:
     return True
 
 
-def _print_tables(document: Mapping[str, Any]) -> bool:
+def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     from optimizer.result_table import as_text
 
     terminal = sys.stdout.isatty()
-    return _print_line(as_text(document, terminal=terminal, encoding=_encoding(sys.stdout)))
+    text = as_text(document, terminal=terminal, encoding=_encoding(sys.stdout), details=details)
+    return _print_line(text)
 
 
 def _encoding(stream: TextIO) -> str:

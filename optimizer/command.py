@@ -16,7 +16,7 @@ import torch
 from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat
 from exporters.registry import exporter_named
 from optimizer.api import export, optimize, report_of
-from optimizer.bundle import Bundle, check_target, verify_bundle
+from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -27,10 +27,11 @@ from optimizer.errors import (
     ParityError,
     UsageError,
 )
+from optimizer.input_files import refuse_missing_inputs
 from optimizer.input_spec import parse_input
 from optimizer.loading import Loaded, load, parse_target
 from optimizer.manifest import plain
-from optimizer.options import LOAD_STAGE, ExportOptions, VerifyOptions
+from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
 from optimizer.report import Progress
 from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import exit_call
@@ -68,9 +69,19 @@ def verify(options: VerifyOptions) -> Document:
     """Check a bundle again; `exit_code` is 8 where files are damaged and 6 where an artifact computes something else."""
     with _own_errors():
         report = verify_bundle(options.bundle, device=options.device, require_gpu=options.require_gpu)
-    document = report.to_json()
+    return _checked(options.bundle, report)
+
+
+def rejudge(options: RejudgeOptions) -> Document:
+    """Judge a bundle's measurements again; `exit_code` is 8 where the manifest is damaged and 6 where one is off by more."""
+    with _own_errors():
+        report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
+    return _checked(options.bundle, report)
+
+
+def _checked(bundle: Path, report: VerifyReport) -> Document:
     code = 0 if report.ok else ParityError.exit_code if report.intact else BundleError.exit_code
-    return {"ok": report.ok, "exit_code": code, "bundle": str(options.bundle), **document}
+    return {"ok": report.ok, "exit_code": code, "bundle": str(bundle), **report.to_json()}
 
 
 def list_passes() -> Document:
@@ -86,12 +97,15 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     started = time.perf_counter()
     passes = _check(options)
     device = _device(options.device, require_gpu=options.require_gpu)
+    if options.reference_device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
     loaded = _load(options, progress)
     fast = optimize(
         loaded.model,
         passes,
         example_inputs=loaded.example_inputs,
         example_kwargs=loaded.example_kwargs,
+        further_inputs=loaded.further_inputs,
         device=device,
         strict=options.strict,
         batch_sizes=None if options.static_batch else options.batch_sizes,
@@ -102,6 +116,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         fast,
         example_inputs=loaded.example_inputs,
         example_kwargs=loaded.example_kwargs,
+        further_inputs=loaded.further_inputs,
         output=options.output,
         formats=options.formats,
         batch_sizes=options.batch_sizes,
@@ -109,8 +124,12 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         input_names=options.input_names,
         output_names=options.output_names,
         device=device,
+        reference_device=options.reference_device,
         require_gpu=options.require_gpu,
         force=options.force,
+        atol=options.atol,
+        rtol=options.rtol,
+        row_independence=options.row_independence,
         seed=options.seed,
         source=loaded.source,
         debug_dir=options.debug_dir,
@@ -134,6 +153,7 @@ def _check(options: ExportOptions) -> list[Pass]:
         exporter_named(name)
     for text in options.inputs:
         parse_input(text)
+    refuse_missing_inputs(options.input_files)
     parse_target(options.model, options.name)
     check_target(options.output, force=options.force)
     check_debug_folder(options.debug_dir)
@@ -152,7 +172,14 @@ def _device(asked: str, *, require_gpu: bool) -> str:
 
 def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loaded:
     progress(Progress(LOAD_STAGE, 0, 2, options.model))
-    loaded = load(options.model, name=options.name, inputs=options.inputs, weights=options.weights, seed=options.seed)
+    loaded = load(
+        options.model,
+        name=options.name,
+        inputs=options.inputs,
+        input_files=options.input_files,
+        weights=options.weights,
+        seed=options.seed,
+    )
     progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
     check_runs(loaded, seed=options.seed)
     progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
@@ -169,7 +196,8 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
         "device": manifest["device"],
         "passes": report["passes"],
         "coverage": report["coverage"],
-        "artifacts": manifest["artifacts"],
+        # What was measured is in the manifest: nobody reads thousands of its lines here.
+        "artifacts": [{**artifact, "measurement": None} for artifact in manifest["artifacts"]],
         "parity": manifest["parity"],
         "report": report,
         "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),

@@ -169,14 +169,7 @@ def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ..
 
 def stored_noises(golden: Mapping[str, Any]) -> dict[str, OutputNoise]:
     """The noise of each output in a manifest's `golden`."""
-    noises = {}
-    for entry in golden["outputs"]:
-        figures = {name: number(entry[name]) for name in _FIGURES}
-        noises[entry["name"]] = OutputNoise.from_json({**entry, **figures})
-    return noises
-
-
-_FIGURES = ("scale", "rms", "own_error", "own_error_rms", "response", "response_rms", "noise", "noise_rms")
+    return {entry["name"]: OutputNoise.from_json(entry) for entry in golden["outputs"]}
 
 
 def stored_tolerances(golden: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -13,7 +13,8 @@ Everything follows from (seed, batch size, draw); the global random state is nei
 """
 
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,11 @@ import torch
 
 from optimizer.errors import LoadError, UsageError
 from optimizer.preserve import random_state
-from optimizer.sentences import quote
-from optimizer.structure import leaves_of, rebuild
+from optimizer.sentences import dtype_name, quote
+from optimizer.structure import first_difference, leaves_of, rebuild
 from passes.graph.storage import has_strides
 
+FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
 _FUNCTION_BATCH = 2
@@ -46,11 +48,14 @@ class Samples:
 
     `example_inputs` is a tuple of the positional arguments, a single tensor, or a function
     `f(batch_size, generator) -> tuple`; `example_kwargs` are keyword arguments. Both may hold any nesting.
+    `further_inputs` are more calls of the user's own, each a pair (args, kwargs), which nothing but the rows may tell apart
+    from the first: they stand in the place of the next draws at their batch sizes.
 
     Attributes:
         given: the user's own call; for a function, the one of batch size 2, draw 0.
         batch_size: the size of dim 0 of the first tensor that has one; None where there is none.
         dynamic: False where no other batch size can be made.
+        further: the batch size and draw of each of the further calls.
 
     Raises:
         UsageError: the example inputs aren't one of the above, or hold a tensor that is nested or has no values.
@@ -60,12 +65,14 @@ class Samples:
     given: Call
     batch_size: int | None
     dynamic: bool
+    further: tuple[tuple[int | None, int], ...]
 
     def __init__(
         self,
         example_inputs: ExampleInputs,
         example_kwargs: dict[str, Any] | None = None,
         *,
+        further_inputs: FurtherInputs = (),
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -86,6 +93,11 @@ class Samples:
         if self.batch_size == 0:
             raise UsageError("The example inputs are a batch of no rows: give one row at least.")
         self.dynamic = self._function is not None or bool(self.batch_size)
+        self._further_inputs = tuple(further_inputs)
+        self._own: dict[tuple[int | None, int], Call] = {}
+        for number, item in enumerate(self._further_inputs, 1):
+            self._add_further(number, item)
+        self.further = tuple(self._own)
 
     def at(self, batch_size: int | None = None, draw: int = 0) -> Call:
         """The call of this batch size and draw; draw 0 of the given batch size is the user's own data.
@@ -95,6 +107,8 @@ class Samples:
         """
         if batch_size is None:
             batch_size = _FUNCTION_BATCH if self._function is not None else self.batch_size
+        if (own := self._own.get((batch_size, draw))) is not None:
+            return own
         if batch_size is not None and batch_size < 1 and batch_size != self.batch_size:
             raise UsageError(f"A batch size must be at least 1, not {batch_size}.")
         if self._function is not None:
@@ -112,9 +126,27 @@ class Samples:
         return Samples(
             self.given.args if self._function is None else self._function,
             self._kwargs,
+            further_inputs=self._further_inputs,
             seed=self.seed,
             device=device,
         )
+
+    def _add_further(self, number: int, item: Any) -> None:
+        which = f"The further inputs {number}"
+        pair = isinstance(item, tuple) and len(item) == 2
+        if not pair or not isinstance(item[0], tuple) or not isinstance(item[1], dict):
+            raise UsageError(f"{which} must be a pair of a tuple and a dict, such as ((x,), {{}}), not {_kind(item)}.")
+        call = self._placed(Call(*item))
+        size = _batch_size(call)
+        if size == 0:
+            raise UsageError(f"{which} are a batch of no rows: give one row at least.")
+        if size != self.batch_size and (size is None or self.batch_size is None):
+            raise UsageError(f"{which} have {_rows_of(size)}, and the example inputs {_rows_of(self.batch_size)}.")
+        if misfit := _other_than_rows(self.at(size), call):
+            raise UsageError(f"{which} differ from the example inputs in more than their rows: {misfit}.")
+        # The example inputs are the first of their batch size.
+        taken = {(self.batch_size, 0), *self._own}
+        self._own[size, next(draw for draw in itertools.count() if (size, draw) not in taken)] = call
 
     def _from_function(self, batch_size: int, draw: int) -> Call:
         assert self._function is not None
@@ -178,6 +210,29 @@ class Samples:
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
+def _rows_of(batch_size: int | None) -> str:
+    return "no rows" if batch_size is None else f"{batch_size} rows"
+
+
+def _other_than_rows(expected: Call, call: Call) -> str | None:
+    """What tells two calls of one batch size apart, apart from the values of their tensors."""
+    structures = [leaves_of({"positional": one.args, **one.kwargs}).structure for one in (expected, call)]
+    if difference := first_difference(*structures):
+        return difference
+    for (name, wanted), (_, tensor) in zip(_named_tensors(expected), _named_tensors(call), strict=True):
+        if (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):
+            return f"{name} is {_described(tensor)} and should be {_described(wanted)}"
+    return None
+
+
+def _named_tensors(call: Call) -> tuple[tuple[str, torch.Tensor], ...]:
+    return (*leaves_of(call.args, "argument").tensors(), *leaves_of(call.kwargs).tensors())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
 def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
     if inputs is None:
         return ()
@@ -193,8 +248,7 @@ def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
 
 
 def _refuse_unusable(call: Call) -> None:
-    named = (*leaves_of(call.args, "argument").tensors(), *leaves_of(call.kwargs).tensors())
-    for name, tensor in named:
+    for name, tensor in _named_tensors(call):
         if tensor.is_nested:
             raise UsageError(
                 f"The example inputs hold a nested tensor ({name}), which has no rows to make other batches from: give a"

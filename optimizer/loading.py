@@ -29,8 +29,9 @@ import torch
 from torch import nn
 
 from optimizer.errors import LoadError, UsageError
+from optimizer.input_files import read_calls, refuse_missing_inputs
 from optimizer.input_spec import draw_inputs, parse_input
-from optimizer.inputs import Call, Samples
+from optimizer.inputs import Call, FurtherInputs, Samples
 from optimizer.sentences import errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.user_code import put_first
@@ -46,7 +47,7 @@ class Loaded:
     """A model as the user gave it, with the inputs to try it on.
 
     `example_inputs` is a tuple, or a function of a batch size and a generator that returns a call. `source` names the model
-    without any absolute path. `notes` are sentences on what was decided on the way.
+    without any absolute path. `further_inputs` are more calls, of `--inputs`. `notes` are sentences on what was decided on the way.
     """
 
     model: nn.Module
@@ -55,14 +56,31 @@ class Loaded:
     source: str
     notes: tuple[str, ...] = ()
     folder: Path = field(default_factory=Path.cwd)
+    further_inputs: FurtherInputs = ()
 
     def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
         """The user's own call; a function is asked for a batch of 2."""
-        return Samples(self.example_inputs or (), self.example_kwargs, seed=seed, device=device).given
+        return self.samples(seed, device).given
+
+    def samples(self, seed: int = 0, device: torch.device | None = None) -> Samples:
+        """All that the model is to be run on."""
+        return Samples(
+            self.example_inputs or (),
+            self.example_kwargs,
+            further_inputs=self.further_inputs,
+            seed=seed,
+            device=device,
+        )
 
 
 def load(
-    spec: str, *, name: str | None = None, inputs: Sequence[str] = (), weights: Path | None = None, seed: int = 0
+    spec: str,
+    *,
+    name: str | None = None,
+    inputs: Sequence[str] = (),
+    input_files: Sequence[Path] = (),
+    weights: Path | None = None,
+    seed: int = 0,
 ) -> Loaded:
     """Load the model that `spec` names, its weights and its example inputs.
 
@@ -74,6 +92,7 @@ def load(
     target = parse_target(spec, name)
     if weights is not None:
         refuse_missing_weights(weights)
+    refuse_missing_inputs(input_files)
     _seed_everything(seed)
     module = target.import_module()
     finder = _Finder(module, target)
@@ -91,12 +110,22 @@ def load(
         if example_inputs is not None or example_kwargs:
             notes.append(f"The inputs given by --input replace those of {target.label}.")
         example_inputs, example_kwargs = draw_inputs(specs, seed)
+    further: FurtherInputs = ()
+    if input_files:
+        own = None
+        if example_inputs is not None or example_kwargs:
+            notes.append(f"The inputs given by --inputs replace those of {target.label}.")
+            own = Samples(example_inputs or (), example_kwargs, seed=seed).given
+        first, *others = read_calls(input_files, model, own)
+        example_inputs, example_kwargs = first.args, first.kwargs
+        further = [_alike(path, first, call, seed) for path, call in zip(input_files[1:], others, strict=True)]
     if example_inputs is None and not example_kwargs:
         raise LoadError(
             f"{target.label} has no example_inputs and no get_example_inputs(); add one of them to the file or give "
             f"each input by --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
         )
-    loaded = Loaded(model, example_inputs, example_kwargs, f"{target.label}:{model_name}", tuple(notes), target.folder)
+    source = f"{target.label}:{model_name}"
+    loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), target.folder, further)
     _check_inputs(loaded, seed)
     return loaded
 
@@ -356,6 +385,16 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+
+
+def _alike(path: Path, first: Call, call: Call, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A further call as it is given on, once it is seen to differ from the first in its rows alone."""
+    pair = (call.args, call.kwargs)
+    try:
+        Samples(first.args, first.kwargs, further_inputs=(pair,), seed=seed)
+    except UsageError as error:
+        raise LoadError(f"{path.name}: {error}") from error
+    return pair
 
 
 def _check_inputs(loaded: Loaded, seed: int) -> None:

@@ -108,6 +108,13 @@ def _digest(value: object, where: str) -> None:
         raise _wrong(where, "a SHA-256 of 64 hexadecimal digits", value)
 
 
+def _pair(value: object, where: str) -> None:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _wrong(where, "two numbers", value)
+    for index, item in enumerate(value):
+        _number(item, f"{where}[{index}]")
+
+
 def is_inside_path(text: str) -> bool:
     """Whether a text is a plain relative path with forward slashes that can't leave the folder it starts from."""
     if not text or re.search(r"[\x00-\x1f\x7f\\:]", text):
@@ -129,6 +136,88 @@ _texts = _each(_text)
 _tensor = _record({"name": _text, "dtype": _text, "shape": _each(_dimension)})
 _file = _record({"path": _path, "sha256": _digest, "bytes": _count})
 _parity = _record({"ok": _flag, "verdict": _text, "reason": _text})
+
+
+def _counts(value: object, where: str) -> None:
+    _object(value, where)
+    assert isinstance(value, dict)
+    for name, count in value.items():
+        _count(count, f"{where}.{name}")
+
+
+_noise: dict[str, Check] = {
+    "name": _text,
+    "kind": _text,
+    "dtype": _text,
+    "scale": _number,
+    "rms": _number,
+    "own_error": _number,
+    "own_error_rms": _number,
+    "response": _number,
+    "response_rms": _number,
+    "noise": _number,
+    "noise_rms": _number,
+    "signal": _or_null(_text),
+    "deterministic": _flag,
+    "tied": _count,
+}
+_call = _record(
+    {"batch_size": _or_null(_count), "draw": _count},
+    {
+        **dict.fromkeys(("max_error", "mean_error", "p999_error", "cosine", "agreement"), _or_null(_number)),
+        "undecided": _count,
+    },
+)
+_difference = _record(
+    {
+        "noise": _record(_noise),
+        "max_error": _number,
+        "rms_error": _number,
+        "mismatches": _count,
+        "problems": _texts,
+        "where": _text,
+        "frontier": _each(_pair),
+    },
+    {"slice": _text, "slice_error": _number, "slice_noise": _number, "calls": _each(_call)},
+)
+_rows = _record(
+    {
+        "outputs": _each(
+            _record(
+                {
+                    "name": _text,
+                    "max_difference": _number,
+                    "rms_difference": _number,
+                    "mismatches": _count,
+                    "batch_size": _count,
+                    "row": _count,
+                    "how": _text,
+                    "frontier": _each(_pair),
+                }
+            )
+        ),
+        "batch_sizes": _each(_count),
+        "alone": _flag,
+        "without_rows": _texts,
+        "problem": _or_null(_text),
+    }
+)
+_measurement = _record(
+    {
+        "outputs": _each(_difference, at_least=1),
+        "problems": _texts,
+        "notes": _texts,
+        "reference": _text,
+        "reference_reason": _text,
+        "mode": _text,
+        "device": _text,
+        "batch_sizes": _each(_count),
+        "draws": _count,
+        "seed": _count,
+        "settings": _object,
+    },
+    {"precision": _text, "rows": _or_null(_rows), "reference_device": _text},
+)
 _artifact = _record(
     {
         "format": _text,
@@ -142,7 +231,8 @@ _artifact = _record(
         "outputs": _each(_tensor, at_least=1),
         "notes": _texts,
         "parity": _or_null(_parity),
-    }
+    },
+    {"measurement": _or_null(_measurement), "placement": _or_null(_counts)},
 )
 _pass = _record({"name": _text, "options": _object, "status": _text})
 _golden = _record(
@@ -163,26 +253,7 @@ _golden = _record(
             at_least=1,
         ),
         "outputs": _each(
-            _record(
-                {
-                    "name": _text,
-                    "kind": _text,
-                    "dtype": _text,
-                    "scale": _number,
-                    "rms": _number,
-                    "own_error": _number,
-                    "own_error_rms": _number,
-                    "response": _number,
-                    "response_rms": _number,
-                    "noise": _number,
-                    "noise_rms": _number,
-                    "signal": _or_null(_text),
-                    "deterministic": _flag,
-                    "tied": _count,
-                    "atol": _or_null(_number),
-                    "rtol": _or_null(_number),
-                }
-            ),
+            _record({**_noise, "atol": _or_null(_number), "rtol": _or_null(_number)}),
             at_least=1,
         ),
     },
@@ -254,6 +325,8 @@ def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:
             yield f"the SHA-256 of {artifact['path']} in `artifacts` is not the one in `files`"
         if [tensor["name"] for tensor in artifact["outputs"]] != outputs:
             yield f"the outputs of the artifact {artifact['format']} are not those of `golden.outputs`"
+        if (measurement := artifact.get("measurement")) and len(measurement["outputs"]) != len(outputs):
+            yield f"the measurement of the artifact {artifact['format']} is not of its outputs"
 
 
 # ------------------------------------------------------------------------------------------------- writing and reading

@@ -1,5 +1,6 @@
 """What the command was asked to do, read and checked as far as that goes without torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ LOAD_STAGE = "load"
 
 _LARGEST_BATCH = 1 << 20
 _Value = TypeVar("_Value", int, str)
+# One number for all outputs, or one per output by its name in the files.
+Tolerance = float | dict[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class ExportOptions:
     output: Path
     name: str | None = None
     inputs: tuple[str, ...] = ()
+    input_files: tuple[Path, ...] = ()
     weights: Path | None = None
     passes: str | None = None
     formats: tuple[str, ...] = DEFAULT_FORMATS
     device: str = "auto"
+    reference_device: str | None = None
     require_gpu: bool = False
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
     static_batch: bool = False
@@ -37,6 +42,9 @@ class ExportOptions:
     force: bool = False
     seed: int = 0
     debug_dir: Path | None = None
+    atol: Tolerance = None
+    rtol: Tolerance = None
+    row_independence: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,21 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
+class RejudgeOptions:
+    """Judge again what was measured when a bundle was written. `factor` None stands for what the export allowed."""
+
+    bundle: Path
+    atol: Tolerance = None
+    rtol: Tolerance = None
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
 class ListOptions:
     """Show what passes there are."""
 
 
-Options = ExportOptions | VerifyOptions | ListOptions
+Options = ExportOptions | VerifyOptions | RejudgeOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
@@ -71,6 +89,47 @@ def parse_seed(text: str) -> int:
 def parse_names(option: str, text: str) -> tuple[str, ...]:
     """`"a,b"` as different names; raises `UsageError`."""
     return _different(option, _parts(option, text))
+
+
+def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
+    """`["1e-3"]` as a number, `["logits=1e-3", "boxes=0.1"]` as numbers by output; None where there is no text.
+
+    Raises `UsageError` for what is no number, and for a number for all outputs beside another one.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        name = name.strip()
+        if equals and not name:
+            raise UsageError(f"{option} {text!r} names no output; give one such as {option} logits=1e-3.")
+        if name in found:
+            raise UsageError(f"{option} is given twice for {name or 'all outputs'}.")
+        found[name] = _tolerance(option, value)
+    if "" in found and len(found) > 1:
+        named = next(name for name in found if name)
+        raise UsageError(f"{option} is given for all outputs and for {named}: give a number for all, or one for each.")
+    return found.get("", found or None)
+
+
+def _tolerance(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{option}: {text!r} is no number from 0 on; give one such as {option} 1e-3 or logits=1e-3.")
+    return value
+
+
+def parse_factor(text: str) -> float:
+    """A number above 0; raises `UsageError`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"--factor: {text!r} is no number above 0; give one such as 2.")
+    return value
 
 
 def default_output(model: str) -> Path:

@@ -42,7 +42,7 @@ from torch import nn
 from optimizer.difference import floors
 from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
-from optimizer.inputs import Call, ExampleInputs, Samples
+from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.observe import Observation
 from optimizer.preserve import one_at_a_time
 from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
@@ -54,6 +54,7 @@ from optimizer.verdict import (
     OutputParity,
     ParityReport,
     Tolerance,
+    by_output,
     judge,
 )
 from optimizer.weights import refuse_unrunnable
@@ -72,6 +73,7 @@ __all__ = [
     "RegionParity",
     "RegionReference",
     "Tolerance",
+    "by_output",
     "check_parity",
     "check_region",
     "compare_golden",
@@ -99,6 +101,7 @@ def check_parity(
     example_inputs: ExampleInputs,
     *,
     example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
     batch_sizes: Sequence[int] | None = None,
     draws: int = 2,
     seed: int = 0,
@@ -107,6 +110,7 @@ def check_parity(
     device: torch.device | str | None = None,
     mode: Mode = "inference",
     precision: Precision | None = None,
+    row_independence: bool = False,
 ) -> ParityReport:
     """Whether `candidate` computes what `reference` computes; any two callables.
 
@@ -114,10 +118,15 @@ def check_parity(
     inputs go there, and a module that lives elsewhere is copied there.
 
     Args:
+        further_inputs: more calls of your own, each a pair (args, kwargs), which are run as they are.
+        atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs.
         precision: how `candidate` computes, where that is less precise than what `reference` does: it is judged in kind, by
             what `reference` itself is off by that computes so.
+        row_independence: see, too, that each row of the outputs is the same whatever the other rows of its batch are: run
+            rows alone, in other places and among other rows.
 
     Raises:
+        ParityError: the rows of the reference itself depend on each other, with `row_independence`.
         LoadError: the reference raises on the example inputs, or a module has no weights to run with yet.
         UsageError: the example inputs are no tuple, tensor or function, or an option makes no sense.
     """
@@ -126,11 +135,16 @@ def check_parity(
     for module in (reference, candidate):
         if isinstance(module, nn.Module):
             refuse_unrunnable(module)
-    samples = Samples(example_inputs, example_kwargs, seed=seed, device=device)
+    samples = Samples(example_inputs, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
     measured = Reference.measure(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
+    # Of a candidate that raises no output is known.
+    names = {name: name for name in measured.noises}
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    rows = measured.independent_rows(atol=absolute, rtol=relative) if row_independence else None
     if precision is not None:
         measured = measured.in_kind(precision)
-    return judge(measured.compare(_placed(candidate, device)), atol=atol, rtol=rtol)
+    measurement = measured.compare(_placed(candidate, device), rows=rows)
+    return judge(measurement, atol=absolute, rtol=relative, names=names)
 
 
 class RegionReference:
@@ -218,6 +232,7 @@ def compare_golden(
     atol: Tolerance = None,
     rtol: Tolerance = None,
     precision: str = "",
+    settings: Mapping[str, str] | None = None,
 ) -> ParityReport:
     """Judge stored outputs against what a candidate answers now, by the stored noise; the original isn't needed.
 
@@ -226,6 +241,7 @@ def compare_golden(
         factor: how many times the noise an output may be off: on another device or dtype more than `FACTOR`.
         atol, rtol: the user's tolerances in place of that, as for `judge`.
         precision: the dtype, as a word, in which the original is off by the stored noise; "" where that is its rounding.
+        settings: what was pinned while the candidate ran.
     """
     comparison = Comparison(noises, flat=True)
     for entry, got in entries:
@@ -235,7 +251,7 @@ def compare_golden(
         values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
         comparison.add(kept, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
-    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, {}, precision)
+    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, dict(settings or {}), precision)
     return judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
 
 

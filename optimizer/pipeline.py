@@ -159,6 +159,8 @@ class Pipeline:
         self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=2, mode=self.mode)
         worked = [size for size in sizes or [] if size in self._reference.batch_sizes]
         self._calls = [self.samples.at(size) for size in worked] if sizes else [self.samples.given]
+        # A branch that only one of them takes is to be seen before anything is rewritten.
+        self._calls += [self.samples.at(size, draw) for size, draw in self.samples.further]
         if len(self._calls) < 2:
             self.notes.append("only one batch size could be run, so that constants of the batch size aren't found")
 

@@ -103,7 +103,28 @@ def pinned_settings() -> Iterator[dict[str, str]]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         _pin_float32(stack)
-        yield {"float32_precision": "ieee", "mha_fastpath": "off", **apart}
+        yield {"float32_precision": "ieee", "torch_tf32": _tf32(), "mha_fastpath": "off", **apart}
+
+
+def _tf32() -> str:
+    """Whether torch may take float32 products in TF32 now: "on" or "off"."""
+    backends = torch.backends
+    try:
+        used = backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32
+    except RuntimeError:
+        used = any(node.fp32_precision == "tf32" for node in _float32_nodes())
+    return "on" if used else "off"
+
+
+def _float32_nodes() -> list[Any]:
+    """Where torch keeps `fp32_precision`."""
+    backends = torch.backends
+    owners: list[tuple[Any, tuple[str, ...]]] = [
+        (backends.cuda, ("matmul",)),
+        (backends.cudnn, ("conv", "rnn")),
+        (backends.mkldnn, ("matmul", "conv", "rnn")),
+    ]
+    return [getattr(owner, part) for owner, parts in owners for part in parts]
 
 
 def _pin_float32(stack: ExitStack) -> None:
@@ -113,13 +134,7 @@ def _pin_float32(stack: ExitStack) -> None:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:
         # torch refuses to answer by these names once the settings were made by `fp32_precision`.
-        owners: list[tuple[Any, tuple[str, ...]]] = [
-            (backends.cuda, ("matmul",)),
-            (backends.cudnn, ("conv", "rnn")),
-            (backends.mkldnn, ("matmul", "conv", "rnn")),
-        ]
-        nodes: list[Any] = [getattr(owner, part) for owner, parts in owners for part in parts]
-        for node in nodes:
+        for node in _float32_nodes():
             stack.callback(setattr, node, "fp32_precision", node.fp32_precision)
             node.fp32_precision = "ieee"
         return

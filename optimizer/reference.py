@@ -31,7 +31,8 @@ from optimizer.difference import (
     unit,
     wide,
 )
-from optimizer.errors import LoadError, UsageError
+from optimizer.errors import LoadError, ParityError, UsageError
+from optimizer.figures import agreement_of_integers, errors_between, has_classes, top1_agreement
 from optimizer.float64 import (
     Float64Mode,
     Layout,
@@ -52,9 +53,11 @@ from optimizer.preserve import (
     pinned_settings,
     reachable_modules,
 )
+from optimizer.row_independence import Batch, Rows
+from optimizer.row_verdict import RowMeasurement, judge_rows
 from optimizer.sentences import lack_of_memory
 from optimizer.structure import first_difference, leaves_of, rebuild
-from optimizer.verdict import FACTOR, SLICE_FACTOR, Measurement, OutputDifference, OutputNoise
+from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
 from optimizer.written_parameters import kept_parameters
 from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
@@ -165,6 +168,11 @@ class Reference:
         return self._blank.batch_sizes
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of what the original gives, in the order of its output's tree."""
+        return tuple(name for name, noise in self.noises.items() if noise.kind == "output")
+
+    @property
     def precision(self) -> str:
         """ "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else."""
         return self._blank.precision
@@ -196,7 +204,7 @@ class Reference:
             UsageError: no batch sizes or no draws.
         """
         calls = _planned(samples, batch_sizes, draws, mode)
-        original = Original(reference, mode, samples.seed)
+        original = Original(reference, mode, samples.seed, asked=frozenset(samples.further))
         if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
         with one_at_a_time, as_run(reference, mode) as settings:
@@ -232,34 +240,112 @@ class Reference:
         candidate: Callable[..., Any],
         *,
         flatten: Flatten | None = None,
+        rows: Rows | None = None,
     ) -> Measurement:
         """Run a candidate on the same calls under the same random seeds.
 
         Args:
+            rows: what `independent_rows` gave: run rows alone and among others, too.
             flatten: for a candidate that takes flat tensors and returns a tensor or a flat tuple of them: makes its
                 tensors from (args, kwargs). Outputs are then matched by their order and the structure is not compared.
 
         What the candidate raises is a failure in the result.
         """
         moved = self._moved_in(candidate)
-        # A region is judged by its noise alone: nobody gives a tolerance for one.
+        # A region is judged by its noise alone: nobody gives a tolerance for one, nor looks at its figures.
         comparison = Comparison(
             self._noises_less(moved),
             flat=flatten is not None,
-            frontiers=self._samples is not None,
+            in_detail=self._samples is not None,
             slices=self.slices,
             written=self.written,
             moved=moved,
         )
-        with one_at_a_time, as_run(candidate, self._blank.mode):
+        with one_at_a_time, as_run(candidate, self._blank.mode) as settings:
             for kept in self._original.kept:
                 comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
             if flatten is None:
                 self._look_past_kinks(candidate, comparison)
-        if comparison.is_doubtful():
+        seen = None if rows is None or comparison.problems else self._moved_rows(candidate, rows, flatten)
+        if comparison.is_doubtful() or self._may_be_rounding(seen):
             self._look_closely()
             comparison.noises = self._noises_less(moved)
-        return comparison.finish(self._blank)
+        return replace(comparison.finish(self._blank), rows=seen, settings=settings)
+
+    def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
+        """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.
+
+        Args:
+            atol, rtol: the user's tolerances, by the names of the outputs here.
+
+        Raises:
+            UsageError: there is no batch of two rows or more, or no output that has rows.
+            ParityError: a row of the original depends on the others.
+        """
+        rows = self._rows()
+        target = self._original.target
+        seen = self._moved_rows(target, rows, None)
+        if self._may_be_rounding(seen):
+            self._look_closely()
+        names = {name: name for name in self.noises}
+        report = judge_rows(seen, allowed_by(self.noises.values(), names, atol, rtol), FACTOR)
+        if not report.ok:
+            raise ParityError(
+                f"{report.problem}, in the original itself: nothing can be claimed of its rows, so leave row independence"
+                " out, or mend the model."
+            )
+        return rows
+
+    def _rows(self) -> Rows:
+        kept = [one for one in self._original.kept if one.draw == 0 and (one.batch_size or 0) > 1]
+        if not kept or self._samples is None:
+            raise UsageError("Whether rows depend on each other shows in a batch of two rows or more: give one.")
+        batches = [
+            Batch(one.batch_size or 0, self._call(one), self._samples.at(one.batch_size, 1), one.unstable)
+            for one in kept
+        ]
+        outputs = [{name: one.own.values[name] for name in one.own.of_kind("output")} for one in kept]
+        rows = Rows(batches, outputs)
+        if not rows.with_rows:
+            raise UsageError("No output has as many rows as the batch, so that there are none to look at.")
+        # Where the batch is fixed no file can be run on one row.
+        rows.alone = len(self.batch_sizes) > 1 and (1 in self.batch_sizes or self._runs_on(rows.one_row()))
+        return rows
+
+    def _runs_on(self, call: Call) -> bool:
+        with one_at_a_time, as_run(self._original.target, self._blank.mode), _silent():
+            try:
+                observe(self._original.target, call, seed=self._blank.seed, written=self.written)
+            except Exception as error:  # noqa: BLE001 - the original is foreign code: it may need more than one row
+                logger.debug("the original raises on one row: %s", error)
+                return False
+        return True
+
+    def _moved_rows(self, target: Callable[..., Any], rows: Rows, flatten: Flatten | None) -> RowMeasurement:
+        def run(call: Call) -> dict[str, torch.Tensor]:
+            seen = observe(target, call, seed=self._blank.seed, flatten=flatten, written=self.written)
+            given = seen.of_kind("output")
+            names = given if flatten is None else self.output_names
+            return {name: seen.values[own] for name, own in zip(names, given, strict=True)}
+
+        with one_at_a_time, as_run(target, self._blank.mode), _silent():
+            try:
+                return rows.measure(run)
+            except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
+                problem = f"Rows that are run otherwise raise: {_first_line(error)}"
+                sizes = tuple(batch.size for batch in rows.batches)
+                return RowMeasurement((), sizes, rows.alone, rows.without_rows, problem)
+
+    def _may_be_rounding(self, seen: RowMeasurement | None) -> bool:
+        """Whether rows that move by more than is allowed may do so by rounding that few samples don't show."""
+        if seen is None or seen.problem or any(one.mismatches for one in seen.outputs):
+            return False
+        beyond = [
+            max(_times_off(one.max_difference, noise.noise), _times_off(one.rms_difference, noise.noise_rms))
+            for one in seen.outputs
+            if (noise := self.noises[one.name]).deterministic
+        ]
+        return 2 * FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
     def _look_past_kinks(self, candidate: Callable[..., Any], comparison: Comparison) -> None:
         """Judge by their algebra the gradients that are off as they are where a number fell on the other side of a kink.
@@ -392,9 +478,12 @@ class Reference:
         return self._golden(next(kept for kept in self._original.kept if kept.where == where))
 
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
-        """Up to `limit` calls of different batch sizes, with the outputs that any faithful candidate gives."""
-        firsts = [kept for kept in self._original.kept if kept.draw == 0][:limit]
-        return tuple(self._golden(kept) for kept in firsts)
+        """Up to `limit` calls of different batch sizes, and all of the user's own, with the outputs that any faithful
+        candidate gives."""
+        asked = self._original.asked
+        own = [kept for kept in self._original.kept if (kept.batch_size, kept.draw) in asked]
+        drawn = [kept for kept in self._original.kept if kept.draw == 0 and kept not in own]
+        return tuple(self._golden(kept) for kept in (*drawn[: max(1, limit - len(own))], *own))
 
     def _golden(self, kept: Kept) -> GoldenEntry:
         outputs, tied = {}, {}
@@ -420,10 +509,19 @@ class Reference:
 class Original:
     """Runs the original and gathers."""
 
-    def __init__(self, target: Callable[..., Any], mode: str, seed: int) -> None:
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        mode: str,
+        seed: int,
+        *,
+        asked: frozenset[tuple[int | None, int]] = frozenset(),
+    ) -> None:
         self.target = target
         self.mode = mode
         self.seed = seed
+        # The batch sizes and draws that are calls of the user's own, beside the first: none of them is left out.
+        self.asked = asked
         self.kept: list[Kept] = []
         self.notes: list[str] = []
         self.failures: list[tuple[str, Exception]] = []
@@ -444,7 +542,7 @@ class Original:
         return self.mode == "training"
 
     def run(self, batch_size: int | None, draw: int, call: Call, *, keep_call: bool = False, label: str = "") -> None:
-        if batch_size in self.dropped:
+        if batch_size in self.dropped and (batch_size, draw) not in self.asked:
             return
         # Gradients are as many numbers as the model has weights: one draw per batch size is enough of them.
         training = self.training and draw == 0
@@ -453,7 +551,7 @@ class Original:
         names = input_names(self.target, call)
         if not self.kept and not self.failures:
             self.written = self._find_written(call, seed, training, names)
-        own = self._first_run(batch_size, call, seed, training, names)
+        own = self._first_run(batch_size, draw, call, seed, training, names)
         if own is None:
             return
         kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label)
@@ -617,7 +715,7 @@ class Original:
         return frozenset(written)
 
     def _first_run(
-        self, batch_size: int | None, call: Call, seed: int, training: bool, names: Sequence[str]
+        self, batch_size: int | None, draw: int, call: Call, seed: int, training: bool, names: Sequence[str]
     ) -> Observation | None:
         try:
             return observe(
@@ -626,9 +724,16 @@ class Original:
         except LoadError:
             # A sentence of this program about the model: it says all itself.
             raise
-        except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is recorded
+        except Exception as error:
+            if (batch_size, draw) in self.asked:
+                where = f"batch size {batch_size}, draw {draw}"
+                raise LoadError(f"The model raises on further inputs ({where}): {_first_line(error)}.") from error
             self.dropped.add(batch_size)
-            self.kept = [kept for kept in self.kept if kept.batch_size != batch_size]
+            self.kept = [
+                kept
+                for kept in self.kept
+                if kept.batch_size != batch_size or (kept.batch_size, kept.draw) in self.asked
+            ]
             self.failures.append((f"batch size {batch_size}" if batch_size is not None else "the given inputs", error))
             return None
 
@@ -976,6 +1081,7 @@ class _Compared:
     problems: list[str] = field(default_factory=list)
     where: str = ""
     frontier: tuple[tuple[float, float], ...] = ()
+    calls: list[CallFigures] = field(default_factory=list)
 
 
 # Of so many square roots of a unit may a gradient be off, in the root mean square and of its own, where kinks are to
@@ -993,13 +1099,13 @@ class Comparison:
         noises: Mapping[str, OutputNoise],
         *,
         flat: bool,
-        frontiers: bool = True,
+        in_detail: bool = True,
         slices: Mapping[str, SliceNoise] | None = None,
         written: frozenset[str] = frozenset(),
         moved: MovedBiases | None = None,
     ) -> None:
         self.moved = moved or MovedBiases()
-        self.frontiers = frontiers
+        self.in_detail = in_detail
         self.written = written
         self.slices = slices or {}
         self.noises = noises
@@ -1111,6 +1217,7 @@ class Comparison:
             problems=tuple(compared.problems),
             where=compared.where,
             frontier=compared.frontier,
+            calls=tuple(compared.calls),
             slice=worst.where if worst else "",
             slice_error=worst.error if worst else 0.0,
             slice_noise=worst.noise if worst else 0.0,
@@ -1162,6 +1269,9 @@ class Comparison:
             wrong = int(((own != value) & ~unstable).sum())
             compared.mismatches += wrong
             compared.where = compared.where or (kept.where if wrong else "")
+            if self.in_detail:
+                agreement, undecided = agreement_of_integers(value, own, unstable)
+                compared.calls.append(CallFigures(kept.batch_size, kept.draw, agreement=agreement, undecided=undecided))
             return
         plain: torch.Tensor | None = None
         target = truth
@@ -1175,12 +1285,28 @@ class Comparison:
             # Where only the float64 run overflows or doesn't, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
         before = compared.error.largest
-        compared.error.add(distance(value, target), plain, of=own)
+        errors = distance(value, target)
+        compared.error.add(errors, plain, of=own)
         if compared.error.largest > before:
             compared.where = kept.where
-        if self.frontiers:
+        if self.in_detail:
             marked: Any = ... if plain is None else plain
+            compared.calls.append(
+                CallFigures(
+                    kept.batch_size,
+                    kept.draw,
+                    **errors_between(errors[marked], value[marked], target[marked]),
+                    **self._agreement(kept, name, value, target),
+                )
+            )
+            del errors
             compared.frontier = frontier(distance(value, own)[marked], wide(own)[marked].abs(), compared.frontier)
+
+    def _agreement(self, kept: Kept, name: str, value: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        if kept.own.kinds.get(name) != "output" or not has_classes(name, value):
+            return {}
+        agreement, undecided = top1_agreement(value, target, self.noises[name].noise)
+        return {"agreement": agreement, "undecided": undecided}
 
     def _problem(self, sentence: str) -> None:
         _append_once(self.problems, sentence)
@@ -1210,7 +1336,8 @@ def _planned(
         sizes = [given, given + 1]
     else:
         sizes = list(dict.fromkeys((given, *BATCH_SIZES)))
-    return [(size, draw) for size in sizes for draw in range(draws)]
+    drawn = [(size, draw) for size in sizes for draw in range(draws)]
+    return list(dict.fromkeys((*drawn, *samples.further)))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The result of the command as tables: a view of its JSON document, made for people."""
 
 import io
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,12 @@ _STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous"
 Document = Mapping[str, Any]
 
 
-def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8") -> str:
-    """The tables of a document; colours, frames and the width of the screen only for a terminal."""
+def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8", details: bool = False) -> str:
+    """The tables of a document; colours, frames and the width of the screen only for a terminal.
+
+    Args:
+        details: show the figures of every call, too.
+    """
     stream = io.StringIO()
     width = shutil.get_terminal_size().columns if terminal else _WIDE
     # rich believes in the width of a dumb terminal only where it is given a height, too.
@@ -28,12 +33,12 @@ def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8") -> s
         file=stream, force_terminal=terminal, width=width, height=25, highlight=False, emoji=False, markup=False
     )
     frames = box.SIMPLE_HEAD if terminal and encoding.lower().startswith("utf") else None
-    for part in _parts(document, frames):
+    for part in _parts(document, frames, details=details):
         console.print(part, soft_wrap=isinstance(part, Text))  # a path that is broken in two can't be copied
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
-def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableType]:
+def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iterable[RenderableType]:
     if "available_passes" in document:
         yield _available(document["available_passes"], frames)
         return
@@ -45,6 +50,9 @@ def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableTyp
     if any("bytes" in artifact for artifact in document.get("artifacts", ())):
         yield _artifacts(document["artifacts"], frames)
         yield ""
+    elif any("calls" in artifact for artifact in document.get("artifacts", ())):
+        yield _ran(document["artifacts"], frames)
+        yield ""
     outputs = [
         (artifact, output)
         for artifact in document.get("artifacts", ())
@@ -54,6 +62,12 @@ def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableTyp
     if outputs:
         yield _parity(outputs, frames)
         yield ""
+    if details and any(output.get("calls") for _, output in outputs):
+        yield _every_call(outputs, frames)
+        yield ""
+    for artifact in document.get("artifacts", ()):
+        if rows := (artifact.get("parity") or {}).get("rows"):
+            yield Text(_rows(artifact["format"], rows))
     for artifact in document.get("artifacts", ()):
         if (place := artifact.get("divergence")) is not None:
             yield Text(_differs(artifact["format"], place))
@@ -63,6 +77,19 @@ def _parts(document: Document, frames: box.Box | None) -> Iterable[RenderableTyp
         yield Text(_gained(document["report"]))
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
+
+
+def _rows(format: str, rows: Document) -> str:
+    if not rows["ok"]:
+        return f"rows of {format}: {rows['problem']}"
+    otherwise = (
+        "alone, in other places and among other rows" if rows["alone"] else "in other places and among other rows"
+    )
+    lacking = (
+        f"; not looked at, as they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""
+    )
+    sizes = ", ".join(map(str, rows["batch_sizes"]))
+    return f"rows of {format}: none depends on the others, of batches of {sizes}, run {otherwise}{lacking}"
 
 
 def _gained(report: Document) -> str:
@@ -96,7 +123,7 @@ def _passes(passes: Sequence[Document], frames: box.Box | None) -> Table:
 
 
 def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
-    table = _table(frames, "file", "size", "route", "inputs", "outputs", "parity")
+    table = _table(frames, "file", "size", "route", "inputs", "outputs", "nodes on", "parity")
     for each in artifacts:
         verdict = (each.get("parity") or {}).get("verdict", "not checked")
         table.add_row(
@@ -105,20 +132,69 @@ def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
             Text(each["route"]),
             Text(_tensors(each["inputs"])),
             Text(_tensors(each["outputs"])),
+            _placement(each.get("placement")),
             _coloured(verdict),
         )
     return table
 
 
+def _ran(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
+    """What was run to judge a bundle again."""
+    table = _table(frames, "file", "run on", "calls", "nodes on", "parity")
+    for each in artifacts:
+        verdict = (each.get("parity") or {}).get("verdict", "failed")
+        nodes = _placement(each.get("placement"))
+        table.add_row(each["path"], each["device"], str(each["calls"]), nodes, _coloured(verdict))
+    return table
+
+
+def _placement(counts: Mapping[str, int] | None) -> str:
+    """How many nodes ran on each of a runtime's providers."""
+    if not counts:
+        return "-"
+    return ", ".join(f"{name.removesuffix('ExecutionProvider')} {count}" for name, count in counts.items())
+
+
+_FIGURES = ("mean", "99.9 %", "cosine", "top-1")
+
+
 def _parity(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
-    table = _table(frames, "parity of", "output", "largest error", "allowed", "verdict")
+    """One row per output: what it is judged by, and the worst of its other figures over all calls."""
+    table = _table(frames, "parity of", "output", "largest error", "allowed", *_FIGURES, "verdict")
     for artifact, output in outputs:
         # An artifact fails for one of its outputs; that it is vacuous is true of each.
         overall = (artifact.get("parity") or artifact).get("verdict", "ok")
         verdict = "failed" if output.get("problem") else "ok" if overall == "failed" else overall
         error, allowed = _number(output["max_error"]), _number(output.get("tolerance"))
-        table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, _coloured(verdict))
+        figures = _figures(output)
+        table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, *figures, _coloured(verdict))
     return table
+
+
+def _every_call(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
+    table = _table(frames, "parity of", "output", "batch size", "draw", "largest error", *_FIGURES)
+    for artifact, output in outputs:
+        for call in output.get("calls", ()):
+            size = "-" if call["batch_size"] is None else str(call["batch_size"])
+            error, figures = _number(call["max_error"]), _figures(call)
+            table.add_row(artifact["format"], Text(str(output["name"])), size, str(call["draw"]), error, *figures)
+    return table
+
+
+def _figures(of: Document) -> tuple[str, ...]:
+    cosine = of.get("cosine")
+    return (
+        _number(of.get("mean_error")),
+        _number(of.get("p999_error")),
+        "-" if cosine is None else f"{cosine:.6f}",
+        _agreement(of.get("agreement"), of.get("undecided", 0)),
+    )
+
+
+def _agreement(share: float | None, undecided: int) -> str:
+    # Rounded down: what is 100 % agrees everywhere.
+    shown = "-" if share is None else "100 %" if share == 1 else f"{math.floor(1000 * share) / 10:.1f} %"
+    return f"{shown} ({undecided} left out)" if undecided else shown
 
 
 def _available(passes: Sequence[Document], frames: box.Box | None) -> Table:

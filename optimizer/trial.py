@@ -18,7 +18,7 @@ from optimizer.written_parameters import kept_parameters
 
 
 def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
-    """Run the model once on its example inputs, in eval and without gradients, and leave it as it was.
+    """Run the model once on each call of its inputs, in eval and without gradients, and leave it as it was.
 
     Training flags, buffers, parameters that forward writes to, the attributes of all modules and the state of the random
     generators are put back. Lazy modules get their parameters here, for good. Raises `LoadError` where the inputs don't
@@ -26,7 +26,8 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
     """
     model = loaded.model
     device = next((tensor.device for tensor in _tensors_of(model)), None)
-    call = loaded.first_call(seed, device)
+    samples = loaded.samples(seed, device)
+    call = samples.given
     gpus = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), evaluated(model):
         if any(is_lazy(tensor) for tensor in _tensors_of(model)):
@@ -34,6 +35,9 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
             loaded.notes += ("Lazy modules got their parameters from a run on the example inputs.",)
         with kept_parameters(model), kept_state(model):
             outputs = _run(loaded, call)
+        for batch_size, draw in samples.further:
+            with kept_parameters(model), kept_state(model):
+                _run(loaded, samples.at(batch_size, draw))
     leaves = leaves_of(outputs).values
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         what = type_name(leaves[0]) if leaves else type_name(outputs)

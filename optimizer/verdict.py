@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from optimizer.errors import UsageError
+from optimizer.row_verdict import Allowed, RowMeasurement, RowReport, judge_rows
 
 FACTOR = 4.0
 # How many times its own noise one channel, column or band of magnitude may be off. Outputs have thousands of slices, of each
@@ -55,7 +57,40 @@ class OutputNoise:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputNoise:
-        return cls(**{item.name: data[item.name] for item in fields(cls)})
+        return cls(**_read(cls, data))
+
+
+@dataclass(frozen=True)
+class CallFigures:
+    """How far a candidate's output is off at one call: what a person looks at. The verdict doesn't go by it.
+
+    Attributes:
+        batch_size, draw: the call.
+        max_error, mean_error, p999_error: the largest, the mean and the 99.9th percentile of the absolute errors against
+            the reference, over the elements that are finite on both sides; None where there are none, and for integers.
+        cosine: of the angle between the output and the reference, both as one long vector; None likewise.
+        agreement: the share of rows in which the largest score stands at the class where the reference has it, for a float
+            output of shape (rows, classes), or (rows, positions, classes) that is called logits; for an integer output the
+            share of elements that are equal. None for other outputs, and where every row is left out.
+        undecided: rows, or elements of an integer output, that the original itself decides either way within its noise:
+            they are left out of `agreement`.
+    """
+
+    batch_size: int | None
+    draw: int
+    max_error: float | None = None
+    mean_error: float | None = None
+    p999_error: float | None = None
+    cosine: float | None = None
+    agreement: float | None = None
+    undecided: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CallFigures:
+        return cls(**_read(cls, data))
 
 
 @dataclass(frozen=True)
@@ -71,6 +106,7 @@ class OutputDifference:
         slice, slice_error, slice_noise: the channel, column or band of magnitude whose error is largest beside its own
             noise: "index 3 of dim 1" or "a number below 256", that error, that noise; "" and 0 where no slice is so much
             quieter than the whole that it is judged.
+        calls: the figures of each call; none where nobody looks at them, as of a region.
     """
 
     noise: OutputNoise
@@ -83,22 +119,25 @@ class OutputDifference:
     slice: str = ""
     slice_error: float = 0.0
     slice_noise: float = 0.0
+    calls: tuple[CallFigures, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "noise": self.noise.to_json(), "frontier": [list(point) for point in self.frontier]}
+        return {
+            **asdict(self),
+            "noise": self.noise.to_json(),
+            "frontier": [list(point) for point in self.frontier],
+            "calls": [call.to_json() for call in self.calls],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputDifference:
-        return cls(
-            noise=OutputNoise.from_json(data["noise"]),
-            max_error=data["max_error"],
-            rms_error=data["rms_error"],
-            mismatches=data["mismatches"],
-            problems=tuple(data["problems"]),
-            where=data["where"],
-            frontier=tuple((error, size) for error, size in data["frontier"]),
-            **{name: data[name] for name in ("slice", "slice_error", "slice_noise") if name in data},
-        )
+        nested = {
+            "noise": OutputNoise.from_json(data["noise"]),
+            "problems": tuple(data["problems"]),
+            "frontier": tuple((_figure(error), _figure(size)) for error, size in data["frontier"]),
+            "calls": _calls_of(data),
+        }
+        return cls(**_read(cls, data) | nested)
 
 
 @dataclass(frozen=True)
@@ -110,6 +149,8 @@ class Measurement:
         reference: "float64", or "own dtype" where `reference_reason` says why float64 couldn't be had.
         settings: what was pinned on both sides while measuring.
         precision: "bfloat16" or "float16" where the noise is what the original is off by that computes so; "" else.
+        rows: how far rows move with the other rows of their batch; None where that wasn't looked at.
+        device: where the candidate ran; reference_device: where the original did, "" for the same.
     """
 
     outputs: tuple[OutputDifference, ...]
@@ -124,9 +165,12 @@ class Measurement:
     seed: int
     settings: dict[str, str]
     precision: str = ""
+    rows: RowMeasurement | None = None
+    reference_device: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "outputs": [output.to_json() for output in self.outputs]}
+        rows = None if self.rows is None else self.rows.to_json()
+        return {**asdict(self), "outputs": [output.to_json() for output in self.outputs], "rows": rows}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurement:
@@ -143,6 +187,8 @@ class Measurement:
             seed=data["seed"],
             settings=dict(data["settings"]),
             precision=data.get("precision", ""),
+            rows=None if data.get("rows") is None else RowMeasurement.from_json(data["rows"]),
+            reference_device=data.get("reference_device", ""),
         )
 
 
@@ -157,6 +203,8 @@ class OutputParity:
         judged: False where the original itself isn't deterministic in this output.
         slice, slice_ratio: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in units of its
             own noise; "" and 0 where no slice is judged for itself.
+        mean_error, p999_error, cosine, agreement: the worst over all calls of what `CallFigures` has; undecided: the sum.
+        calls: the figures of each call.
     """
 
     name: str
@@ -174,13 +222,19 @@ class OutputParity:
     problem: str | None
     slice: str = ""
     slice_ratio: float = 0.0
+    mean_error: float | None = None
+    p999_error: float | None = None
+    cosine: float | None = None
+    agreement: float | None = None
+    undecided: int = 0
+    calls: tuple[CallFigures, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"calls": [call.to_json() for call in self.calls]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OutputParity:
-        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
+        return cls(**_read(cls, data) | {"calls": _calls_of(data)})
 
 
 @dataclass(frozen=True)
@@ -190,6 +244,8 @@ class ParityReport:
     Attributes:
         precision: "bfloat16" or "float16" where it was judged in kind, by what the original is off by that computes so;
             "" where by its rounding alone.
+        rows: the judgement of rows that were run alone and among others; None where that wasn't asked for.
+        device: where the candidate ran; reference_device: where the original did, "" for the same.
     """
 
     verdict: str
@@ -204,6 +260,8 @@ class ParityReport:
     factor: float
     settings: dict[str, str]
     precision: str = ""
+    rows: RowReport | None = None
+    reference_device: str = ""
 
     @property
     def ok(self) -> bool:
@@ -218,7 +276,9 @@ class ParityReport:
         return f"{self.verdict}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok, "outputs": [output.to_json() for output in self.outputs]}
+        rows = None if self.rows is None else self.rows.to_json()
+        outputs = [output.to_json() for output in self.outputs]
+        return {**asdict(self), "ok": self.ok, "outputs": outputs, "rows": rows}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
@@ -235,11 +295,18 @@ class ParityReport:
             factor=data["factor"],
             settings=dict(data["settings"]),
             precision=data.get("precision", ""),
+            rows=None if data.get("rows") is None else RowReport.from_json(data["rows"]),
+            reference_device=data.get("reference_device", ""),
         )
 
 
 def judge(
-    measurement: Measurement, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float = FACTOR
+    measurement: Measurement,
+    *,
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    factor: float = FACTOR,
+    names: Mapping[str, str] | None = None,
 ) -> ParityReport:
     """The verdict on a measurement; nothing is run.
 
@@ -247,18 +314,32 @@ def judge(
         atol, rtol: allow `|candidate - original| <= atol + rtol * |original|` instead, elementwise; one number for all
             outputs or a dict by output name (outputs that it doesn't name keep the measured noise).
         factor: how many times its noise an output may be off.
+        names: the reference's own name of each output -> its name in the files. The report goes by the latter, and `atol`
+            and `rtol` may go by either. By default those of the measurement are all that there are.
 
     Raises:
         UsageError: a tolerance is negative or names an output that there isn't.
     """
-    names = [output.noise.name for output in measurement.outputs]
-    tolerances = {name: (_given(atol, name), _given(rtol, name)) for name in names}
-    _check_tolerances(names, atol, rtol)
+    if names is None:
+        names = {output.noise.name: output.noise.name for output in measurement.outputs}
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     precision = measurement.precision
     outputs = tuple(
-        _judge_output(output, *tolerances[output.noise.name], factor, precision) for output in measurement.outputs
+        _judge_output(
+            output,
+            names.get(output.noise.name, output.noise.name),
+            absolute.get(output.noise.name),
+            relative.get(output.noise.name),
+            factor,
+            precision,
+        )
+        for output in measurement.outputs
     )
-    verdict, reason = _verdict(measurement, outputs)
+    rows = None
+    if measurement.rows is not None:
+        noises = (output.noise for output in measurement.outputs)
+        rows = judge_rows(measurement.rows, allowed_by(noises, names, absolute, relative), factor)
+    verdict, reason = _verdict(measurement, outputs, rows)
     return ParityReport(
         verdict=verdict,
         reason=reason,
@@ -272,13 +353,76 @@ def judge(
         factor=factor,
         settings=dict(measurement.settings),
         precision=precision,
+        rows=rows,
+        reference_device=measurement.reference_device,
     )
 
 
+def allowed_by(
+    noises: Iterable[OutputNoise], names: Mapping[str, str], atol: Mapping[str, float], rtol: Mapping[str, float]
+) -> dict[str, Allowed]:
+    """What one answer to each deterministic output may be off by, by its name in the reference.
+
+    Args:
+        names: as for `judge`.
+        atol, rtol: by the names in the reference.
+    """
+    return {
+        noise.name: Allowed(
+            names.get(noise.name, noise.name),
+            noise.noise,
+            noise.noise_rms,
+            noise.scale,
+            atol.get(noise.name),
+            rtol.get(noise.name),
+        )
+        for noise in noises
+        if noise.deterministic
+    }
+
+
+def by_output(label: str, tolerance: Tolerance, names: Mapping[str, str]) -> dict[str, float]:
+    """A tolerance by the reference's own names of the outputs: of those alone that it is given for.
+
+    A name that is one output's in the files and another's in the reference means the former.
+
+    Args:
+        label: "atol" or "rtol".
+        names: as for `judge`.
+
+    Raises:
+        UsageError: the tolerance is negative, or names an output that there isn't, or one output by both its names.
+    """
+    if tolerance is None:
+        return {}
+    if not isinstance(tolerance, Mapping):
+        return dict.fromkeys(names, _checked(label, tolerance))
+    in_files = {name: own for own, name in names.items()}
+    found: dict[str, float] = {}
+    for name, value in tolerance.items():
+        own = in_files.get(name, name)
+        if own not in names:
+            raise UsageError(f"{label} names the output {name!r}; there are: {_listed(names) or 'none'}.")
+        if own in found:
+            raise UsageError(f"{label} names the output {names[own]} twice: it is {own} in the model.")
+        found[own] = _checked(label, value)
+    return found
+
+
+def _checked(label: str, value: float) -> float:
+    if not isinstance(value, int | float) or not value >= 0:
+        raise UsageError(f"{label} must be a number of 0 or more, not {value!r}.")
+    return float(value)
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return ", ".join(name if name == own else f"{name} ({own} in the model)" for own, name in names.items())
+
+
 def _judge_output(
-    output: OutputDifference, atol: float | None, rtol: float | None, factor: float, precision: str
+    output: OutputDifference, name: str, atol: float | None, rtol: float | None, factor: float, precision: str
 ) -> OutputParity:
-    noise = output.noise
+    noise = replace(output.noise, name=name)
     its_noise = f"its error in {precision} of" if precision else "its rounding noise of"
     by_user = atol is not None or rtol is not None
     ratio = max(_ratio(output.max_error, noise.noise), _ratio(output.rms_error, noise.noise_rms))
@@ -290,19 +434,19 @@ def _judge_output(
     elif output.mismatches:
         problem = f"{noise.name}: {output.mismatches} elements differ, first at {output.where}"
     elif by_user:
-        problem = _beyond(output, atol or 0.0, rtol or 0.0)
-    elif output.max_error > factor * noise.noise:
+        problem = _beyond(output, name, atol or 0.0, rtol or 0.0)
+    elif not output.max_error <= factor * noise.noise:  # not a number is no small one
         problem = (
             f"{noise.name} is off by {output.max_error:.2e} at {output.where}, {_times(output.max_error, noise.noise)} "
             f"{its_noise} {noise.noise:.1e} ({factor:g} times is allowed)"
         )
-    elif output.rms_error > factor * noise.noise_rms:
+    elif not output.rms_error <= factor * noise.noise_rms:
         problem = (
             f"{noise.name} is off by {output.rms_error:.2e} in the root mean square, "
             f"{_times(output.rms_error, noise.noise_rms)} {its_noise} {noise.noise_rms:.1e} "
             f"({factor:g} times is allowed)"
         )
-    elif output.slice_error > factor / FACTOR * SLICE_FACTOR * output.slice_noise:
+    elif not output.slice_error <= factor / FACTOR * SLICE_FACTOR * output.slice_noise:
         problem = (
             f"{noise.name} is off by {output.slice_error:.2e} at {output.slice}, "
             f"{_times(output.slice_error, output.slice_noise)} the rounding noise there of {output.slice_noise:.1e} "
@@ -324,10 +468,16 @@ def _judge_output(
         problem=problem,
         slice=output.slice,
         slice_ratio=_ratio(output.slice_error, output.slice_noise),
+        mean_error=_worst(max, (call.mean_error for call in output.calls)),
+        p999_error=_worst(max, (call.p999_error for call in output.calls)),
+        cosine=_worst(min, (call.cosine for call in output.calls)),
+        agreement=_worst(min, (call.agreement for call in output.calls)),
+        undecided=sum(call.undecided for call in output.calls),
+        calls=output.calls,
     )
 
 
-def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple[str, str]:
+def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: RowReport | None) -> tuple[str, str]:
     if measurement.problems:
         return "failed", _sentence(measurement.problems[0])
     wrong = [output for output in outputs if not output.ok]
@@ -335,6 +485,8 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
         worst = max(wrong, key=lambda output: output.ratio)
         more = f" ({len(wrong)} outputs differ)" if len(wrong) > 1 else ""
         return "failed", _sentence(f"{worst.problem}{more}")
+    if rows is not None and not rows.ok:
+        return "failed", _sentence(str(rows.problem))
     if not outputs:
         return "vacuous", "The model gives no tensors: there is nothing to compare."
     judged = [output for output in outputs if output.judged]
@@ -349,36 +501,45 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity]) -> tuple
         if measurement.precision
         else "the rounding noise of the original"
     )
-    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}."
+    apart = "" if rows is None else " No row depends on the other rows of its batch."
+    return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}.{apart}"
 
 
-def _check_tolerances(names: Sequence[str], atol: Tolerance, rtol: Tolerance) -> None:
-    for label, tolerance in (("atol", atol), ("rtol", rtol)):
-        given = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
-        for name, value in given.items():
-            if name and name not in names:
-                raise UsageError(f"{label} names the output {name!r}; there are: {', '.join(names) or 'none'}.")
-            if not value >= 0:
-                raise UsageError(f"{label} must be 0 or more, not {value}.")
-
-
-def _given(tolerance: Tolerance, name: str) -> float | None:
-    return tolerance.get(name) if isinstance(tolerance, Mapping) else tolerance
-
-
-def _beyond(output: OutputDifference, atol: float, rtol: float) -> str | None:
+def _beyond(output: OutputDifference, name: str, atol: float, rtol: float) -> str | None:
     for error, size in output.frontier:
-        if error > atol + rtol * size:
+        if not error <= atol + rtol * size:
             return (
-                f"{output.noise.name} differs from the original by {error:.2e} where it is {size:.2e}, more than "
+                f"{name} differs from the original by {error:.2e} where it is {size:.2e}, more than "
                 f"atol {atol:g} and rtol {rtol:g} allow"
             )
     return None
 
 
+def _read(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that there are; what an older version didn't write keeps its default."""
+    known = (item for item in fields(cls) if item.name in data)
+    return {item.name: _figure(data[item.name]) if "float" in str(item.type) else data[item.name] for item in known}
+
+
+def _figure(value: Any) -> Any:
+    """A number as the manifest has it, "NaN" and "Infinity" included."""
+    return float(value) if isinstance(value, str) else value
+
+
+def _calls_of(data: Mapping[str, Any]) -> tuple[CallFigures, ...]:
+    """The figures per call of an output; none in what an older version wrote."""
+    return tuple(CallFigures.from_json(call) for call in data.get("calls", ()))
+
+
+def _worst(pick: Callable[[list[float]], float], figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return pick(known) if known else None
+
+
 def _ratio(error: float, noise: float) -> float:
     # A finite number for JSON; noise is 0 only where the output is zero everywhere.
-    return 0.0 if error == 0 else min(error / noise, 1e30) if noise else 1e30
+    ratio = 0.0 if error == 0 else error / noise if noise else math.inf
+    return ratio if ratio <= 1e30 else 1e30
 
 
 def _times(error: float, noise: float) -> str:

@@ -3,10 +3,10 @@
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,6 +38,11 @@ def device_factor(measured: Mapping[str, str], here: Mapping[str, str], dtype: s
     if measured["type"] != here["type"]:
         return _OTHER_KIND.get(dtype, _OTHER_KIND_DEFAULT)
     return 1.0 if measured["name"] == here["name"] else _SAME_KIND
+
+
+def factor_between(measured: Mapping[str, str], here: Mapping[str, str], dtypes: Iterable[str]) -> float:
+    """The same for outputs of several dtypes: the largest."""
+    return max((device_factor(measured, here, dtype) for dtype in dtypes), default=1.0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class VerifyReport:
     damage: tuple[str, ...]
     artifacts: tuple[ArtifactFigures, ...]
     notes: tuple[str, ...] = ()
+    said: ClassVar[str] = "verified"
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -116,7 +122,7 @@ class VerifyReport:
         return dict(plain(data))
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {'verified' if self.ok else 'NOT verified'} on {self.device}"]
+        lines = [f"{self.path}: {'' if self.ok else 'NOT '}{self.said} on {self.device}"]
         for artifact in self.artifacts:
             lines.append(
                 f"  {artifact.path} ({artifact.format}): {'ok' if artifact.ok else 'failed'}, {artifact.calls} calls"
@@ -190,7 +196,7 @@ def _file_problem(folder: Path, file: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     """Whether the manifest is what was written: its own hash stands in SHA256SUMS."""
     digests = {file["path"]: file["sha256"] for file in manifest["files"]}
     try:
@@ -208,7 +214,7 @@ def _sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
 def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
     """A sentence for every file of a bundle that is missing, changed or not listed, by its path."""
     problems = {file["path"]: problem for file in manifest["files"] if (problem := _file_problem(folder, file))}
-    if problem := _sums_problem(folder, manifest):
+    if problem := sums_problem(folder, manifest):
         problems[SUMS] = problem
     try:
         extra = unlisted(folder, manifest)
@@ -226,7 +232,7 @@ def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load
     golden = manifest["golden"]
     here = describe_device(device)
     notes = [f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
-    factor = max(device_factor(golden["device"], here, output["dtype"]) for output in golden["outputs"])
+    factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")
     distrusted = [path for path in (SUMS, golden["path"]) if path in damage]
@@ -257,15 +263,15 @@ def _run_artifact(
     placement: Mapping[str, int] | None = None
     answers: list[Sequence[torch.Tensor]] = []
     try:
-        with pinned_settings(), torch.no_grad():
+        with pinned_settings() as pinned, torch.no_grad():
             loaded = load(artifact["format"], folder / artifact["path"], device)
-            placement = loaded.placement
+            placement, settings = loaded.placement, {**pinned, **loaded.settings}
             answers += [loaded(*(tensor.to(device) for tensor in call.inputs.values())) for call in calls]
     # Whatever the runtimes raise on a file that they can't load or run, it is the artifact's failure and reported as such.
     except Exception as error:  # noqa: BLE001
         problem = f"it can't be loaded or run: {_one_line(error)}"
         return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
-    parity = _judged(golden, calls, answers, factor, device)
+    parity = _judged(golden, calls, answers, factor, device, settings)
     return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), parity, placement)
 
 
@@ -275,6 +281,7 @@ def _judged(
     answers: Sequence[Sequence[torch.Tensor]],
     factor: float,
     device: str,
+    settings: Mapping[str, str],
 ) -> ParityReport:
     # The inputs aren't looked at when answers are judged.
     empty = Call((), {})
@@ -285,7 +292,13 @@ def _judged(
     tolerances: dict[str, Any] = dict(stored_tolerances(golden))
     precision = golden.get("precision", "")
     return compare_golden(
-        stored_noises(golden), entries, factor=factor, device=device, precision=precision, **tolerances
+        stored_noises(golden),
+        entries,
+        factor=factor,
+        device=device,
+        precision=precision,
+        settings=settings,
+        **tolerances,
     )
 
 

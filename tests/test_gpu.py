@@ -7,7 +7,7 @@ import synced_steps
 import torch
 from real_models import REAL_MODELS
 
-from optimizer import check_parity, export, optimize, verify_bundle
+from optimizer import check_parity, export, optimize, rejudge_bundle, verify_bundle
 
 pytestmark = pytest.mark.gpu
 
@@ -32,9 +32,13 @@ def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
     assert bundle.parity.ok
     assert bundle.manifest["device"]["type"] == "cuda"
 
-    placement = bundle.load("onnx", "cuda").placement
-    assert placement is not None
-    assert placement.get("CUDAExecutionProvider", 0) > 0
+    loaded = bundle.load("onnx", "cuda")
+    assert loaded.placement is not None
+    assert loaded.placement.get("CUDAExecutionProvider", 0) > 0
+    assert loaded.settings == {"onnxruntime_tf32": "off"}
+    entry = next(artifact for artifact in bundle.manifest["artifacts"] if artifact["format"] == "onnx")
+    assert entry["placement"] == loaded.placement
+    assert entry["parity"]["settings"].items() >= {"torch_tf32": "off", "onnxruntime_tf32": "off"}.items()
 
     report = verify_bundle(bundle.path, device="cuda", require_gpu=True)
     assert report.ok, report.problems
@@ -53,6 +57,30 @@ def test_programs_of_torch_export_go_the_whole_way(name, tmp_path):
     pt2, aoti = verify_bundle(bundle.path, device="cpu").artifacts
     assert pt2.ok
     assert "was made for cuda" in aoti.problem
+
+
+@pytest.mark.parametrize("name", ["resnet", "bert"])
+def test_an_original_on_the_cpu_is_compared_with_artifacts_on_the_gpu(name, tmp_path):
+    model, args, kwargs = REAL_MODELS[name]()
+    bundle = export(
+        optimize(model, example_inputs=args or None, example_kwargs=kwargs, device="cuda"),
+        example_inputs=args or None,
+        example_kwargs=kwargs,
+        output=tmp_path / "bundle",
+        device="cuda",
+        reference_device="cpu",
+        row_independence=True,
+    )
+    assert bundle.manifest["device"]["type"] == "cuda"
+    assert bundle.manifest["parity"]["reference_device"]["type"] == bundle.manifest["golden"]["device"]["type"] == "cpu"
+    for artifact in bundle.manifest["artifacts"]:
+        assert (artifact["parity"]["factor"], artifact["parity"]["device"]) == (16.0, "cuda")
+        assert artifact["parity"]["reference_device"] == "cpu"
+        # The GPU rounds otherwise: equal to the last bit, it would be the CPU that ran.
+        assert any(output["max_error"] > 0 for output in artifact["parity"]["outputs"])
+    assert verify_bundle(bundle.path, device="cuda", require_gpu=True).ok
+    assert verify_bundle(bundle.path, device="cpu").ok
+    assert rejudge_bundle(bundle.path).ok
 
 
 def test_tf32_is_pinned_while_measuring_and_restored():

@@ -191,6 +191,64 @@ def test_a_placement_with_computations_on_the_cpu_is_refused(assigned, sentence)
         judge_placement(assigned, frozenset({"s"}))
 
 
+class Session:
+    """What an onnxruntime session tells of itself."""
+
+    def __init__(self, providers=(CUDA, CPU), options=None):
+        self._providers, self._options = list(providers), {CUDA: {"use_tf32": "0"}} if options is None else options
+
+    def get_providers(self):
+        return self._providers
+
+    def get_provider_options(self):
+        return self._options
+
+
+@pytest.mark.parametrize(
+    ("session", "assigned", "sentence"),
+    [
+        (Session([CPU]), [(CPU, "mul", "MatMul")], "couldn't start its CUDA provider and would run on the CPU"),
+        (
+            Session(options={CUDA: {"use_tf32": "1"}}),
+            [(CUDA, "mul", "MatMul")],
+            "computes float32 in TF32, though it was",
+        ),
+        (Session(), None, "can't tell where its nodes run"),
+        (Session(), [(CUDA, "mul", "MatMul"), (CPU, "add", "Add")], r"runs `add` \(Add\) on the CPU, not on the GPU"),
+        (Session(), [], "runs no node of the file on the GPU"),
+    ],
+)
+def test_a_session_that_isnt_on_cuda_as_a_whole_is_refused(tmp_path, session, assigned, sentence):
+    path = export(Mlp(), mlp_calls(2, 3), tmp_path).path
+    with pytest.raises(ProviderFallback, match=sentence):
+        exporters.onnx._require_cuda(session, assigned, path)
+
+
+def test_a_session_that_is_on_cuda_is_accepted(tmp_path):
+    path = export(Mlp(), mlp_calls(2, 3), tmp_path).path
+    exporters.onnx._require_cuda(Session(), [(CUDA, "mul", "MatMul"), (CPU, "s", "Shape")], path)
+    exporters.onnx._require_cuda(Session(options={CUDA: {}}), [(CUDA, "mul", "MatMul")], path)
+
+
+@pytest.mark.parametrize(
+    ("session", "state"),
+    [
+        (Session([CPU], {}), "off"),
+        (Session(), "off"),
+        (Session(options={CUDA: {"use_tf32": "false"}}), "off"),
+        (Session(options={CUDA: {"use_tf32": "1"}}), "on"),
+        (Session(options={CUDA: {}}), "unknown"),
+        (Session(options={}), "unknown"),
+    ],
+)
+def test_the_state_of_tf32_is_what_the_session_tells(session, state):
+    assert exporters.onnx._tf32(session) == state
+
+
+def test_a_session_on_the_cpu_has_no_tf32(tmp_path):
+    assert export(Mlp(), mlp_calls(2, 3), tmp_path).load().settings == {"onnxruntime_tf32": "off"}
+
+
 def test_shape_only_nodes_read_no_data():
     node = onnx.helper.make_node
     nodes = [

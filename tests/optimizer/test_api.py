@@ -11,8 +11,9 @@ from tiny_models import enliven
 from torch import nn
 
 import optimizer
-from exporters.errors import ExportError, UnknownFormat
-from optimizer import export, open_bundle, optimize, report_of, verify_bundle
+from exporters.errors import ExportError, ProviderFallback, UnknownFormat
+from exporters.onnx import OnnxExporter, judge_placement
+from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
 from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile
@@ -117,6 +118,44 @@ def test_a_tolerance_of_the_user_is_used_and_kept(model, image, tmp_path):
     assert verify_bundle(bundle.path).ok
 
 
+def test_a_tolerance_goes_by_the_names_in_the_files_or_in_the_model(model, image, tmp_path):
+    fast = optimize(model, example_inputs=(image,))
+    fast.head.weight = nn.Parameter(fast.head.weight.detach() * 1.001)
+
+    def written(folder, **options):
+        names = options.pop("output_names", ("scores", "vector"))
+        return export(
+            fast,
+            example_inputs=(image,),
+            output=tmp_path / folder,
+            formats=("torchscript",),
+            output_names=names,
+            **options,
+        )
+
+    # The head has an error that the features in front of it don't have.
+    for number, name in enumerate(("scores", "logits")):
+        bundle = written(f"net{number}", atol={name: 0.1})
+        assert [output["name"] for output in bundle.parity.artifacts["torchscript"]["outputs"]] == ["scores", "vector"]
+        assert [output["atol"] for output in bundle.manifest["golden"]["outputs"]] == [0.1, None]
+        assert verify_bundle(bundle.path).ok
+    with pytest.raises(ParityError, match="scores is off by"):
+        written("off", atol={"vector": 0.1})
+    with pytest.raises(ParityError, match=r"scores differs from the original .* atol 1e-12 and rtol 0 allow"):
+        written("off", atol={"logits": 1e-12})
+    with pytest.raises(
+        UsageError, match=r"'boxes'; there are: scores \(logits in the model\), vector \(features in the model\)\."
+    ):
+        written("off", atol={"boxes": 0.1})
+    with pytest.raises(UsageError, match="rtol names the output scores twice: it is logits in the model"):
+        written("off", rtol={"scores": 0.1, "logits": 0.1})
+    # A name of the files is meant before one of the model.
+    assert written("swapped", output_names=("features", "logits"), atol={"features": 0.1}).parity.ok
+    with pytest.raises(ParityError, match="features is off by"):
+        written("off", output_names=("features", "logits"), atol={"logits": 0.1})
+    assert not (tmp_path / "off").exists()
+
+
 def test_a_folded_weight_that_was_written_to_is_refused(model, image, tmp_path):
     fast = optimize(model, example_inputs=(image,))
     with torch.no_grad():
@@ -203,6 +242,92 @@ def test_what_makes_no_sense_is_one_sentence(model, image, tmp_path, changed, er
 def test_a_required_gpu_that_is_missing(model, image, tmp_path, options):
     with pytest.raises(DeviceError, match="torch finds none"):
         export(model, example_inputs=(image,), output=tmp_path / "net", **options)
+
+
+def test_the_original_on_the_device_of_the_artifacts_is_as_without_naming_it(model, image, tmp_path):
+    options = {"example_inputs": (image,), "formats": ("torchscript",), "device": "cpu"}
+    plain = export(model, output=tmp_path / "plain", **options)
+    named = export(model, output=tmp_path / "named", reference_device="cpu", **options)
+    assert named.manifest["artifacts"][0]["parity"] == plain.manifest["artifacts"][0]["parity"]
+    assert (
+        named.manifest["parity"]["reference_device"] == named.manifest["device"] == named.manifest["golden"]["device"]
+    )
+    assert named.manifest["parity"]["factor"] == 4.0
+    assert named.manifest["artifacts"][0]["parity"]["reference_device"] == ""
+
+
+def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, image, tmp_path, monkeypatch):
+    seen = []
+
+    def far(measured, here, dtypes):
+        seen.append((measured, here, list(dtypes)))
+        return 4.0
+
+    monkeypatch.setattr("optimizer.api.factor_between", far)
+    bundle = export(
+        model,
+        example_inputs=(image,),
+        output=tmp_path / "net",
+        formats=("torchscript",),
+        device="cpu",
+        reference_device="cpu",
+    )
+    assert [(measured["type"], here["type"], dtypes) for measured, here, dtypes in seen] == [
+        ("cpu", "cpu", ["float32", "float32"])
+    ]
+    parity = bundle.manifest["artifacts"][0]["parity"]
+    assert parity["factor"] == bundle.manifest["parity"]["factor"] == 16.0
+    assert all(output["tolerance"] == 16 * output["noise"] for output in parity["outputs"])
+    assert any("may be off by 16 times its noise" in note for note in bundle.manifest["notes"])
+
+
+def test_the_placement_of_nodes_and_the_state_of_tf32_are_kept(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", device="cpu")
+    script, onnx = bundle.manifest["artifacts"]
+    assert script["placement"] is None
+    assert onnx["placement"].keys() == {"CPUExecutionProvider"}
+    assert onnx["placement"] == bundle.load("onnx").placement
+    pinned = {"float32_precision": "ieee", "torch_tf32": "off", "mha_fastpath": "off"}
+    assert script["parity"]["settings"] == script["measurement"]["settings"] == pinned
+    assert onnx["parity"]["settings"] == {**pinned, "onnxruntime_tf32": "off"}
+    verified = verify_bundle(bundle.path)
+    assert [figures.parity.settings for figures in verified.artifacts] == [
+        artifact["parity"]["settings"] for artifact in (script, onnx)
+    ]
+    assert [figures.placement for figures in rejudge_bundle(bundle.path).artifacts] == [None, onnx["placement"]]
+
+
+@pytest.mark.parametrize(
+    ("assigned", "sentence"),
+    [
+        (
+            [("CUDAExecutionProvider", "conv", "Conv"), ("CPUExecutionProvider", "pool", "MaxPool")],
+            r"`pool` \(MaxPool\)",
+        ),
+        ([("CPUExecutionProvider", "shape", "Shape")], "runs no node of the file on the GPU"),
+    ],
+)
+def test_an_export_goes_by_the_placement_of_nodes_too(model, image, tmp_path, monkeypatch, assigned, sentence):
+    load = OnnxExporter.load
+
+    def load_there(path, device):
+        judge_placement(assigned, frozenset())
+        return load(path, device)
+
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(load_there))
+    with pytest.raises(ProviderFallback, match=sentence):
+        export(model, example_inputs=(image,), output=tmp_path / "net")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
+    assert export(model, example_inputs=(image,), output=tmp_path / "net", formats=("onnx",)).parity.ok
+
+
+def test_a_device_of_the_original_that_there_isnt(model, image, tmp_path):
+    with pytest.raises(UsageError, match="There is no device 'tpu'"):
+        export(model, example_inputs=(image,), output=tmp_path / "net", reference_device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="A GPU is required"):
+            export(model, example_inputs=(image,), output=tmp_path / "net", reference_device="cuda")
 
 
 def test_a_wrapper_of_torch_compile_is_refused_with_the_way_out(model, image, tmp_path):

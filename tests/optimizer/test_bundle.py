@@ -51,6 +51,7 @@ class Affine:
 
     device = "cpu"
     placement = None
+    settings: ClassVar[dict[str, str]] = {}
     loaded: ClassVar[list[Path]] = []
 
     def __init__(self, path: Path) -> None:

@@ -26,6 +26,7 @@ from optimizer.errors import (
 from optimizer.options import (
     ExportOptions,
     ListOptions,
+    RejudgeOptions,
     VerifyOptions,
     default_output,
     parse_batch_sizes,
@@ -56,6 +57,7 @@ DONE = {
             "route": "dynamo",
             "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 3, 224]}],
             "outputs": [{"name": "logits", "dtype": "float32", "shape": ["batch", 10]}],
+            "placement": {"CUDAExecutionProvider": 121, "CPUExecutionProvider": 4},
             "parity": {
                 "verdict": "ok",
                 "outputs": [{"name": "logits", "max_error": 1.23e-6, "tolerance": 4e-6, "problem": None}],
@@ -89,6 +91,9 @@ class Engine:
     def verify(self, options):
         return self.export_model(options, lambda progress: None)
 
+    def rejudge(self, options):
+        return self.export_model(options, lambda progress: None)
+
     def list_passes(self):
         return {"ok": True, "available_passes": [{"name": "p", "summary": "Does [x].", "options": {"budget": 0.5}}]}
 
@@ -115,7 +120,8 @@ def test_every_option_arrives(run):
     text = (
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
-        "--force --seed 7 --quiet --debug-dir wrong"
+        "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence --reference-device cpu "
+        "--debug-dir wrong"
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -134,6 +140,17 @@ def test_every_option_arrives(run):
         force=True,
         debug_dir=Path("wrong"),
         seed=7,
+        atol={"logits": 1e-3, "a=b": 0.0},
+        rtol=0.5,
+        row_independence=True,
+        reference_device="cpu",
+    )
+
+
+def test_input_files_arrive_in_their_order(run):
+    assert run("m.py", "--inputs", "b.safetensors", "--inputs", "a").options.input_files == (
+        Path("b.safetensors"),
+        Path("a"),
     )
 
 
@@ -144,6 +161,9 @@ def test_no_passes_are_not_the_preset(run):
 
 def test_modes(run):
     assert run("--verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
+    assert run("--rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
+    asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
+    assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
     listed = run("--list-passes")
     assert listed.out.split() == ["pass", "what", "it", "does", "options", "p", "Does", "[x].", "budget=0.5"]
     assert json.loads(run("--list-passes", "--json").out)["available_passes"][0]["name"] == "p"
@@ -171,10 +191,25 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--no-such"], "No such option '--no-such'"),
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),
+        (["--verify", "b", "--reference-device", "cpu"], "--verify doesn't go with --reference-device."),
         (["m.py", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 9223372036854775807."),
         (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
         (["m.py", "--seed", "9" * 5000], "is no whole number"),
         (["m.py", "--input"], "requires an argument"),
+        *(
+            (["m.py", "--atol", text], f"--atol: {text!r} is no number from 0 on")
+            for text in ("x", "-1", "nan", "inf", "")
+        ),
+        (["m.py", "--rtol", "logits="], "--rtol: '' is no number from 0 on"),
+        (["m.py", "--atol", "=1"], "--atol '=1' names no output; give one such as --atol logits=1e-3."),
+        (["m.py", "--atol", "1", "--atol", "2"], "--atol is given twice for all outputs."),
+        (["m.py", "--atol", "y=1", "--atol", "y=2"], "--atol is given twice for y."),
+        (
+            ["m.py", "--atol", "y=1", "--atol", "2"],
+            "--atol is given for all outputs and for y: give a number for all, or",
+        ),
+        (["--verify", "b", "--atol", "1"], "--verify doesn't go with --atol."),
         (["m.py", "--batch-sizes", "0"], "'0' is no whole number from 1 to 1048576"),
         (["m.py", "--batch-sizes", "1,-2"], "'-2' is no whole number from 1 to"),
         (["m.py", "--batch-sizes", "two"], "'two' is no whole number from 1 to"),
@@ -184,6 +219,10 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 to 1048576"),
         (["m.py", "--batch-sizes", "9" * 5000], "is no whole number"),
         (["m.py", "--passes", ""], "--passes names no pass: give a list, none for no pass, or leave the option out."),
+        (["m.py", "--inputs", " "], "--inputs names no file: give one, or leave the option out."),
+        (["m.py", "--inputs", "--force"], "--inputs is given no FILE: --force stands in its place."),
+        (["m.py", "--input", "2x3", "--inputs", "a.safetensors"], "--input and --inputs contradict each other"),
+        (["--verify", "b", "--inputs", "a.safetensors"], "--verify doesn't go with --inputs."),
         (["m.py", "--output", " "], "--output names no folder: give one, or leave the option out."),
         (["m.py", "--weights", ""], "--weights names no file: give one, or leave the option out."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
@@ -192,11 +231,21 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--output-names", "a,,b"], "has an empty entry"),
         (["m.py", "--verify", "b", "--passes", "x"], "--verify doesn't go with MODEL, --passes."),
         (["--verify", "b", "--list-passes"], "--verify doesn't go with --list-passes."),
+        (["--rejudge", "b", "m.py", "--device", "cpu"], "--rejudge doesn't go with MODEL, --device."),
+        (["--verify", "b", "--rejudge", "b"], "--verify doesn't go with --rejudge."),
+        (["--rejudge", " "], "--rejudge names no folder."),
+        *(
+            (["--rejudge", "b", "--factor", k], f"--factor: {k!r} is no number above 0")
+            for k in ("0", "x", "nan", "inf")
+        ),
+        (["m.py", "--factor", "2"], "--factor goes with --rejudge only."),
+        (["--verify", "b", "--factor", "2"], "--verify doesn't go with --factor."),
         (["--verify", " "], "--verify names no folder."),
         (["--verify", "--quiet"], "--verify is given no BUNDLE: --quiet stands in its place."),
         (["m.py", "--input", "2x3", "--input", "--force"], "--input is given no SPEC: --force stands in its place."),
         (["m.py", "--output", "-h"], "--output is given no DIR: -h stands in its place."),
         (["--list-passes", "--force"], "--list-passes doesn't go with --force."),
+        (["--list-passes", "--details"], "--list-passes doesn't go with --details."),
     ],
 )
 def test_usage_errors_are_one_line(run, arguments, part):
@@ -365,11 +414,11 @@ def test_the_result_table(run):
         ["fold-conv-bn", "applied", "53", "1", "0.50"],
         ["channels-last", "rolled-back", "0", "0", "1.00", "error", "3"],
         [],
-        ["file", "size", "route", "inputs", "outputs", "parity"],
-        ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "ok"],
+        ["file", "size", "route", "inputs", "outputs", "nodes", "on", "parity"],
+        ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "CUDA", "121,", "CPU", "4", "ok"],
         [],
-        ["parity", "of", "output", "largest", "error", "allowed", "verdict"],
-        ["onnx", "logits", "1.2e-06", "4e-06", "ok"],
+        ["parity", "of", "output", "largest", "error", "allowed", "mean", "99.9", "%", "cosine", "top-1", "verdict"],
+        ["onnx", "logits", "1.2e-06", "4e-06", "-", "-", "-", "-", "ok"],
         [],
         ["note:", "[no]", "markup"],
         [
@@ -410,6 +459,57 @@ def test_remarks_stand_below_the_passes():
     ]
 
 
+FIGURES = {"mean_error": 2e-7, "p999_error": 9e-7, "cosine": 0.9999999, "agreement": 1.0, "undecided": 0}
+CALLS = [
+    {"batch_size": 1, "draw": 0, "max_error": 1.23e-6, **FIGURES},
+    {"batch_size": None, "draw": 1, "max_error": None, **FIGURES, "agreement": 0.99999, "undecided": 3},
+]
+
+
+def test_the_worst_figures_are_shown_and_those_of_every_call_with_details(run):
+    output = {**DONE["artifacts"][0]["parity"]["outputs"][0], **FIGURES, "calls": CALLS}
+    artifact = {**DONE["artifacts"][0], "parity": {"verdict": "ok", "outputs": [output]}}
+    engine = Engine({**DONE, "artifacts": [artifact]})
+    worst = ["onnx", "logits", "1.2e-06", "4e-06", "2e-07", "9e-07", "1.000000", "100", "%", "ok"]
+    calls = [
+        ["onnx", "logits", "1", "0", "1.2e-06", "2e-07", "9e-07", "1.000000", "100", "%"],
+        ["onnx", "logits", "-", "1", "-", "2e-07", "9e-07", "1.000000", "99.9", "%", "(3", "left", "out)"],
+    ]
+    for options, shown in (((), False), (("--details",), True)):
+        lines = [line.split() for line in run("m.py", *options, engine=engine).out.splitlines()]
+        assert worst in lines
+        assert [call in lines for call in calls] == [shown, shown]
+    lines = [line.split() for line in run("--verify", "b", "--details", engine=engine).out.splitlines()]
+    assert all(call in lines for call in calls)
+
+
+def test_a_bundle_that_is_judged_again_shows_what_was_run_where():
+    ran = {"format": "onnx", "path": "model.onnx", "device": "cuda", "calls": 3, "problem": None}
+    artifacts = [
+        {**ran, "placement": {"CUDAExecutionProvider": 9}, "parity": {"verdict": "ok", "outputs": []}},
+        {**ran, "path": "model.torchscript.pt", "placement": None, "parity": None, "problem": "it can't be loaded"},
+    ]
+    lines = as_text({"ok": True, "bundle": "b", "artifacts": artifacts}, terminal=False).splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["file", "run", "on", "calls", "nodes", "on", "parity"],
+        ["model.onnx", "cuda", "3", "CUDA", "9", "ok"],
+        ["model.torchscript.pt", "cuda", "3", "-", "failed"],
+    ]
+
+
+def test_rows_are_told_of_below_the_figures():
+    rows = {"ok": True, "alone": False, "batch_sizes": [2, 3], "without_rows": ["loss"], "outputs": [], "problem": None}
+    parity = {**DONE["artifacts"][0]["parity"], "rows": rows}
+    text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)
+    assert (
+        "rows of onnx: none depends on the others, of batches of 2, 3, run in other places and among other rows; "
+        "not looked at, as they have no rows: loss" in text
+    )
+    parity["rows"] = {**rows, "ok": False, "problem": "Row 1 of y depends"}
+    text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)
+    assert "rows of onnx: Row 1 of y depends" in text
+
+
 def test_tables_fit_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "dumb")  # no colours, which would count as characters here
@@ -430,7 +530,8 @@ def test_a_failed_check_shows_figures_and_problems(run):
     }
     done = run("--verify", "b", engine=Engine(failed))
     assert done.code == 6
-    assert ["onnx", "y", "Infinity", "4e-06", "failed"] in [line.split() for line in done.out.splitlines()]
+    row = ["onnx", "y", "Infinity", "4e-06", "-", "-", "-", "-", "failed"]
+    assert row in [line.split() for line in done.out.splitlines()]
     assert done.err == "optimize-export: error: model.onnx: y has inf.\n"
     assert json.loads(run("--verify", "b", "--json", engine=Engine(failed)).out) == failed
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from exporters.onnx import OnnxExporter, judge_placement
 from optimizer import api, cli
 from optimizer.parity import judge
 
@@ -102,7 +103,7 @@ def test_usage(refused, options, part):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("options", [["--require-gpu"], ["--device", "cuda"]])
+@pytest.mark.parametrize("options", [["--require-gpu"], ["--device", "cuda"], ["--reference-device", "cuda"]])
 def test_a_missing_gpu(refused, options):
     assert "no GPU" in refused(5, write(UNTOUCHED, whole=True), *options)
 
@@ -347,12 +348,25 @@ def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monk
     assert shown.code == 6
     assert "Traceback" not in shown.err
     rows = [line.split() for line in shown.out.splitlines()]
-    assert rows[0] == ["parity", "of", "output", "largest", "error", "allowed", "verdict"]
+    assert rows[0][:6] == ["parity", "of", "output", "largest", "error", "allowed"]
     assert (rows[1][0], rows[1][-1]) == ("onnx", "failed")
     document = json.loads(run("model.py", "--formats", "onnx", "--json").out)
     assert (document["ok"], document["error"]["code"], document["error"]["kind"]) == (False, 6, "ParityError")
     assert document["artifacts"][0]["parity"]["outputs"][0]["max_error"] > 0
     assert sorted(folder.rglob("*")) in (before, sorted([*before, folder / "dist"]))
+
+
+def test_nodes_that_run_elsewhere_withhold_the_bundle(refused, monkeypatch):
+    def load(path, device):
+        judge_placement([("CUDAExecutionProvider", "a", "Conv"), ("CPUExecutionProvider", "b", "Add")], frozenset())
+
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
+    assert refused(6, write()) == "onnxruntime runs `b` (Add) on the CPU, not on the GPU."
+
+
+def test_a_tolerance_for_an_output_that_there_isnt(refused):
+    told = refused(2, write(), "--atol", "boxes=1e-3")
+    assert "atol names the output 'boxes'; there are: " in told
 
 
 def test_a_format_that_cant_be_had_withholds_the_bundle(refused):

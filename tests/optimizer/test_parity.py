@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 import random
 import warnings
 from collections import namedtuple
@@ -459,6 +460,7 @@ def test_settings_are_pinned_and_come_back():
         torch.set_float32_matmul_precision(before[1])
     assert set(seen) == {"highest"}
     assert report.settings["float32_precision"] == "ieee"
+    assert report.settings["torch_tf32"] == "off"
     assert torch.backends.cuda.matmul.allow_tf32 == before[0]
 
 
@@ -518,6 +520,23 @@ def test_a_tolerance_by_output_name_leaves_the_others_alone():
         check_parity(pair, near, (image(),), atol={"c": 1})
     with pytest.raises(UsageError, match="0 or more"):
         check_parity(pair, near, (image(),), atol=-1.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, "1e-3", None])
+def test_a_tolerance_that_is_no_number_from_0_on_is_refused(value):
+    for tolerance in ({"atol": {"output": value}}, {"rtol": {"output": value}}):
+        with pytest.raises(UsageError, match="0 or more"):
+            check_parity(torch.clone, torch.clone, (image(),), **tolerance)
+
+
+def test_a_tolerance_names_outputs_of_the_reference_also_where_the_candidate_raises():
+    def raises(x):
+        raise ValueError("no")
+
+    report = check_parity(torch.clone, raises, (image(),), atol={"output": 1.0})
+    assert (report.verdict, "raises" in report.reason) == ("failed", True)
+    with pytest.raises(UsageError, match="'other'; there are: output"):
+        check_parity(torch.clone, raises, (image(),), atol={"other": 1.0})
 
 
 def test_a_tolerance_forgives_no_structure_and_no_nan():

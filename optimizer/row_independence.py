@@ -1,0 +1,183 @@
+"""Run rows of a batch alone, in other places and among other rows, and see how far their answers move.
+
+A server that gathers requests into batches gives each request the company of others. A model may mix them: a BatchNorm that
+takes the statistics of the batch, a mean over dim 0, noise that is drawn by position. So may a file, where the model doesn't.
+
+Rows are dim 0 of every input, and of every output, whose dim 0 is as large as the batch at every batch size that is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from optimizer.difference import Pool, all_finite, distance, frontier, is_exact, special, wide
+from optimizer.inputs import Call
+from optimizer.row_verdict import RowDifference, RowMeasurement
+from optimizer.structure import leaves_of, rebuild
+
+# Of a larger batch so many rows are run alone, the first and the last among them; all are run in other places.
+_ALONE = 8
+
+Run = Callable[[Call], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch whose rows are run otherwise.
+
+    Attributes:
+        call, other: two calls of that size, of different values.
+        ties: per integer output the elements that the original itself changes within its noise.
+    """
+
+    size: int
+    call: Call
+    other: Call
+    ties: Mapping[str, torch.Tensor]
+
+
+@dataclass
+class _Moved:
+    pool: Pool = field(default_factory=Pool)
+    mismatches: int = 0
+    where: tuple[int, int, str] = (0, 0, "")
+    frontier: tuple[tuple[float, float], ...] = ()
+
+
+class Rows:
+    """The rows of several batches.
+
+    Args:
+        batches: of different sizes, each above 1.
+        outputs: what the original gives to each of them.
+    """
+
+    def __init__(self, batches: Sequence[Batch], outputs: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self.batches = batches
+        each = [_tensors(batch.call) for batch in batches]
+        sizes = [batch.size for batch in batches]
+        self._inputs = [all(map(_has_rows, same, sizes)) for same in zip(*each, strict=True)]
+        shared = [name for name in outputs[0] if all(name in seen for seen in outputs)]
+        self.with_rows = tuple(name for name in shared if all(map(_has_rows, (seen[name] for seen in outputs), sizes)))
+        # Whether the original runs on one row.
+        self.alone = True
+        self.without_rows = tuple(name for name in outputs[0] if name not in self.with_rows)
+
+    def measure(self, run: Run) -> RowMeasurement:
+        """How far the rows move; what `run` raises is not caught.
+
+        Args:
+            run: gives the outputs of a call by their names in the reference.
+        """
+        moved: dict[str, _Moved] = {}
+        for batch in self.batches:
+            whole = run(batch.call)
+            for how, taken, call in self._otherwise(batch):
+                answers = run(call)
+                for name in self.with_rows:
+                    self._compare(moved.setdefault(name, _Moved()), batch, name, whole, answers, taken, how)
+        return RowMeasurement(
+            outputs=tuple(_as_data(name, seen) for name, seen in moved.items()),
+            batch_sizes=tuple(batch.size for batch in self.batches),
+            alone=self.alone,
+            without_rows=self.without_rows,
+        )
+
+    def one_row(self) -> Call:
+        """The first row of the first batch."""
+        return self._taken(self.batches[0], [0])
+
+    def _otherwise(self, batch: Batch) -> Iterator[tuple[str, list[tuple[int, int]], Call]]:
+        """Calls with rows of the batch: how they are run, and (row of the batch, row of the call) for each that counts."""
+        size = batch.size
+        moved = [(row + 1) % size for row in range(size)]
+        yield "in another place", [(row, at) for at, row in enumerate(moved)], self._taken(batch, moved)
+        for parity in (0, 1):
+            own = [row for row in range(size) if row % 2 == parity]
+            mixed = [row if row in own else size + row for row in range(size)]
+            yield "among other rows", [(row, row) for row in own], self._taken(batch, mixed)
+        step = max(1, (size - 1) / (_ALONE - 1))
+        rows = dict.fromkeys(round(number * step) for number in range(min(size, _ALONE)))
+        for row in rows if self.alone else ():
+            yield "alone", [(row, 0)], self._taken(batch, [row])
+
+    def _taken(self, batch: Batch, rows: Sequence[int]) -> Call:
+        """A call of these rows of the batch; those of the other one are counted on."""
+        pairs = zip(_tensors(batch.call), _tensors(batch.other), self._inputs, strict=True)
+        others = {id(own): other for own, other, has_rows in pairs if has_rows}
+        index = torch.tensor(rows)
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            if (other := others.get(id(tensor))) is None:
+                return tensor
+            both = torch.cat([_coo(tensor.detach()), _coo(other.detach())])
+            found = both.index_select(0, index.to(tensor.device))
+            return found if tensor.layout is torch.strided else found.to_sparse(layout=tensor.layout)
+
+        args, kwargs = rebuild((batch.call.args, batch.call.kwargs), take)
+        return Call(args, kwargs)
+
+    def _compare(
+        self,
+        moved: _Moved,
+        batch: Batch,
+        name: str,
+        whole: Mapping[str, torch.Tensor],
+        answers: Mapping[str, torch.Tensor],
+        taken: Sequence[tuple[int, int]],
+        how: str,
+    ) -> None:
+        rows, places = zip(*taken, strict=True)
+        # In a batch of its size each row has its place; alone there is one.
+        size = 1 if how == "alone" else batch.size
+        own, answer = whole[name][list(rows)], answers.get(name)
+        if answer is None or answer.dtype != own.dtype or answer.shape != (size, *own.shape[1:]):
+            if not moved.mismatches:
+                moved.where = batch.size, rows[0], how
+            moved.mismatches += max(1, own.numel())
+            return
+        other = answer[list(places)]
+        if not own.numel():
+            return
+        ties = batch.ties.get(name)
+        if is_exact(own):
+            wrong = own != other if ties is None else (own != other) & ~ties[list(rows)]
+        else:
+            wrong = special(own) != special(other)
+        if bool(wrong.any()):
+            first = int(wrong.reshape(len(rows), -1).any(1).nonzero()[0])
+            if not moved.mismatches:
+                moved.where = batch.size, rows[first], how
+            moved.mismatches += int(wrong.sum())
+        if is_exact(own):
+            return
+        plain = None if all_finite(own, other) else (special(own) == 0) & (special(other) == 0)
+        apart = distance(own, other)
+        if plain is not None:
+            apart = torch.where(plain, apart, 0.0)
+        before = moved.pool.largest
+        moved.pool.add(apart, plain, of=own)
+        if moved.pool.largest > before and not moved.mismatches:
+            moved.where = batch.size, rows[int(apart.reshape(len(rows), -1).amax(1).argmax())], how
+        marked: Any = ... if plain is None else plain
+        moved.frontier = frontier(apart[marked], wide(own)[marked].abs(), moved.frontier)
+
+
+def _as_data(name: str, moved: _Moved) -> RowDifference:
+    return RowDifference(name, moved.pool.largest, moved.pool.rms, moved.mismatches, *moved.where, moved.frontier)
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors()]
+
+
+def _has_rows(tensor: torch.Tensor, size: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == size
+
+
+def _coo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_sparse_coo()

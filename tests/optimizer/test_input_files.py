@@ -1,0 +1,309 @@
+"""The user's own inputs: as files, as further calls in Python, as a function; each is run as it is."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from optimizer import check_parity, cli, export, open_bundle, optimize
+from optimizer.errors import LoadError, UsageError
+from optimizer.input_files import read_calls
+from optimizer.inputs import Call, Samples
+from optimizer.loading import load
+from optimizer.parity import Reference
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0, *, flag: bool = False
+    ) -> torch.Tensor:
+        seen = self.embed(ids) if mask is None else self.embed(ids) * mask[..., None]
+        return self.head(seen.mean(1)) * (2 * scale if flag else scale)
+
+
+class Variadic(nn.Module):
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return sum(args) + sum(kwargs.values())
+
+
+def ids(rows: int, length: int = 5, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 10, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def saved(folder: Path, name: str, **tensors: torch.Tensor) -> Path:
+    path = folder / f"{name}.safetensors"
+    save_file({key.lstrip("_"): tensor for key, tensor in tensors.items()}, path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- the files
+
+
+def test_tensors_go_by_name_and_keep_their_dtypes_in_the_order_of_forward(tmp_path: Path) -> None:
+    mask = torch.rand(2, 5, dtype=torch.float16)
+    path = saved(tmp_path, "a", mask=mask, ids=ids(2))
+    (call,) = read_calls([path], Net(), None)
+    assert (call.args, list(call.kwargs)) == ((), ["ids", "mask"])
+    assert torch.equal(call.kwargs["mask"], mask)
+    assert call.kwargs["mask"].dtype is torch.float16
+    assert call.kwargs["ids"].dtype is torch.int64
+
+
+def test_tensors_go_by_number_beside_names(tmp_path: Path) -> None:
+    tensors = {"10": 10, "2": 2, "0": 0, **{str(number): number for number in (1, 3, 4, 5, 6, 7, 8, 9)}, "extra": 11}
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.full((2,), value) for name, value in tensors.items()}, path)
+    (call,) = read_calls([path], Variadic(), None)
+    assert [int(tensor[0]) for tensor in call.args] == list(range(11))
+    assert list(call.kwargs) == ["extra"]
+    (call,) = read_calls([saved(tmp_path, "b", _0=ids(2), mask=torch.ones(2, 5))], Net(), None)
+    assert (len(call.args), list(call.kwargs)) == (1, ["mask"])
+
+
+def test_what_is_no_tensor_in_the_users_file_stays(tmp_path: Path) -> None:
+    own = Call((ids(3), torch.ones(3, 5), 0.5), {"flag": True})
+    (call,) = read_calls([saved(tmp_path, "a", ids=ids(2))], Net(), own)
+    assert call.kwargs.keys() == {"ids", "scale", "flag"}
+    assert (call.kwargs["scale"], call.kwargs["flag"]) == (0.5, True)
+    (call,) = read_calls([saved(tmp_path, "b", _0=ids(2), _1=torch.ones(2, 5), _2=torch.tensor(2.0))], Net(), own)
+    assert (len(call.args), list(call.kwargs)) == (3, ["flag"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        (
+            {"idz": ids(2)},
+            "hold idz, which forward of Net doesn't take: it takes ids, mask=None, scale=1.0, flag=False.",
+        ),
+        ({"mask": torch.ones(2, 5)}, "lack ids, which forward of Net needs: it takes ids, mask=None"),
+        ({"0": ids(2), "2": ids(2)}, "lack the positional argument 1: number them from 0 on, without a gap."),
+        ({"0": ids(2), "ids": ids(2)}, "hold ids twice, by name and as 0."),
+        ({str(number): ids(2) for number in range(4)}, "hold 4 positional arguments, more than forward of Net takes"),
+        ({"00": ids(2)}, "lack the positional argument 0"),
+        ({}, "hold no tensor"),
+    ],
+)
+def test_what_forward_does_not_take_is_one_sentence(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], sentence: str
+) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(LoadError, match=r"The inputs a\.safetensors") as raised:
+        read_calls([tmp_path / "a.safetensors"], Net(), None)
+    assert sentence in str(raised.value)
+
+
+def test_files_that_are_none_or_differ(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(LoadError, match=r"x\.safetensors couldn't be read as safetensors"):
+        read_calls([tmp_path / "x.safetensors"], Net(), None)
+    one, other = saved(tmp_path, "a", ids=ids(2)), saved(tmp_path, "b", ids=ids(2), mask=torch.ones(2, 5))
+    with pytest.raises(
+        LoadError, match=r"b\.safetensors holds ids, mask and a\.safetensors ids: each file is one call"
+    ):
+        read_calls([one, other], Net(), None)
+
+
+# ------------------------------------------------------------------------------------------------------- further calls
+
+
+def further(*calls: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [((call,), {}) for call in calls]
+
+
+def test_further_calls_stand_in_the_place_of_the_next_draws() -> None:
+    given = [ids(2, seed=seed) for seed in range(3)]
+    samples = Samples((given[0],), further_inputs=further(given[1], ids(3), given[2]))
+    assert samples.further == ((2, 1), (3, 0), (2, 2))
+    for draw, expected in enumerate(given):
+        assert torch.equal(samples.at(2, draw).args[0], expected)
+    assert torch.equal(samples.at(3).args[0], ids(3))
+    assert samples.at(3, 1).args[0].shape == (3, 5)
+    twin = samples.to("cpu")
+    assert twin.further == samples.further
+    assert torch.equal(twin.at(2, 2).args[0], given[2])
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        ((ids(2, 7),), "must be a pair of a tuple and a dict"),
+        (
+            ((ids(2, 7),), {}),
+            r"differ .* in more than their rows: argument_0 is int64\[2, 7\] and should be int64\[2, 5\]",
+        ),
+        (((ids(4, 6),), {}), r"is int64\[4, 6\] and should be int64\[4, 5\]"),
+        (((ids(2).int(),), {}), r"is int32\[2, 5\] and should be int64\[2, 5\]"),
+        (((), {"ids": ids(2)}), "holds .* and should hold"),
+        (((ids(0),), {}), "are a batch of no rows"),
+        (((torch.tensor(3),), {}), "have no rows, and the example inputs 2 rows"),
+    ],
+)
+def test_further_calls_that_differ_in_more_than_rows(item: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=f"The further inputs 2 .*{sentence}"):
+        Samples((ids(2),), further_inputs=[*further(ids(3)), item])
+
+
+def test_every_further_call_is_compared_and_golden() -> None:
+    model = Net().eval()
+    odd = torch.full((7, 5), 9)
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        # Wrong on what the further call alone has: rows of nothing but nines.
+        return model(x) + 1.0 * bool((x == 9).all())
+
+    x = ids(2) % 5
+    assert check_parity(model, wrong, (x,)).ok
+    report = check_parity(model, wrong, (x,), further_inputs=further(odd))
+    assert report.verdict == "failed"
+    assert "batch size 7, draw 0" in report.reason
+    reference = Reference.measure(
+        model, Samples((x,), further_inputs=further(odd, ids(2, seed=4))), batch_sizes=(2, 1, 3)
+    )
+    entries = reference.golden_entries(3)
+    assert [(entry.batch_size, entry.draw) for entry in entries] == [(2, 0), (2, 1), (7, 0)]
+    assert any(torch.equal(entry.call.args[0], odd) for entry in entries)
+
+
+def test_a_model_that_raises_on_a_further_call_is_an_error_and_not_left_out() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 7:
+            raise ValueError("seven")
+        return x.double()
+
+    with pytest.raises(LoadError, match=r"raises on further inputs \(batch size 7, draw 0\): ValueError: seven"):
+        check_parity(model, model, (torch.randn(2, 3),), further_inputs=further(torch.randn(7, 3)))
+
+
+def test_a_further_call_stays_where_draws_of_its_size_raise() -> None:
+    kept = torch.full((7, 3), 2.0)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 7 and not torch.equal(x.double(), kept.double()):
+            raise ValueError("seven")
+        return x * 2
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return model(x) + float(len(x) == 7)
+
+    report = check_parity(model, wrong, (torch.randn(2, 3),), further_inputs=further(kept), batch_sizes=(2, 7))
+    assert (report.verdict, "batch size 7" in report.reason) == ("failed", True)
+
+
+def test_a_pair_that_a_further_call_parts_is_left_alone() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = self.conv(x)
+            return self.norm(seen) if len(x) < 7 else seen
+
+    model, x = Branching().eval(), torch.randn(2, 3, 6, 6)
+    assert optimize(model, ["fold-conv-bn"], example_inputs=(x,)).report.passes[0].status == "applied"
+    y = torch.randn(7, 3, 6, 6)
+    result = optimize(model, ["fold-conv-bn"], example_inputs=(x,), further_inputs=further(y))
+    assert result.report.passes[0].status == "unchanged"
+    torch.testing.assert_close(result(y), model(y))
+
+
+def test_a_bundle_holds_the_users_calls(tmp_path: Path) -> None:
+    x, y = ids(2), ids(6, seed=3)
+    options: dict[str, Any] = {"formats": ("torchscript",), "output": tmp_path / "net"}
+    bundle = export(Net().eval(), example_inputs=(x,), further_inputs=further(y), **options)
+    golden = {(call.batch_size, call.draw): call.inputs["ids"] for call in bundle.golden()}
+    assert torch.equal(golden[2, 0], x)
+    assert torch.equal(golden[6, 0], y)
+    with pytest.raises(
+        UsageError, match=r"static_batch fixes the batch at 2 rows, and there are further inputs of 6\."
+    ):
+        export(Net().eval(), example_inputs=(x,), further_inputs=further(y), static_batch=True, force=True, **options)
+    with pytest.raises(UsageError, match="give the first one there"):
+        export(Net().eval(), further_inputs=further(y), force=True, **options)
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, scale=1.0):
+        return self.head(x) * scale
+
+model = Net()
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own_inputs.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return path
+
+
+def test_files_replace_the_inputs_of_the_users_file(model_file: Path, tmp_path: Path) -> None:
+    model_file.write_text(MODEL + "example_inputs = (torch.randn(3, 4), 2.0)", encoding="utf-8")
+    first, second = (saved(tmp_path, name, x=torch.randn(rows, 4)) for name, rows in (("a", 2), ("b", 6)))
+    loaded = load(str(model_file), input_files=[first, second])
+    assert loaded.example_kwargs["x"].shape == (2, 4)
+    assert loaded.example_kwargs["scale"] == 2.0
+    assert [kwargs["x"].shape for _, kwargs in loaded.further_inputs] == [(6, 4)]
+    assert loaded.notes == ("The inputs given by --inputs replace those of own_inputs.py.",)
+    wrong = saved(tmp_path, "c", x=torch.randn(6, 5))
+    with pytest.raises(LoadError, match=r"c\.safetensors: .* x is float32\[6, 5\] and should be float32\[6, 4\]"):
+        load(str(model_file), input_files=[first, wrong])
+    with pytest.raises(LoadError, match=r"The inputs file .*none\.safetensors does not exist\."):
+        load(str(model_file), input_files=[tmp_path / "none.safetensors"])
+
+
+def test_the_command_runs_the_files_as_they_are(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer.user_code.import_own_packages", lambda: None)
+    first, second = torch.randn(2, 4), torch.randn(6, 4)
+    files = [str(saved(tmp_path, name, x=x)) for name, x in (("a", first), ("b", second))]
+    arguments = [str(model_file), "--formats", "torchscript", "--inputs", files[0], "--inputs", files[1], "--json"]
+    assert cli.main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    calls = document["artifacts"][0]["parity"]["outputs"][0]["calls"]
+    assert {"batch_size": 6, "draw": 0}.items() <= calls[-1].items()
+    golden = {call.batch_size: call.inputs["x"] for call in open_bundle(tmp_path / "dist" / "own_inputs").golden()}
+    assert torch.equal(golden[2], first)
+    assert torch.equal(golden[6], second)
+
+
+def test_a_function_of_the_users_file_makes_every_call(model_file: Path, tmp_path: Path) -> None:
+    """What the model is compared on is what the function gives, at every batch size, and golden too."""
+    text = "\ndef get_example_inputs(batch_size, generator):\n    return torch.rand(batch_size, 4, generator=generator) + batch_size"
+    model_file.write_text(MODEL + text, encoding="utf-8")
+    loaded = load(str(model_file))
+    bundle = export(
+        loaded.model, example_inputs=loaded.example_inputs, output=tmp_path / "net", formats=("torchscript",), seed=5
+    )
+    calls = bundle.golden()
+    assert [call.batch_size for call in calls] == [2, 1, 3]
+    for call in calls:
+        size = call.batch_size
+        assert size is not None
+        assert torch.equal(call.inputs["x"].floor(), torch.full((size, 4), float(size)))
+    assert bundle.manifest["seed"] == 5
