@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from exporters.base import TensorSpec
+from exporters.proof import dtype_name
 
 
 def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
@@ -15,7 +16,7 @@ def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -
         raise ValueError(f"The file takes {len(specs)} tensors, not {len(tensors)}.")
     sizes: dict[str, int] = {}
     for spec, tensor in zip(specs, tensors, strict=True):
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        dtype, shape = dtype_name(tensor), list(tensor.shape)
         fits = len(shape) == len(spec.shape) and all(
             size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
             for wanted, size in zip(spec.shape, shape, strict=True)

@@ -187,12 +187,17 @@ def _operation(target: Any) -> str:
 
 def line_of(stack_trace: str) -> str:
     """File name and line of the innermost frame of a Python stack that is in a file of neither torch nor ours."""
-    frames = [(Path(found["file"]), found["line"]) for found in _FRAME.finditer(stack_trace)]
-    own = [(file, line) for file, line in frames if is_users(file)]
-    return f"{own[-1][0].name}:{own[-1][1]}" if own else ""
+    frames = [(found["file"], found["line"]) for found in _FRAME.finditer(stack_trace)]
+    own = [frame for frame in frames if is_users(frame[0])]
+    return source_line(*own[-1]) if own else ""
 
 
-def is_users(file: str | Path) -> bool:
+def source_line(file: str, line: int | str) -> str:
+    """A line as places name it: without the folder, which is of one machine."""
+    return f"{Path(file).name}:{line}"
+
+
+def is_users(file: str) -> bool:
     """Whether a file of code is neither torch's nor ours."""
     # What passes generate has no file.
     path = Path(file)
@@ -206,5 +211,5 @@ def line_of_forward(model: nn.Module, path: str) -> str:
         kind = type(model.get_submodule(".".join(parts[:count])))
         code = getattr(inspect.unwrap(kind.forward), "__code__", None)
         if code is not None and is_users(code.co_filename):
-            return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            return source_line(code.co_filename, code.co_firstlineno)
     return ""

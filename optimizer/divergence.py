@@ -10,7 +10,7 @@ import torch
 
 from exporters.steps import Place
 from optimizer.difference import all_finite, distance, floors, is_exact, special, wide
-from optimizer.verdict import FACTOR
+from optimizer.verdict import FACTOR, in_units_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def how_far_off(value: torch.Tensor, own: torch.Tensor, truth: torch.Tensor, off
     noise = max(least, *(float(figures.max()) for figures in noises))
     noise_rms = max(least_rms, *map(_rms, noises))
     largest = float(error.max())
-    ratio = max(_times(largest, noise), _times(_rms(error), noise_rms))
+    ratio = max(in_units_of(noise, largest), in_units_of(noise_rms, _rms(error)))
     problem = f"off by {largest:.2e}, {ratio:.3g} times its rounding noise" if ratio > FACTOR else ""
     return Off(largest, noise, ratio, problem)
 
@@ -109,7 +109,3 @@ def _another_kind(own: torch.Tensor, value: torch.Tensor) -> str:
 
 def _rms(figures: torch.Tensor) -> float:
     return float(figures.square().mean().sqrt())
-
-
-def _times(error: float, noise: float) -> float:
-    return 0.0 if error == 0 else min(error / noise, 1e30) if noise else 1e30

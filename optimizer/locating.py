@@ -13,7 +13,7 @@ wrong it may be either, and both are named.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -220,28 +220,34 @@ def located(
     Nothing that goes wrong on the way is raised: it would stand in the place of what failed.
     """
     wheres = named_first(reference, measurement)
-    try:
+
+    def find() -> Divergence | None:
         found = _in_file(artifact, reference, exported, wheres, flatten, device)
         if found is None and exported is not reference.target:
             found = first_wrong_module(reference, exported, wheres)
-    except Exception as error:  # foreign code runs here too, and the failure that is looked at is to be told
-        logger.debug("locating raised", exc_info=True)
-        return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
-    if found is not None:
-        return Located(found)
+        return found
+
     if artifact.program is None and artifact.parts is None:
-        return Located(None, f"what a file was made from can't be told on the way {artifact.route!r}")
-    return Located(None, "each part of the file gives what follows from its inputs")
+        return _looked_for(find, f"what a file was made from can't be told on the way {artifact.route!r}")
+    return _looked_for(find, "each part of the file gives what follows from its inputs")
 
 
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
     """Where a module that failed against the reference first differs; raises no more than `located`."""
+    wheres = named_first(reference, measurement)
+    return _looked_for(
+        lambda: first_wrong_module(reference, candidate, wheres), "no module gives anything else than the original's"
+    )
+
+
+def _looked_for(find: Callable[[], Divergence | None], nowhere: str) -> Located:
+    """What is found; `nowhere` says why nothing is."""
     try:
-        found = first_wrong_module(reference, candidate, named_first(reference, measurement))
-    except Exception as error:  # as above
+        found = find()
+    except Exception as error:  # foreign code runs here too, and the failure that is looked at is to be told
         logger.debug("locating raised", exc_info=True)
         return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
-    return Located(found, "" if found is not None else "no module gives anything else than the original's")
+    return Located(found, nowhere if found is None else "")
 
 
 def _in_file(

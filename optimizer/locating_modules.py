@@ -10,6 +10,7 @@ inside of it the first again.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporters.steps import FileParts, is_users, line_of_forward
+from exporters.steps import FileParts, is_users, line_of_forward, source_line
 from optimizer.difference import distance, is_exact, wide
 from optimizer.divergence import Divergence, Off, how_far_off
 from optimizer.preserve import eager_only, one_at_a_time
@@ -60,6 +61,7 @@ class _Watch:
         self.root = root
         self.calls: dict[tuple[str, int], ModuleCall] = {}
         self._paths = {id(module): path for path, module in root.named_modules()}
+        self._numbers: Counter[str] = Counter()
         self._open: list[ModuleCall] = []
         self._frames: list[FrameType] = []
         # By the tensor that a call gave; the tensors are held, else another could have the id of one.
@@ -73,11 +75,12 @@ class _Watch:
     def _around(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if module is self.root and not self._open:
             self.calls, self._givers = {}, {}
+            self._numbers.clear()
         path = self._paths[id(module)]
-        number = 1 + sum(1 for known, _ in self.calls if known == path)
+        self._numbers[path] += 1
         given = _tensors((args, kwargs))
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
-        made = ModuleCall(path, number, self._line(), type(module).__name__, reads, _copies(given))
+        made = ModuleCall(path, self._numbers[path], self._line(), type(module).__name__, reads, _copies(given))
         self.calls[made.key] = made
         if self._open:
             self._open[-1].children.append(made)
@@ -100,7 +103,7 @@ class _Watch:
         end = self._frames[-1] if self._frames else frame
         while frame is not end and frame.f_back is not None:
             if is_users(frame.f_code.co_filename):
-                return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                return source_line(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return ""
 

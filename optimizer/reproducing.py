@@ -110,8 +110,19 @@ def write_reproduction(
     """
     if artifact.format not in _RUN:
         return f"There is no program that shows it for {artifact.format} files."
+    file = artifact.path.name
+    given = dict(zip((spec.name for spec in artifact.inputs), inputs, strict=True))
+    # In the file's order, which is that of the original's outputs.
+    outputs = dict(zip((spec.name for spec in artifact.outputs), golden.outputs.values(), strict=True))
+    allowed = {name: judged.tolerance for name, judged in zip(outputs, report.outputs, strict=False)}
+    run = _RUN[artifact.format].format(file=file)
+    needs = _NEEDS[artifact.format]
+    texts = {
+        "reproduce.py": _SCRIPT.format(file=file, inputs=list(given), allowed=allowed, run=run),
+        "README.md": _README.format(file=file, reason=report.reason, place=f"\n{located}", where=where, needs=needs),
+    }
     try:
-        _write(directory, artifact, inputs, golden, where, report, located)
+        _write(directory / artifact.format, artifact.files, {"inputs": given, "expected": outputs}, texts)
     except (OSError, SafetensorError) as error:
         # By number: the words would be taken for an error of the bundle.
         reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
@@ -120,35 +131,19 @@ def write_reproduction(
 
 
 def _write(
-    directory: Path,
-    artifact: Artifact,
-    inputs: Sequence[torch.Tensor],
-    golden: GoldenEntry,
-    where: str,
-    report: ParityReport,
-    located: Located,
+    folder: Path, copied: Sequence[Path], tensors: Mapping[str, Mapping[str, torch.Tensor]], texts: Mapping[str, str]
 ) -> None:
-    file = artifact.path.name
-    names = [spec.name for spec in artifact.inputs]
-    # In the file's order, which is that of the original's outputs.
-    outputs = dict(zip((spec.name for spec in artifact.outputs), golden.outputs.values(), strict=True))
-    allowed = {name: judged.tolerance for name, judged in zip(outputs, report.outputs, strict=False)}
-    directory.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".debug-", dir=directory))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".debug-", dir=folder.parent))
     try:
-        for path in artifact.files:
+        for path in copied:
             shutil.copyfile(path, staging / path.name)
-        save_file(_plain(dict(zip(names, inputs, strict=True))), staging / "inputs.safetensors")
-        save_file(_plain(outputs), staging / "expected.safetensors")
-        run = _RUN[artifact.format].format(file=file)
-        script = _SCRIPT.format(file=file, inputs=names, allowed=allowed, run=run)
-        (staging / "reproduce.py").write_text(script, encoding="utf-8")
-        readme = _README.format(
-            file=file, reason=report.reason, place=f"\n{located}", where=where, needs=_NEEDS[artifact.format]
-        )
-        (staging / "README.md").write_text(readme, encoding="utf-8")
+        for name, values in tensors.items():
+            save_file(_plain(values), staging / f"{name}.safetensors")
+        for name, text in texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
         staging.chmod(0o755)
-        staging.rename(directory / artifact.format)
+        staging.rename(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

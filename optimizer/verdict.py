@@ -425,7 +425,7 @@ def _judge_output(
     noise = replace(output.noise, name=name)
     its_noise = f"its error in {precision} of" if precision else "its rounding noise of"
     by_user = atol is not None or rtol is not None
-    ratio = max(_ratio(output.max_error, noise.noise), _ratio(output.rms_error, noise.noise_rms))
+    ratio = max(in_units_of(noise.noise, output.max_error), in_units_of(noise.noise_rms, output.rms_error))
     problem: str | None = None
     if not noise.deterministic:
         problem = None
@@ -467,7 +467,7 @@ def _judge_output(
         signal=noise.signal,
         problem=problem,
         slice=output.slice,
-        slice_ratio=_ratio(output.slice_error, output.slice_noise),
+        slice_ratio=in_units_of(output.slice_noise, output.slice_error),
         mean_error=_worst(max, (call.mean_error for call in output.calls)),
         p999_error=_worst(max, (call.p999_error for call in output.calls)),
         cosine=_worst(min, (call.cosine for call in output.calls)),
@@ -536,7 +536,8 @@ def _worst(pick: Callable[[list[float]], float], figures: Iterable[float | None]
     return pick(known) if known else None
 
 
-def _ratio(error: float, noise: float) -> float:
+def in_units_of(noise: float, error: float) -> float:
+    """An error in units of its noise, at most 1e30."""
     # A finite number for JSON; noise is 0 only where the output is zero everywhere.
     ratio = 0.0 if error == 0 else error / noise if noise else math.inf
     return ratio if ratio <= 1e30 else 1e30

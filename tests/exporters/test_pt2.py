@@ -204,24 +204,6 @@ def test_a_second_export_writes_the_same_bytes(tmp_path):
     assert export(model, calls, tmp_path).path.read_bytes() == first
 
 
-_EXPORT = """
-import hashlib, pathlib, sys
-sys.path[:0] = [sys.argv[1], sys.argv[2]]
-from exportable_models import exportable
-from exporters import ExportRequest, Pt2Exporter
-artifact = Pt2Exporter().export(ExportRequest(*exportable("conv_net")), pathlib.Path(sys.argv[3]))
-print(hashlib.sha256(artifact.path.read_bytes()).hexdigest())
-"""
-
-
-def test_two_processes_write_the_same_bytes(tmp_path, pytestconfig):
-    root = pytestconfig.rootpath
-    command = [sys.executable, "-I", "-c", _EXPORT, str(root), str(root / "tests" / "support"), str(tmp_path)]
-    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert first == second
-    assert len(first) == 65
-
-
 def test_large_weights_are_written_by_torch(tmp_path, monkeypatch):
     model, x = enliven(Mlp()), floats(4, 3)
     small = records(export(model, mlp_calls(2, 3), tmp_path).path)

@@ -190,24 +190,6 @@ def test_a_process_that_knows_nothing_of_this_project_loads_it(tmp_path):
     assert done.stdout == "(1, 4)\n(7, 4)\n"
 
 
-_EXPORT = """
-import hashlib, pathlib, sys
-sys.path[:0] = [sys.argv[1], sys.argv[2]]
-from exportable_models import exportable
-from exporters import ExportRequest, TorchScriptExporter
-artifact = TorchScriptExporter().export(ExportRequest(*exportable("conv_net")), pathlib.Path(sys.argv[3]))
-print(hashlib.sha256(artifact.path.read_bytes()).hexdigest())
-"""
-
-
-def test_two_processes_write_the_same_bytes(tmp_path, pytestconfig):
-    root = pytestconfig.rootpath
-    command = [sys.executable, "-I", "-c", _EXPORT, str(root), str(root / "tests" / "support"), str(tmp_path)]
-    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert first == second
-    assert len(first) == 65
-
-
 def test_another_forward_is_not_confused_with_the_class(tmp_path):
     model = enliven(Mlp())
     vars(model)["forward"] = Replacement(model)

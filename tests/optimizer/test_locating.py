@@ -1,6 +1,5 @@
 """Where a file first differs: faults are planted in files that are right, and named by module, line and operation."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
+from spoiling import spoiling
 from tiny_models import enliven
 from torch import nn
 from torch.nn import functional
@@ -253,18 +253,6 @@ def test_json_both_ways(exported):
     assert Divergence.from_json(found.to_json()) == found
 
 
-def planting(monkeypatch, plant: Callable[[Path], None]) -> None:
-    """Have the exporter spoil each file after it was proven."""
-    right = OnnxExporter.export
-
-    def export_and_spoil(self, request, directory):
-        artifact = right(self, request, directory)
-        plant(artifact.path)
-        return artifact
-
-    monkeypatch.setattr(OnnxExporter, "export", export_and_spoil)
-
-
 def scale_first_weight(path: Path) -> None:
     model = onnx.load(path)
     tensor = next(each for each in model.graph.initializer if each.name == "model.conv.weight")
@@ -274,7 +262,7 @@ def scale_first_weight(path: Path) -> None:
 
 def test_an_export_that_fails_says_where(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    planting(monkeypatch, scale_first_weight)
+    spoiling(monkeypatch, OnnxExporter, scale_first_weight)
     line = line_with("x = self.pool(self.conv(x)).transpose(1, 2)")
     with pytest.raises(ParityError) as caught:
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
@@ -287,7 +275,7 @@ def test_an_export_that_fails_says_where(tmp_path, monkeypatch):
 
 def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    planting(monkeypatch, scale_first_weight)
+    spoiling(monkeypatch, OnnxExporter, scale_first_weight)
 
     def broken(*_: object) -> None:
         raise RuntimeError("no values today")

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from spoiling import spoiling
 from tiny_models import enliven
 from torch import nn
 
@@ -134,18 +135,14 @@ def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported
     ("path", "number"), [("stem", 1), ("blocks.0.first", 1), ("blocks.1.second", 1), ("shared", 1), ("head", 1)]
 )
 def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path, monkeypatch, path, number):
-    right = TorchScriptExporter.export
-
-    def export_and_spoil(self, request, directory):
-        artifact = right(self, request, directory)
+    def spoil(file):
         with torchscript_allowed():
-            module = torch.jit.load(artifact.path)
+            module = torch.jit.load(file)
             with torch.no_grad():
                 dict(module.named_parameters())[f"model.model.{path}.weight"].mul_(1.01)
-            module.save(artifact.path)
-        return artifact
+            module.save(file)
 
-    monkeypatch.setattr(TorchScriptExporter, "export", export_and_spoil)
+    spoiling(monkeypatch, TorchScriptExporter, spoil)
     fast = optimize(net, example_inputs=(X,))
     with pytest.raises(ParityError, match=rf"It first differs at {path} \(test_locating_modules\.py:") as caught:
         export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])

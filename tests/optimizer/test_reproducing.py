@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from spoiling import spoiling
 from tiny_models import enliven
 from torch import nn
 
@@ -51,18 +52,6 @@ def spoil_torchscript(path):
 FORMATS = {"onnx": (OnnxExporter, spoil_onnx), "torchscript": (TorchScriptExporter, spoil_torchscript)}
 
 
-def spoilt(monkeypatch, name):
-    exporter, spoil = FORMATS[name]
-    right = exporter.export
-
-    def export_and_spoil(self, request, directory):
-        artifact = right(self, request, directory)
-        spoil(artifact.path)
-        return artifact
-
-    monkeypatch.setattr(exporter, "export", export_and_spoil)
-
-
 def reproduce(folder):
     program = [sys.executable, "-W", "ignore", str(folder / "reproduce.py")]
     return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False, cwd=folder.parent)
@@ -70,7 +59,7 @@ def reproduce(folder):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_folder_shows_what_is_wrong_by_itself(tmp_path, monkeypatch, name):
-    spoilt(monkeypatch, name)
+    spoiling(monkeypatch, *FORMATS[name])
     with pytest.raises(ParityError, match=rf"debug/{name} has what it takes to see it: run reproduce\.py there\."):
         export(net(), example_inputs=X, output=tmp_path / "net", formats=[name], debug_dir=tmp_path / "debug")
     assert [path.name for path in tmp_path.iterdir()] == ["debug"]
@@ -91,7 +80,7 @@ def test_the_folder_shows_what_is_wrong_by_itself(tmp_path, monkeypatch, name):
 def test_the_program_says_right_of_a_file_that_is(tmp_path, monkeypatch, name):
     right = tmp_path / "right"
     export(net(), example_inputs=X, output=right, formats=[name])
-    spoilt(monkeypatch, name)
+    spoiling(monkeypatch, *FORMATS[name])
     with pytest.raises(ParityError):
         export(net(), example_inputs=X, output=tmp_path / "net", formats=[name], debug_dir=tmp_path / "debug")
     file = FORMATS[name][0].file_name
@@ -112,7 +101,7 @@ def test_a_folder_that_stands_there_is_refused_before_any_work(tmp_path):
 
 
 def test_a_folder_is_never_half_written_and_never_hides_the_failure(tmp_path, monkeypatch):
-    spoilt(monkeypatch, "onnx")
+    spoiling(monkeypatch, *FORMATS["onnx"])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
