@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Points of a frontier beyond this can't be needed for any tolerance that a person writes down.
+# A frontier of more points than this is thinned: its sizes are taken in steps of 1/64 of a binade (1.1 %), or in coarser ones.
 _FRONTIER = 256
+_FINEST_STEPS = 64
 # More pairs than this aren't sorted before those are left out that a few of them stand above.
 _SORTED_AT_ONCE = 1 << 16
 # Stands among the dims for the bands of magnitude: numbers below 2**8, from there to 2**16, and so on, the last one open.
@@ -262,15 +263,29 @@ def frontier(
 ) -> tuple[tuple[float, float], ...]:
     """The (error, size) pairs that decide whether `error <= atol + rtol * size` holds everywhere, for any atol and rtol.
 
-    A pair is left out where another one has at least its error at no more than its size.
+    A pair is left out where another one has at least its error at no more than its size. Of very many, those of nearly one
+    size become one with the largest error and the smallest size: no tolerance that a left-out pair breaks holds for what
+    stays, and one may be refused that is kept by the width of a step.
     """
     points = list(zip(*(values.tolist() for values in _leading(errors.flatten(), sizes.flatten())), strict=True))
     kept: list[tuple[float, float]] = []
     for error_here, size_here in sorted([*known, *points], key=lambda point: (point[1], -point[0])):
         if not kept or error_here > kept[-1][0]:
             kept.append((error_here, size_here))
-    # The largest errors are what a tolerance is about; a dropped one would be below all that stay.
-    return tuple(kept[-_FRONTIER:])
+    # Halved, steps nest: what was thinned before moves no further than to the coarsest one.
+    steps: float = _FINEST_STEPS
+    while len(kept) > _FRONTIER:
+        kept, steps = _thinned(kept, steps), steps / 2
+    return tuple(kept)
+
+
+def _thinned(points: list[tuple[float, float]], steps: float) -> list[tuple[float, float]]:
+    """The points, both figures rising, with those between two steps of so many per binade of size taken together."""
+    by_step: dict[float, tuple[float, float]] = {}
+    for error, size in points:
+        step = math.floor(math.log2(size) * steps) if size else -math.inf
+        by_step[step] = error, by_step.get(step, (error, size))[1]
+    return list(by_step.values())
 
 
 def _leading(error: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

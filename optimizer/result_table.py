@@ -165,10 +165,18 @@ def _parity(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None
         # An artifact fails for one of its outputs; that it is vacuous is true of each.
         overall = (artifact.get("parity") or artifact).get("verdict", "ok")
         verdict = "failed" if output.get("problem") else "ok" if overall == "failed" else overall
-        error, allowed = _number(output["max_error"]), _number(output.get("tolerance"))
+        error, allowed = _judged(output)
         figures = _figures(output)
         table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, *figures, _coloured(verdict))
     return table
+
+
+def _judged(output: Document) -> tuple[str, str]:
+    """What an output is off by, and what is allowed: from the reference, or by a user's tolerance from the original itself."""
+    allowed = _number(output.get("tolerance"))
+    if output.get("by_user") and output.get("max_difference") is not None:
+        return _number(output["max_difference"]), f"{allowed} (yours)"
+    return _number(output["max_error"]), allowed
 
 
 def _every_call(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:

@@ -205,6 +205,8 @@ class OutputParity:
             own noise; "" and 0 where no slice is judged for itself.
         mean_error, p999_error, cosine, agreement: the worst over all calls of what `CallFigures` has; undecided: the sum.
         calls: the figures of each call.
+        by_user: whether a tolerance of the user's was gone by; it allows a difference from the original's own output, of
+            which `max_difference` is the largest. None where the output isn't made of floats, or isn't deterministic.
     """
 
     name: str
@@ -228,6 +230,8 @@ class OutputParity:
     agreement: float | None = None
     undecided: int = 0
     calls: tuple[CallFigures, ...] = ()
+    by_user: bool = False
+    max_difference: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"calls": [call.to_json() for call in self.calls]}
@@ -474,6 +478,8 @@ def _judge_output(
         agreement=_worst(min, (call.agreement for call in output.calls)),
         undecided=sum(call.undecided for call in output.calls),
         calls=output.calls,
+        by_user=by_user,
+        max_difference=_worst(max, (error for error, _ in output.frontier)),
     )
 
 

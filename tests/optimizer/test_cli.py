@@ -459,6 +459,13 @@ def test_remarks_stand_below_the_passes():
     ]
 
 
+def test_by_a_tolerance_of_the_users_the_table_shows_what_that_is_about():
+    output = {**DONE["artifacts"][0]["parity"]["outputs"][0], "by_user": True, "max_difference": 3e-8}
+    artifact = {**DONE["artifacts"][0], "parity": {"verdict": "ok", "outputs": [output]}}
+    lines = [line.split() for line in as_text({**DONE, "artifacts": [artifact]}, terminal=False).splitlines()]
+    assert ["onnx", "logits", "3e-08", "4e-06", "(yours)", "-", "-", "-", "-", "ok"] in lines
+
+
 FIGURES = {"mean_error": 2e-7, "p999_error": 9e-7, "cosine": 0.9999999, "agreement": 1.0, "undecided": 0}
 CALLS = [
     {"batch_size": 1, "draw": 0, "max_error": 1.23e-6, **FIGURES},

@@ -34,7 +34,7 @@ def by_definition(points: set[tuple[float, float]]) -> tuple[tuple[float, float]
         for error, size in points
         if not any((e, s) != (error, size) and e >= error and s <= size for e, s in points)
     ]
-    return tuple(sorted(kept, key=lambda point: point[1])[-256:])
+    return tuple(sorted(kept, key=lambda point: point[1]))
 
 
 @pytest.mark.parametrize("at_once", [8, 50, 1 << 16])
@@ -49,6 +49,26 @@ def test_the_frontier_is_what_no_other_pair_stands_above(
 
     assert frontier(errors, sizes, ()) == expected
     assert frontier(errors[20:], sizes[20:], frontier(errors[:20], sizes[:20], ())) == expected
+
+
+def test_a_long_frontier_refuses_what_a_pair_refuses_and_little_more() -> None:
+    generator = torch.Generator().manual_seed(11)
+    sizes = torch.rand(20_000, generator=generator, dtype=torch.float64).mul(40).sub(30).exp2()
+    errors = sizes * 1e-3 * torch.rand(20_000, generator=generator, dtype=torch.float64).mul(0.2).add(0.8)
+    sizes[0], errors[0] = 0, 1e-15
+    kept = ()
+    for some in torch.arange(20_000).chunk(7):
+        kept = frontier(errors[some], sizes[some], kept)
+    assert 100 < len(kept) <= 256
+    at_once = frontier(errors, sizes, ())
+    for rtol in (5e-4, 9e-4, 1e-3, 1.2e-3):
+        for atol in (0.0, 1e-15, 1e-9, 1e-6, 1e-3):
+            within = bool((errors <= atol + rtol * sizes).all())
+            wider = bool((errors <= atol + rtol / 1.2 * sizes).all())
+            for points in (kept, at_once):
+                allowed = all(error <= atol + rtol * size for error, size in points)
+                assert within or not allowed
+                assert allowed or not wider
 
 
 def test_the_frontier_of_nothing_is_what_was_known() -> None:

@@ -123,6 +123,10 @@ def test_a_tolerance_decides_at_the_largest_difference(bundle: Bundle) -> None:
     largest = max(point[0] for point in bundle.manifest["artifacts"][0]["measurement"]["outputs"][0]["frontier"])
     assert rejudge_bundle(bundle.path, atol=largest).ok
     assert not rejudge_bundle(bundle.path, atol=largest * 0.999).ok
+    judged = rejudge_bundle(bundle.path, atol=largest).artifacts[0].parity.outputs[0]
+    assert judged.by_user
+    assert judged.max_difference == judged.tolerance == largest
+    assert not parity.outputs[0].ok
 
 
 def test_what_makes_no_sense_is_one_sentence(bundle: Bundle) -> None:
