@@ -94,10 +94,11 @@ class SizeOf:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator by its name, such as "gt", on expressions."""
+    """An operator by its name, such as "gt", on expressions; `keywords` are the names of the last, which go by name."""
 
     name: str
     arguments: tuple[Expression, ...]
+    keywords: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,9 @@ def _value(expression: Expression, sizes: Iterator[int]) -> Any:
     arguments = [_value(argument, sizes) for argument in expression.arguments]
     if expression.name == "list":
         return arguments
-    return getattr(torch.ops.aten, expression.name)(*arguments)
+    count = len(arguments) - len(expression.keywords)
+    named = dict(zip(expression.keywords, arguments[count:], strict=True))
+    return getattr(torch.ops.aten, expression.name)(*arguments[:count], **named)
 
 
 class _Graph:
@@ -436,7 +439,7 @@ class _Graph:
         if name == kind or not hasattr(torch.ops.aten, name.rstrip("_")):
             return Unknown(tuple(size for argument in arguments for size in _sizes_in(argument)))
         # In place it would change the value that another expression reads.
-        return Operation(name.rstrip("_"), arguments)
+        return Operation(name.rstrip("_"), arguments, _keywords(node))
 
     def _size(self, tensor: Any, dim: int) -> SizeOf:
         sizes = tensor.type().sizes()
@@ -445,6 +448,12 @@ class _Graph:
 
     def _all_sizes(self, tensors: Sequence[Any]) -> tuple[SizeOf, ...]:
         return tuple(self._size(tensors[0], dim) for dim in range(len(tensors[0].type().sizes())))
+
+
+def _keywords(node: Any) -> tuple[str, ...]:
+    """The names of a node's inputs that its operator takes by name alone, such as `alpha` of `add`: the last ones."""
+    schema = torch._C.parse_schema(node.schema())
+    return tuple(argument.name for argument in schema.arguments if argument.kwarg_only)
 
 
 def _gives_open_length(node: Any, kind: str) -> bool:
