@@ -81,7 +81,7 @@ class AotiExporter(Exporter):
             conditions = conditions_of_program(program, evidence)
             errors, loaded = self._proven(files, evidence, (), path)
             with undisturbed(evidence.adapter), silent():
-                agreed = prove_beyond(evidence, loaded, conditions, partial(conditions_at, evidence), errors)
+                agreed = prove_beyond(evidence, loaded, conditions, conditions_at, errors)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
                 self._proven(files, evidence, kept, path)

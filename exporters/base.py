@@ -126,13 +126,29 @@ class Adapter(nn.Module):
     def _names(
         self, inputs: Sequence[str] | None, outputs: Sequence[str] | None
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        own_inputs = input_names(self.inputs.paths)
-        chosen_inputs = own_inputs if inputs is None else _given("input", inputs, own_inputs)
+        chosen_inputs = _input_names(self.inputs, inputs)
         own_outputs = output_names(self.outputs.paths, chosen_inputs)
         chosen_outputs = own_outputs if outputs is None else _given("output", outputs, own_outputs)
         if both := sorted(set(chosen_inputs) & set(chosen_outputs)):
             raise StructureError(f"`{both[0]}` names an input and an output; each tensor of a file needs its own name.")
         return chosen_inputs, chosen_outputs
+
+
+def named_inputs(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    input_names: Sequence[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a call by their names in files, as an adapter has them; the model isn't run.
+
+    Raises:
+        StructureError: an argument is neither a tensor, nor a constant, nor made of such; the number of given names is wrong.
+    """
+    bound = bind(model, args, kwargs or {})
+    structure = Structure(bound, side="argument")
+    return dict(zip(_input_names(structure, input_names), structure.flatten(bound), strict=True))
 
 
 def clones(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -148,8 +164,12 @@ class ExportRequest:
         model: any module, in the mode it shall be exported in.
         calls: positional and keyword arguments of several calls of one structure. The first is the one that is traced;
             the file must be right for all of them. Where the batch is dynamic the first has two rows or more (a size of
-            1 is special to every tracer) and others have other sizes.
+            1 is special to every tracer) and others have other sizes. Of several open sizes each changes by itself in one
+            call at least, better in two, while the others are as in the first call; in further calls all may grow together,
+            by equal steps.
         dynamic_batch: dim 0 of every input tensor that differs between the calls is left open in the file.
+        open_dims: by the name of an input, its open dims with the name of the size of each: {"ids": {0: "batch", 1: "time"}}.
+            Dims of one name have one size. For inputs that stand here it holds in the place of `dynamic_batch`.
         input_names, output_names: names in place of the derived ones, one per tensor.
         opset: version of the ONNX operator set; None is the exporter's default. Other formats don't read it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
@@ -158,6 +178,7 @@ class ExportRequest:
     model: nn.Module
     calls: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
     dynamic_batch: bool = True
+    open_dims: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
     opset: int | None = None
@@ -264,6 +285,11 @@ class Exporter(ABC):
         Raises:
             ProviderFallback: the device was asked for and isn't the one that would compute.
         """
+
+
+def _input_names(structure: Structure, given: Sequence[str] | None) -> tuple[str, ...]:
+    own = input_names(structure.paths)
+    return own if given is None else _given("input", given, own)
 
 
 def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Conditions on the batch under which a capture is the one that the model would give, and the batches that break them."""
+"""Conditions on the batch under which a capture is the one that the model would give, and the batches that break them.
+
+What is called the batch here is whatever size grows: that of another open dim, or the number of steps that all take.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ class Condition:
         what: the condition or its place in the source, for a message.
         holds: whether it holds at a batch of that size.
         hints: batches worth looking at, such as the number that the batch is compared with.
+        along: the number of the evidence's view that tells which size it is.
     """
 
     what: str
     holds: Callable[[int], bool]
     hints: frozenset[int] = frozenset()
+    along: int = 0
 
 
 @dataclass(frozen=True)

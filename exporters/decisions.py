@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import ast
 import linecache
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from types import FrameType
@@ -34,6 +33,7 @@ from exporters.base import Adapter, clones
 from exporters.conditions import Condition, Line, batches_near, line_through
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
+from exporters.places import paths_of, place_of, user_frame
 from exporters.proof import Evidence, refusing
 from exporters.torchscript_deprecation import torchscript_allowed
 
@@ -74,7 +74,6 @@ _VIEWS = frozenset({
     "prim::ListConstruct", "prim::ListUnpack", "prim::TupleUnpack",
 })  # fmt: skip
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _DEPTH = 200
 
 
@@ -95,10 +94,11 @@ class SizeOf:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator by its name, such as "gt", on expressions."""
+    """An operator by its name, such as "gt", on expressions; `keywords` are the names of the last, which go by name."""
 
     name: str
     arguments: tuple[Expression, ...]
+    keywords: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,18 @@ class Watch(TorchFunctionMode):
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self.decisions: list[Decision] = []
-        self._paths = {id(module): name for name, module in adapter.model.named_modules()}
+        self._paths = paths_of(adapter.model)
         self._inputs: dict[int, int] = {}
         self._looks: list[_Look] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _tracing() and not _tells_no_value(func, result):
-            frame = _user_frame(sys._getframe(1))
+            frame = user_frame(sys._getframe(1))
             if not _only_raises(frame):
                 values = [_traced(tensor) for tensor in _tensors_in((args, kwargs))]
-                self._looks.append(_Look(self._place(frame), result, _is_whole(func, args), values))
+                place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
+                self._looks.append(_Look(place, result, _is_whole(func, args), values))
         return result
 
     def began(self, module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -164,17 +165,6 @@ class Watch(TorchFunctionMode):
         graph = _Graph(torch._C._get_tracing_state().graph(), self._inputs) if self._looks else None
         self.decisions = [graph.decision(look) for look in self._looks] if graph else []
         self._looks.clear()
-
-    def _place(self, frame: FrameType | None) -> str:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() if frame else ""
-        line = line if len(line) <= 80 else f"{line[:79]}…"
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self._paths:
-                path = self._paths[id(owner)]
-                return f"`{line}` in module `{path}`" if path else f"`{line}` in the model's forward"
-            frame = frame.f_back
-        return f"`{line}`"
 
 
 @dataclass(frozen=True)
@@ -212,7 +202,7 @@ def traced_with_decisions(
 
 
 def conditions_of(evidence: Evidence, decisions: Sequence[Decision]) -> tuple[Condition, ...]:
-    """What must hold of the batch for the trace of the first call to be the one that any inputs would give.
+    """What must hold of the open sizes for the trace of the first call to be the one that any inputs would give.
 
     Raises:
         RouteRefused: a decision depends on the values of the inputs, or on the batch in a way that can't be followed.
@@ -221,15 +211,31 @@ def conditions_of(evidence: Evidence, decisions: Sequence[Decision]) -> tuple[Co
     of_sizes = [index for index, decision in enumerate(decisions) if _sizes_in(decision.expression)]
     if not evidence.open_dims or not of_sizes:
         return ()
+    return tuple(
+        replace(condition, along=number)
+        for number, view in enumerate(evidence.along)
+        for condition in _conditions_along(view, decisions, of_sizes)
+    )
+
+
+def _conditions_along(
+    evidence: Evidence, decisions: Sequence[Decision], of_sizes: Sequence[int]
+) -> Iterator[Condition]:
     inputs = {(index, dim): evidence.line(index, dim) for index, dim in evidence.open_dims}
+    if evidence.steps:
+        # Where all grow together a size inside may be their product. It was followed along each of them.
+        followed = (decisions[index] for index in of_sizes if _is_of_input_sizes(decisions[index]))
+        conditions = (_condition([decision], evidence, evidence.batches, inputs) for decision in followed)
+        yield from (condition for condition in conditions if condition is not None)
+        return
     traces = [decisions]
     if any(size.input is None for index in of_sizes for size in _sizes_in(decisions[index].expression)):
         # Three points show whether a size goes in a straight line with the batch.
         traces += [traced_with_decisions(evidence.adapter, tensors)[1] for tensors in evidence.inputs[1:3]]
-    conditions = (
-        _condition([_same(trace, decisions, index) for trace in traces], evidence.batches, inputs) for index in of_sizes
-    )
-    return tuple(condition for condition in conditions if condition is not None)
+    for index in of_sizes:
+        same = [_same(trace, decisions, index, evidence) for trace in traces]
+        if (condition := _condition(same, evidence, evidence.batches, inputs)) is not None:
+            yield condition
 
 
 def conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
@@ -244,10 +250,10 @@ def conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
         _, decisions = traced_with_decisions(evidence.adapter, evidence.inputs_at(batch))
     except RouteRefused:
         return ()
-    _refuse_values(decisions, f"at a batch of {batch} ")
+    _refuse_values(decisions, f"at {evidence.at(batch)} ")
     inputs = {(index, dim): evidence.line(index, dim) for index, dim in evidence.open_dims}
     followed = [decision for decision in decisions if _is_of_input_sizes(decision)]
-    conditions = (_condition([decision], [batch], inputs) for decision in followed)
+    conditions = (_condition([decision], evidence, [batch], inputs) for decision in followed)
     return tuple(condition for condition in conditions if condition is not None)
 
 
@@ -267,22 +273,29 @@ def _is_of_input_sizes(decision: Decision) -> bool:
     return known and isinstance(decision.outcome, bool)
 
 
-def _same(trace: Sequence[Decision], first: Sequence[Decision], index: int) -> Decision:
+def _same(trace: Sequence[Decision], first: Sequence[Decision], index: int, evidence: Evidence) -> Decision:
     if len(trace) != len(first) or trace[index].place != first[index].place:
         raise RouteRefused(
-            f"the model takes another path at another batch from {first[index].place} on, and a trace keeps one"
+            f"the model takes another path at another {evidence.size} from {first[index].place} on, and a trace keeps one",
+            size=evidence.size,
         )
     return trace[index]
 
 
 def _condition(
-    decisions: Sequence[Decision], batches: Sequence[int], inputs: dict[tuple[int, int], Line | None]
+    decisions: Sequence[Decision],
+    evidence: Evidence,
+    batches: Sequence[int],
+    inputs: dict[tuple[int, int], Line | None],
 ) -> Condition | None:
     """The batches at which the decision falls as it did; None where it does at all."""
     first = decisions[0]
     sizes = [_sizes_in(decision.expression) for decision in decisions]
     if len({len(found) for found in sizes}) > 1:
-        raise RouteRefused(f"the model takes another path at another batch before {first.place}, and a trace keeps one")
+        raise RouteRefused(
+            f"the model takes another path at another {evidence.size} before {first.place}, and a trace keeps one",
+            size=evidence.size,
+        )
     lines = [
         inputs.get(at_first.input, Line(0, at_first.size))
         if at_first.input is not None
@@ -295,8 +308,9 @@ def _condition(
     expression = first.expression
     if len(known) < len(lines) or _has_unknown(expression) or not isinstance(first.outcome, bool):
         raise RouteRefused(
-            f"the model takes a size that goes with the batch into Python at {first.place}, and a trace keeps what"
-            " followed from it at one batch"
+            f"the model takes a size that goes with {evidence.growing} into Python at {first.place}, and a trace keeps what"
+            f" followed from it at one {evidence.size}",
+            size=evidence.size,
         )
 
     def holds(batch: int) -> bool:
@@ -308,7 +322,8 @@ def _condition(
 
     if any(holds(batch) != (each.outcome == first.outcome) for batch, each in zip(batches, decisions, strict=False)):
         raise RouteRefused(
-            f"the model decides at {first.place} by sizes that can't be computed from those of its inputs"
+            f"the model decides at {first.place} by sizes that can't be computed from those of its inputs",
+            size=evidence.size,
         )
 
     constants = [value for value in _constants_in(expression) if isinstance(value, int)]
@@ -348,7 +363,9 @@ def _value(expression: Expression, sizes: Iterator[int]) -> Any:
     arguments = [_value(argument, sizes) for argument in expression.arguments]
     if expression.name == "list":
         return arguments
-    return getattr(torch.ops.aten, expression.name)(*arguments)
+    count = len(arguments) - len(expression.keywords)
+    named = dict(zip(expression.keywords, arguments[count:], strict=True))
+    return getattr(torch.ops.aten, expression.name)(*arguments[:count], **named)
 
 
 class _Graph:
@@ -422,7 +439,7 @@ class _Graph:
         if name == kind or not hasattr(torch.ops.aten, name.rstrip("_")):
             return Unknown(tuple(size for argument in arguments for size in _sizes_in(argument)))
         # In place it would change the value that another expression reads.
-        return Operation(name.rstrip("_"), arguments)
+        return Operation(name.rstrip("_"), arguments, _keywords(node))
 
     def _size(self, tensor: Any, dim: int) -> SizeOf:
         sizes = tensor.type().sizes()
@@ -431,6 +448,12 @@ class _Graph:
 
     def _all_sizes(self, tensors: Sequence[Any]) -> tuple[SizeOf, ...]:
         return tuple(self._size(tensors[0], dim) for dim in range(len(tensors[0].type().sizes())))
+
+
+def _keywords(node: Any) -> tuple[str, ...]:
+    """The names of a node's inputs that its operator takes by name alone, such as `alpha` of `add`: the last ones."""
+    schema = torch._C.parse_schema(node.schema())
+    return tuple(argument.name for argument in schema.arguments if argument.kwarg_only)
 
 
 def _gives_open_length(node: Any, kind: str) -> bool:
@@ -473,13 +496,6 @@ def _is_whole(func: Any, args: Any) -> bool:
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that isn't torch's."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame
 
 
 def _only_raises(frame: FrameType | None) -> bool:

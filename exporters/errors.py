@@ -24,7 +24,14 @@ class StructureError(ExporterError):
 
 
 class RouteRefused(ExporterError):
-    """One route to a format didn't give a right file."""
+    """One route to a format didn't give a right file.
+
+    `size` is the name of the open size that is in the way, such as "batch"; "" where it is something else.
+    """
+
+    def __init__(self, message: str, *, size: str = "") -> None:
+        super().__init__(message)
+        self.size = size
 
 
 class ExportError(ExporterError):

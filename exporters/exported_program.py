@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +18,18 @@ from exporters.decisions import conditions_of, traced_with_decisions
 from exporters.errors import RouteRefused
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
-from exporters.proof import Evidence, refusing
+from exporters.places import place_in_stack
+from exporters.proof import Evidence, Shapes, refusing
 
 # Where a node came from: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
 
-_FIXED = re.compile(
-    r"L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)"
+_FIXED = (
+    re.compile(
+        r"L\['(?P<name>\w+)'\]\.size\(\)\[(?P<dim>\d+)\] as dynamic"
+        r" but your code specialized it to be a constant \((?P<size>\d+)\)"
+    ),
+    re.compile(r"a static shape of (?P<size>\d+) for dimension inputs\['(?P<name>\w+)'\]\.shape\[(?P<dim>\d+)\]"),
 )
 
 
@@ -40,22 +47,50 @@ def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgra
     shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
     try:
-        with undisturbed(evidence.adapter), refusing(), silent():
+        with fixed_dims_told(evidence), undisturbed(evidence.adapter), silent():
             program = torch.export.export(
                 evidence.adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
             )
-    except RouteRefused as refusal:
+    except RouteRefused:
         # A trace sees more of what a capture fails at: the line, and whether it goes by values or by the batch.
         conditions_of(evidence, traced_with_decisions(evidence.adapter, evidence.inputs[0])[1])
-        names = parameter_names(evidence.adapter.input_names)
-        if (fixed := _FIXED.search(_by_input(str(refusal.__cause__), names))) is not None:
-            name, dim, size = fixed.groups()
-            raise RouteRefused(
-                f"the model fixes dim {dim} of input `{name}` to {size}, and it must be open"
-            ) from refusal
         raise
     _drop_traces(program)
     return program
+
+
+@contextmanager
+def fixed_dims_told(evidence: Evidence) -> Iterator[None]:
+    """Turn whatever a capture inside raises into RouteRefused, and say where it fixed an open dim if that is why."""
+    try:
+        with refusing():
+            yield
+    except RouteRefused as refusal:
+        reason = str(refusal.__cause__)
+        names = parameter_names(evidence.adapter.input_names)
+        found = next(filter(None, (pattern.search(_by_input(reason, names)) for pattern in _FIXED)), None)
+        if found is None or found["name"] not in names:
+            raise
+        spec, dim = evidence.input_specs[names.index(found["name"])], int(found["dim"])
+        place = place_in_stack(reason, evidence.adapter.model) or _place_of_fixing(evidence)
+        raise RouteRefused(
+            f"the model fixes dim {dim} of input `{spec.name}` to {found['size']}, and it must be open"
+            f"{place and f'; it does so at {place}'}",
+            size=str(spec.shape[dim]),
+        ) from refusal
+
+
+def _place_of_fixing(evidence: Evidence) -> str:
+    """Where an open dim is fixed: a strict capture has the stack; empty where that tells nothing either."""
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
+    inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
+    try:
+        with refusing(), undisturbed(evidence.adapter), silent():
+            torch.export.export(evidence.adapter, inputs, dynamic_shapes=shapes, strict=True)
+    except RouteRefused as refusal:
+        return place_in_stack(str(refusal.__cause__), evidence.adapter.model)
+    return ""
 
 
 def named_dims(spec: TensorSpec) -> dict[int, str]:
@@ -72,22 +107,43 @@ def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evide
         return ()
     examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     values = [examples[name] for name in program.graph_signature.user_inputs]
-    lines: dict[Any, Line] = {}
-    for index, dim in evidence.open_dims:
-        size, line = values[index].shape[dim], evidence.line(index, dim)
-        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and line is not None:
-            lines[size.node.expr] = line
     environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
-    # What holds sizes that come from data was checked in the run, and is no branch.
-    relations = [relation for relation in environment.get_axioms() if relation.free_symbols <= lines.keys()]
-    ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in lines]
-    return (
-        *(_relation(relation, lines) for relation in relations),
-        *(_range(bounds, lines[symbol]) for symbol, bounds in ranges),
+    symbols = {
+        size.node.expr: (index, dim)
+        for index, dim in evidence.open_dims
+        if isinstance(size := values[index].shape[dim], torch.SymInt) and size.node.expr.is_Symbol
+    }
+    names = {symbol: str(evidence.input_specs[index].shape[dim]) for symbol, (index, dim) in symbols.items()}
+    return tuple(
+        replace(condition, along=number)
+        for number, view in enumerate(evidence.along)
+        for condition in _conditions_along(_lines(view, symbols), environment, names)
     )
 
 
-def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
+def _lines(evidence: Evidence, symbols: Mapping[Any, tuple[int, int]]) -> dict[Any, Line]:
+    """How each of torch's symbols grows; one that stands still has a slope of 0."""
+    lines: dict[Any, Line] = {}
+    for symbol, (index, dim) in symbols.items():
+        still = Line(0, evidence.inputs[0][index].shape[dim])
+        line = evidence.line(index, dim) if (index, dim) in evidence.open_dims else still
+        if line is not None:
+            lines[symbol] = line
+    return lines
+
+
+def _conditions_along(lines: Mapping[Any, Line], environment: Any, names: Mapping[Any, str]) -> Iterator[Condition]:
+    growing = {symbol for symbol, line in lines.items() if line.slope}
+    for relation in environment.get_axioms():
+        # What holds sizes that come from data was checked in the run, and is no branch.
+        if relation.free_symbols <= lines.keys() and relation.free_symbols & growing:
+            yield _relation(relation, lines, names)
+    for symbol, bounds in environment.var_to_range.items():
+        if symbol in growing:
+            yield _range(bounds, lines[symbol])
+
+
+def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]) -> Condition:
     symbols = sorted(relation.free_symbols, key=str)
 
     def holds(batch: int) -> bool:
@@ -99,12 +155,13 @@ def _relation(relation: Any, lines: Mapping[Any, Line]) -> Condition:
 
     numbers = [int(number) for number in relation.atoms() if number.is_Integer]
     hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
-    return Condition(f"`{_by_name(relation)}`", holds, hints)
+    return Condition(f"`{_by_name(relation, names)}`", holds, hints)
 
 
-def _by_name(relation: Any) -> str:
-    """The relation with the batch by name; torch's symbols are called s77."""
-    return re.sub(r"\bs\d+\b", "batch", str(relation))
+def _by_name(relation: Any, names: Mapping[Any, str]) -> str:
+    """The relation with the sizes by name; torch's symbols are called s77."""
+    by_text = {str(symbol): name for symbol, name in names.items()}
+    return re.sub(r"\bs\d+\b", lambda found: by_text.get(found[0], found[0]), str(relation))
 
 
 def _range(bounds: Any, line: Line) -> Condition:
@@ -131,16 +188,17 @@ def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     return guards
 
 
-def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[int]) -> tuple[str, ...]:
+def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[Shapes]) -> tuple[str, ...]:
     """The guards that hold wherever the program was seen to be right: they refuse what it wasn't captured for.
+
+    Args:
+        agreed: the shapes of the inputs there.
 
     Raises:
         RouteRefused: one of them can't be read.
     """
     names = parameter_names(evidence.adapter.input_names)
-    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
-    shapes += [evidence.shapes_at(batch) for batch in agreed if batch not in evidence.batches]
-    sizes = [dict(zip(names, each, strict=True)) for each in shapes]
+    sizes = [dict(zip(names, each, strict=True)) for each in agreed]
     return tuple(guard for guard in guards if all(_holds(guard, each) for each in sizes))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, Te
 from exporters.conditions import Condition
 from exporters.decisions import conditions_at, conditions_of, watching
 from exporters.errors import ProviderFallback, RouteRefused
-from exporters.exported_program import conditions_of_program, named_dims
+from exporters.exported_program import conditions_of_program, fixed_dims_told, named_dims
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
 from exporters.onnx_session import CUDA, providers_for, run_session
@@ -96,7 +95,7 @@ class OnnxExporter(Exporter):
             onnx.checker.check_model(str(files[0]), full_check=True)
         session = _session_for_proof(files[0])
         errors = prove(evidence, session)
-        prove_beyond(evidence, session, conditions, partial(conditions_at, evidence), errors)
+        prove_beyond(evidence, session, conditions, conditions_at, errors)
         return files
 
 
@@ -107,18 +106,19 @@ _Captured = tuple[ir.Model, Sequence[Condition], Program | None]
 def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
     # A dim given by name raises where the capture fixes it; a Dim or Dim.AUTO would be fixed without a word.
     shapes = tuple(named_dims(spec) or None for spec in evidence.input_specs)
-    program = torch.onnx.export(
-        evidence.adapter,
-        clones(evidence.inputs[0]),
-        input_names=evidence.adapter.input_names,
-        output_names=evidence.adapter.output_names,
-        opset_version=opset,
-        dynamo=True,
-        dynamic_shapes=shapes if any(shapes) else None,
-        custom_translation_table=translations(),
-        optimize=optimize,
-        verbose=False,
-    )
+    with fixed_dims_told(evidence):
+        program = torch.onnx.export(
+            evidence.adapter,
+            clones(evidence.inputs[0]),
+            input_names=evidence.adapter.input_names,
+            output_names=evidence.adapter.output_names,
+            opset_version=opset,
+            dynamo=True,
+            dynamic_shapes=shapes if any(shapes) else None,
+            custom_translation_table=translations(),
+            optimize=optimize,
+            verbose=False,
+        )
     if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export gave no program")
     exported = program.exported_program

@@ -7,12 +7,13 @@ is tried. How close the numbers must be is not judged here.
 from __future__ import annotations
 
 import errno
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArt
 from exporters.conditions import Condition, Line, breaks, line_through
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
+from exporters.lists import lists_as_long_as_a_size
 
 # Largest error, relative to the largest value of the output, that rounding could explain.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -44,13 +46,36 @@ LARGEST_TRIAL = 64 * 2**20
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
+# Of all inputs of a call.
+Shapes = list[tuple[int, ...]]
+
+# What the size of dim 0 is called where nobody names it.
+BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Calls in which certain open dims change, and the others don't.
+
+    Attributes:
+        calls: their numbers; the first call is the first of all.
+        dims: the (input, dim) that change.
+        steps: where several sizes grow together, how many steps each call is from one step before the first; else empty.
+    """
+
+    calls: tuple[int, ...]
+    dims: tuple[tuple[int, int], ...]
+    steps: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What the model gave at every call, and which dims of its inputs and outputs are open.
 
     `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
-    `open_dims` are the (input, dim) that change from call to call.
+    `open_dims` are the (input, dim) that change from call to call, `declared` those among them that the request names.
     `computes_in` is the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
+    `directions` are the ways in which the sizes change, where there are several; `steps` is that of a direction.
     """
 
     adapter: Adapter
@@ -61,6 +86,56 @@ class Evidence:
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
     computes_in: torch.dtype | None = None
+    declared: frozenset[tuple[int, int]] = frozenset()
+    directions: tuple[Direction, ...] = ()
+    steps: tuple[int, ...] = ()
+
+    @property
+    def along(self) -> tuple[Evidence, ...]:
+        """The evidence for each size that changes by itself, and for all that grow together: conditions go by one number."""
+        return tuple(
+            replace(
+                self,
+                inputs=tuple(self.inputs[call] for call in direction.calls),
+                outputs=tuple(self.outputs[call] for call in direction.calls),
+                open_dims=direction.dims,
+                directions=(),
+                steps=direction.steps,
+            )
+            for direction in self.directions
+        ) or (self,)
+
+    @property
+    def size(self) -> str:
+        """The name of the size that changes; of the first one where all grow together."""
+        return next((str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims), BATCH)
+
+    @property
+    def growing(self) -> str:
+        """What grows, for a message."""
+        sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
+        return _listed(list(sizes)) if self.steps else f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
+
+    def at(self, batch: int) -> str:
+        """The sizes at a batch, for a message."""
+        if not self.steps:
+            return f"a batch of {batch}" if self.size == BATCH else f"{self.size} = {batch}"
+        shapes = self.shapes_at(batch)
+        sizes = {self.input_specs[index].shape[dim]: shapes[index][dim] for index, dim in self.open_dims}
+        return _listed([f"{name} = {size}" for name, size in sizes.items()])
+
+    def way_out(self, size: str) -> str:
+        """What a user can do where a size can't be open; empty where no dim has it."""
+        dims = [
+            (index, dim)
+            for index, spec in enumerate(self.input_specs)
+            for dim, name in enumerate(spec.shape)
+            if name == size
+        ]
+        if not dims or not self.declared.issuperset(dims):
+            return " Fix the batch with --static-batch (static_batch=True)." if dims else ""
+        named = _listed([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
+        return f" Leave {named} out of --dynamic (dynamic=…)."
 
     def rounding(self, dtype: torch.dtype) -> float:
         """The largest error of an output of this dtype, relative to its largest value, that rounding could explain."""
@@ -80,8 +155,10 @@ class Evidence:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The size of the first open dim in each call; empty where none is open."""
-        return tuple(tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1])
+        """The size of the first open dim in each call; empty where none is open. The steps where several grow together."""
+        return self.steps or tuple(
+            tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1]
+        )
 
     def line(self, index: int, dim: int) -> Line | None:
         """How an open dim grows with the first one."""
@@ -98,7 +175,8 @@ class Evidence:
             line = self.line(index, dim)
             if line is None:
                 raise RouteRefused(
-                    f"dim {dim} of input `{self.adapter.input_names[index]}` doesn't grow with the batch"
+                    f"dim {dim} of input `{self.adapter.input_names[index]}` doesn't grow with {self.growing}",
+                    size=self.size,
                 )
             shapes[index][dim] = line.at(batch)
         return [tuple(shape) for shape in shapes]
@@ -111,11 +189,14 @@ class Evidence:
         """
         made = list(self.inputs[0])
         shapes = self.shapes_at(batch)
+        for index in {index for index, _ in self.open_dims}:
+            if made[index].element_size() * math.prod(shapes[index]) > LARGEST_TRIAL:
+                raise RouteRefused("such inputs are too large to compare the two", size=self.size)
         for index, dim in self.open_dims:
-            rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
+            rows = made[index]
+            if sum(other == index for other, _ in self.open_dims) == 1:
+                rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
             size = shapes[index][dim]
-            if size * rows.nbytes > rows.shape[dim] * LARGEST_TRIAL:
-                raise RouteRefused("such inputs are too large to compare the two")
             made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
         return tuple(made)
 
@@ -137,7 +218,9 @@ def gather(request: ExportRequest) -> Evidence:
     args, kwargs = request.calls[0]
     adapter = Adapter(request.model, args, kwargs, input_names=request.input_names, output_names=request.output_names)
     inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
-    open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch)
+    open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
+    named = {symbol for dims in request.open_dims.values() for symbol in dims.values()}
+    directions = _directions(open_dims, named)
     with undisturbed(adapter), silent():
         outputs = tuple(adapter.run(tensors) for tensors in inputs)
         again = adapter.run(inputs[0])
@@ -163,6 +246,8 @@ def gather(request: ExportRequest) -> Evidence:
         ),
         _output_specs(adapter.output_names, outputs, symbols),
         request.computes_in,
+        frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
+        directions,
     )
 
 
@@ -183,37 +268,53 @@ def prove_beyond(
     evidence: Evidence,
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
-    decided_at: Callable[[int], Sequence[Condition]],
+    decided_at: Callable[[Evidence, int], Sequence[Condition]],
     errors: Sequence[float],
-) -> frozenset[int]:
+) -> tuple[Shapes, ...]:
     """Run the file and the model at batches that break each condition of the capture: the first, and one twice as large.
 
-    Gives all batches at which they were seen to agree, those of the calls among them.
+    Gives the shapes of all inputs at which they were seen to agree, those of the calls among them.
 
     Where the model raises there is no answer that the file could get wrong, and the next batch is looked at. Where they
     agree the model went another way all the same, and may take decisions there that the capture hasn't seen.
 
     Args:
-        decided_at: the conditions of the model's way at a batch.
+        conditions: on each view of the evidence by its number.
+        decided_at: the conditions of the model's way at a batch of such a view.
         errors: how far each output of the file was off at the calls; the bound here follows from it.
 
     Raises:
         RouteRefused: the file gives something else than the model there, or the batch is too large to try; whatever
             `decided_at` raises.
     """
+    agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
+    for number, view in enumerate(evidence.along):
+        own = [condition for condition in conditions if condition.along == number]
+        agreed += map(view.shapes_at, _proven_along(view, loaded, own, decided_at, errors))
+    return tuple(agreed)
+
+
+def _proven_along(
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    conditions: Sequence[Condition],
+    decided_at: Callable[[Evidence, int], Sequence[Condition]],
+    errors: Sequence[float],
+) -> list[int]:
+    """The batches beyond the calls at which file and model were seen to agree."""
     tried = set(evidence.batches)
-    agreed = set(tried)
+    agreed: list[int] = []
     waiting = list(conditions)
     known = {(condition.what, condition.hints) for condition in conditions}
     for condition in waiting:  # grows
         for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors):
-            agreed.add(batch)
-            for further in decided_at(batch):
+            agreed.append(batch)
+            for further in decided_at(evidence, batch):
                 key = (further.what, further.hints)
                 if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
                     known.add(key)
                     waiting.append(further)
-    return frozenset(agreed)
+    return agreed
 
 
 def _proven_where_it_breaks(
@@ -230,8 +331,9 @@ def _proven_where_it_breaks(
             answers = _prove_at(evidence, loaded, batch, errors)
         except RouteRefused as refusal:
             raise RouteRefused(
-                f"at a batch of {batch} the model goes another way than the one that was captured, by {condition.what}:"
-                f" {refusal}"
+                f"at {evidence.at(batch)} the model goes another way than the one that was captured, by {condition.what}:"
+                f" {refusal}",
+                size=evidence.size,
             ) from refusal
         if answers:
             answered.append(batch)
@@ -359,12 +461,14 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
         OSError: a file couldn't be written.
     """
     refused: list[tuple[str, str]] = []
+    sizes: dict[str, None] = {}
     for route in routes:
         with _staging(directory) as staging:
             try:
                 written = route.write(staging)
             except RouteRefused as refusal:
                 refused.append((route.name, str(refusal)))
+                sizes |= {refusal.size: None}
                 continue
             files = tuple(path.replace(directory / path.name) for path in written)
         return Artifact(
@@ -381,7 +485,12 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
     routes_by_reason: dict[str, list[str]] = {}
     for tried, reason in refused:
         routes_by_reason.setdefault(reason, []).append(tried)
-    reasons = "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
+    for size, clause in lists_as_long_as_a_size(evidence):
+        sizes |= {size: None}
+        routes_by_reason.setdefault(clause, [])
+    reasons = "; ".join(
+        f"{' and '.join(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
+    )
     hint = ""
     if evidence.computes_in is not None:
         word = str(evidence.computes_in).removeprefix("torch.")
@@ -390,6 +499,7 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
             f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
             " float32."
         )
+    hint += "".join(dict.fromkeys(map(evidence.way_out, sizes)))
     raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{hint}")
 
 
@@ -435,18 +545,27 @@ def _staging(directory: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+_OpenDims = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
+"""Name and size in each call of an open dim, by (input, dim)."""
+
+
 def _open_inputs(
-    names: tuple[str, ...], inputs: tuple[tuple[torch.Tensor, ...], ...], dynamic: bool
-) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
-    """Name and sizes of each open dim, by (input, dim). Dims of equal sizes in all calls share a name."""
-    found: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
-    symbols: dict[tuple[int, ...], str] = {}
+    names: tuple[str, ...],
+    inputs: tuple[tuple[torch.Tensor, ...], ...],
+    dynamic: bool,
+    declared: Mapping[str, Mapping[int, str]],
+) -> _OpenDims:
+    """The open dims. Those that aren't declared share a name where they have equal sizes in all calls."""
+    found = _declared_inputs(names, inputs, declared)
+    symbols = {sizes: symbol for symbol, sizes in found.values()}
     for index, name in enumerate(names):
         shapes = [tensors[index].shape for tensors in inputs]
-        if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
-            raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
         if len({tensors[index].dtype for tensors in inputs}) > 1:
             raise StructureError(f"Input `{name}` changes its dtype between the calls.")
+        if name in declared:
+            continue
+        if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
+            raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
         if len(set(shapes)) == 1:
             continue
         if not dynamic:
@@ -456,9 +575,70 @@ def _open_inputs(
             raise StructureError(
                 f"Input `{name}` has a batch of {sizes[0]} in the first call; tracing needs two rows or more."
             )
-        symbol = symbols.setdefault(sizes, f"{name}_batch" if symbols else "batch")
+        symbol = symbols.setdefault(sizes, f"{name}_batch" if BATCH in symbols.values() else BATCH)
         found[index, 0] = (symbol, sizes)
+    return dict(sorted(found.items()))
+
+
+def _declared_inputs(
+    names: tuple[str, ...], inputs: tuple[tuple[torch.Tensor, ...], ...], declared: Mapping[str, Mapping[int, str]]
+) -> _OpenDims:
+    found: _OpenDims = {}
+    sizes_of: dict[str, tuple[int, ...]] = {}
+    for index, name in enumerate(names):
+        if name not in declared:
+            continue
+        shapes = [tensors[index].shape for tensors in inputs]
+        if len({len(shape) for shape in shapes}) > 1:
+            raise StructureError(f"Input `{name}` changes its number of dims between the calls.")
+        for dim, sizes in enumerate(zip(*shapes, strict=True)):
+            symbol = declared[name].get(dim)
+            if symbol is None and len(set(sizes)) > 1:
+                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, which isn't open.")
+            if symbol is None:
+                continue
+            if len(set(sizes)) == 1:
+                raise StructureError(f"Dim {dim} of input `{name}` is open and has one size in all calls.")
+            if sizes[0] < 2:
+                raise StructureError(
+                    f"Dim {dim} of input `{name}` has the size {sizes[0]} in the first call; tracing needs two or more."
+                )
+            if sizes_of.setdefault(symbol, sizes) != sizes:
+                raise StructureError(f"Dims of the size {symbol} have other sizes in the same call.")
+            found[index, dim] = (symbol, sizes)
     return found
+
+
+def _directions(open_dims: _OpenDims, named: Collection[str]) -> tuple[Direction, ...]:
+    """The ways in which sizes change from the first call: each by itself, then all together; empty where there is one.
+
+    Sizes that nobody named go with the batch.
+    """
+    dims_of: dict[str, list[tuple[int, int]]] = {}
+    for place, (symbol, _) in open_dims.items():
+        dims_of.setdefault(symbol if symbol in named else BATCH, []).append(place)
+    if len(dims_of) < 2:
+        return ()
+    calls_of: dict[frozenset[int], list[tuple[int, int]]] = {}
+    for dims in dims_of.values():
+        sizes = [open_dims[place][1] for place in dims]
+        changed = frozenset(call for each in sizes for call, size in enumerate(each) if size != each[0])
+        calls_of.setdefault(changed, []).extend(dims)
+    found = []
+    for changed, dims in calls_of.items():
+        alone = changed - frozenset().union(*(other for other in calls_of if other != changed))
+        if not alone:
+            raise StructureError(f"The size {open_dims[dims[0]][0]} changes by itself in none of the calls.")
+        found.append(Direction((0, *sorted(alone)), tuple(dims)))
+    shared = frozenset().union(*(one & other for one in calls_of for other in calls_of if one != other))
+    if shared:
+        together = tuple(place for changed, dims in calls_of.items() if shared <= changed for place in dims)
+        found.append(Direction((0, *sorted(shared)), together, tuple(range(1, len(shared) + 2))))
+    return tuple(found)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _output_specs(

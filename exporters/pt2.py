@@ -55,7 +55,7 @@ class Pt2Exporter(Exporter):
         with undisturbed(evidence.adapter), silent():
             unguarded = _LoadedProgram(program, device)
             errors = prove(evidence, unguarded)
-            agreed = prove_beyond(evidence, unguarded, conditions, partial(conditions_at, evidence), errors)
+            agreed = prove_beyond(evidence, unguarded, conditions, conditions_at, errors)
         program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
         _save(program, path)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 _TORCH = Path(torch.__file__).parent
 _OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimizer", "passes"))
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _MODEL = "model"
 
 
@@ -187,7 +187,7 @@ def _operation(target: Any) -> str:
 
 def line_of(stack_trace: str) -> str:
     """File name and line of the innermost frame of a Python stack that is in a file of neither torch nor ours."""
-    frames = [(found["file"], found["line"]) for found in _FRAME.finditer(stack_trace)]
+    frames = [(found["file"], found["line"]) for found in FRAME.finditer(stack_trace)]
     own = [frame for frame in frames if is_users(frame[0])]
     return source_line(*own[-1]) if own else ""
 

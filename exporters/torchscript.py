@@ -77,7 +77,7 @@ class TorchScriptExporter(Exporter):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
             errors = prove(evidence, loaded)
-            prove_beyond(evidence, loaded, conditions, partial(conditions_at, evidence), errors)
+            prove_beyond(evidence, loaded, conditions, conditions_at, errors)
         return (path,)
 
 

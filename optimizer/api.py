@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporters.base import Adapter, Artifact, ExportRequest
+from exporters.base import Adapter, Artifact, ExportRequest, named_inputs
 from exporters.registry import exporter_named
 from optimizer.bundle import (
     Bundle,
@@ -27,7 +27,8 @@ from optimizer.bundle import (
     write_golden,
 )
 from optimizer.collection import rare_collection
-from optimizer.errors import DeviceError, ParityError, UsageError
+from optimizer.dynamic import Dynamic, OpenDims, open_dims
+from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import Located, located, named_first
 from optimizer.manifest import plain, to_json_text
@@ -205,6 +206,7 @@ def export(
     formats: Sequence[str] = FORMATS,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     static_batch: bool = False,
+    dynamic: Dynamic | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     device: str = "auto",
@@ -231,6 +233,9 @@ def export(
         formats: of `exporters.registry.exporter_names()`.
         batch_sizes: at which every artifact is compared with the original, beside that of the example inputs.
         static_batch: fix the batch size of the example inputs in the files.
+        dynamic: by the name of an input in the files, its open dims, {"x": (0, 2)}, or their names too, {"x": {0: "batch",
+            2: "time"}}: dims of one name have one size. It holds in the place of dim 0 for the inputs that it names. Each size
+            is one of its own: original and artifacts are compared at several of each, and where all grow together.
         input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
         reference_device: where the original is run, with its float64 truth and its noise: "cpu" or "cuda", by default where
@@ -272,6 +277,7 @@ def export(
     samples = _samples(example_inputs, example_kwargs, further_inputs, seed, target)
     if samples is None:
         raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
+    samples, dims = _opened(model, samples, dynamic, input_names, static_batch)
     exported = _exportable(model, target)
     original = exported if provenance is None or provenance.original is None else provenance.original
     notes = [] if original is not exported else ["the artifacts are compared with the exported module itself"]
@@ -282,7 +288,12 @@ def export(
     reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
-    request = _request(exported, samples, reference, static_batch, input_names, output_names)
+    _refuse_sizes_not_taken(dims, samples, reference)
+    if not static_batch and samples.dynamic and len(reference.batch_sizes) < 2 and (why := reference.why_not(None)):
+        notes.append(
+            f"the batch is fixed, as by static_batch: the model raises at the other sizes that were tried ({why})"
+        )
+    request = _request(exported, samples, reference, static_batch, dims, input_names, output_names)
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     names = _names_in_files(reference, adapter)
@@ -530,6 +541,52 @@ def _unique(formats: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def check_dynamic(
+    model: nn.Module,
+    samples: Samples,
+    dynamic: Dynamic,
+    *,
+    input_names: Sequence[str] | None = None,
+    static_batch: bool = False,
+) -> None:
+    """Raise UsageError where `export` would do so for `dynamic`; nothing is run."""
+    _opened(model, samples, dynamic, input_names, static_batch)
+
+
+def _opened(
+    model: nn.Module,
+    samples: Samples,
+    dynamic: Dynamic | None,
+    input_names: Sequence[str] | None,
+    static_batch: bool,
+) -> tuple[Samples, OpenDims]:
+    """The samples with the open dims that are declared."""
+    if dynamic is None:
+        return samples, OpenDims()
+    call = samples.given
+    inputs = named_inputs(model, call.args, call.kwargs, input_names=input_names)
+    dims = open_dims(dynamic, inputs, first=samples.first, static_batch=static_batch)
+    return samples.opened(dims, inputs), dims
+
+
+def _refuse_sizes_not_taken(dims: OpenDims, samples: Samples, reference: Reference) -> None:
+    """Raise where the original itself takes one size alone of a dim that is to be open."""
+    fixed = [name for name, sizes in reference.taken.alone.items() if not sizes]
+    if samples.dynamic and dims.places(dims.batch) and len(reference.batch_sizes) < 2:
+        fixed.append(dims.batch)
+    for name in fixed:
+        where = dims.places(name)
+        why = reference.why_not(None if name == dims.batch else name)
+        if why is None:
+            raise UsageError(
+                f"dynamic opens {where}, and batch_sizes names no size of it beside that of the example inputs."
+            )
+        raise ExportFailed(
+            f"dynamic opens {where}, and the model raises at every other size of it that was tried ({why}): leave {where}"
+            " out, or change that line."
+        )
+
+
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
     if static and (others := [size for size, _ in samples.further if size != samples.batch_size]):
         raise UsageError(
@@ -546,22 +603,31 @@ def _request(
     samples: Samples,
     reference: Reference,
     static: bool,
+    dims: OpenDims,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
 ) -> ExportRequest:
-    worked = list(reference.batch_sizes)
-    if static or len(worked) < 2:
-        calls = [samples.given]
-    else:
+    worked, taken = list(reference.batch_sizes), reference.taken
+    own, bases = samples.batch_size, taken.bases()
+    batches = [own]
+    if not static and len(worked) > 1:
         # The first call is traced: not at one row, which is special to every tracer. Two further sizes show the rest.
         larger = sorted(size for size in worked if size > 1)
         own = samples.batch_size if samples.batch_size in larger else larger[0]
         others = [size for size in (*larger, *worked) if size != own]
-        calls = [samples.at(size) for size in dict.fromkeys([own, *others[:2], *([1] if 1 in worked else [])])]
+        batches = list(dict.fromkeys([own, *others[:2], *([1] if 1 in worked else [])]))
+    calls = [samples.at(size, sizes=bases) for size in batches]
+    calls += [
+        samples.at(own, sizes=tuple({**dict(bases), name: size}.items()))
+        for name in taken.given
+        for size in taken.others(name)
+    ]
+    calls += [samples.at(size, sizes=sizes) for size, sizes in taken.together]
     return ExportRequest(
         model=model,
         calls=tuple((call.args, call.kwargs) for call in calls),
-        dynamic_batch=len(calls) > 1,
+        dynamic_batch=len(batches) > 1,
+        open_dims=dims.of,
         input_names=None if input_names is None else tuple(input_names),
         output_names=None if output_names is None else tuple(output_names),
         computes_in=None if (cast := root_cast(model)) is None else cast.dtype,

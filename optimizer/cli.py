@@ -32,6 +32,7 @@ from optimizer.options import (
     VerifyOptions,
     default_output,
     parse_batch_sizes,
+    parse_dynamic,
     parse_factor,
     parse_names,
     parse_seed,
@@ -59,6 +60,7 @@ Examples:
   optimize-export model.py
   optimize-export model.py:build_model --input 2x3x224x224 --output dist/net
   optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
+  optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
   optimize-export --verify dist/net
   optimize-export --rejudge dist/net --atol logits=1e-3
@@ -208,6 +210,13 @@ def _installed(distribution: str) -> str:
     help="The batch sizes to check.",
 )
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
+@click.option(
+    "--dynamic",
+    metavar="NAME:DIMS",
+    multiple=True,
+    help="The open dims of an input, by its name in the files, in place of dim 0: x:0,2, or x:0=batch,2=time with names;"
+    " dims of one name have one size. Once for each input.",
+)
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
 @click.option(
@@ -335,6 +344,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         require_gpu=values["require_gpu"],
         batch_sizes=parse_batch_sizes(values["batch_sizes"]),
         static_batch=values["static_batch"],
+        dynamic=parse_dynamic(values["dynamic"]),
         input_names=_optional_names("--input-names", values["input_names"]),
         output_names=_optional_names("--output-names", values["output_names"]),
         strict=values["strict"],

@@ -15,7 +15,7 @@ import torch
 
 from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat
 from exporters.registry import exporter_named
-from optimizer.api import export, optimize, report_of
+from optimizer.api import check_dynamic, export, optimize, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
 from optimizer.errors import (
     BundleError,
@@ -100,6 +100,14 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     if options.reference_device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
     loaded = _load(options, progress)
+    if options.dynamic is not None:
+        check_dynamic(
+            loaded.model,
+            loaded.samples(options.seed),
+            options.dynamic,
+            input_names=options.input_names,
+            static_batch=options.static_batch,
+        )
     fast = optimize(
         loaded.model,
         passes,
@@ -121,6 +129,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         formats=options.formats,
         batch_sizes=options.batch_sizes,
         static_batch=options.static_batch,
+        dynamic=options.dynamic,
         input_names=options.input_names,
         output_names=options.output_names,
         device=device,

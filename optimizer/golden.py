@@ -7,7 +7,7 @@ safetensors file has none of its own. The noise by which an answer is judged is 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class GoldenCall:
     tied: Mapping[str, torch.Tensor]
     batch_size: int | None
     draw: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_golden(
@@ -88,6 +89,7 @@ def write_golden(
                 "name": f"call{index}",
                 "batch_size": call.batch_size,
                 "draw": call.draw,
+                **({"sizes": dict(call.sizes)} if call.sizes else {}),
                 "inputs": list(call.inputs),
                 "outputs": list(call.outputs),
                 "tied": list(call.tied),
@@ -121,6 +123,7 @@ def _named(
         {renamed[name]: tensor for name, tensor in entry.tied.items()},
         entry.batch_size,
         entry.draw,
+        dict(entry.sizes),
     )
 
 
@@ -160,6 +163,7 @@ def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ..
                 side(call, "tied", "tied"),
                 call["batch_size"],
                 call["draw"],
+                call.get("sizes", {}),
             )
             for call in golden["calls"]
         )

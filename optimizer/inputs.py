@@ -9,17 +9,22 @@ on a value, shows itself at another batch size or on other data. From the user's
   observed rows, permuted and repeated, by one permutation for the whole call, so that rows which belong together stay so;
 - sparse tensors do too, so that they stay as sparse.
 
-Everything follows from (seed, batch size, draw); the global random state is neither used nor changed.
+Other dims that are declared open (`optimizer.dynamic`) get other sizes likewise: floats are drawn anew in the new shape, what
+keeps its rows keeps its slices, permuted and repeated by one permutation for all dims of one size.
+
+Everything follows from (seed, batch size, draw, sizes); the global random state is neither used nor changed.
 """
 
+import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from optimizer.dynamic import OpenDims
 from optimizer.errors import LoadError, UsageError
 from optimizer.preserve import random_state
 from optimizer.sentences import dtype_name, quote
@@ -27,6 +32,8 @@ from optimizer.structure import first_difference, leaves_of, rebuild
 from passes.graph.storage import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+# Sizes of open dims beside the batch, by name, as a key: (("time", 17),).
+Sizes = tuple[tuple[str, int], ...]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
 _FUNCTION_BATCH = 2
@@ -56,6 +63,7 @@ class Samples:
         batch_size: the size of dim 0 of the first tensor that has one; None where there is none.
         dynamic: False where no other batch size can be made.
         further: the batch size and draw of each of the further calls.
+        sizes: the given size of each open dim beside the batch, by name; none before `opened`.
 
     Raises:
         UsageError: the example inputs aren't one of the above, or hold a tensor that is nested or has no values.
@@ -93,18 +101,46 @@ class Samples:
         if self.batch_size == 0:
             raise UsageError("The example inputs are a batch of no rows: give one row at least.")
         self.dynamic = self._function is not None or bool(self.batch_size)
+        self.sizes: dict[str, int] = {}
+        self._open: dict[int, Mapping[int, str]] = {}
+        self._batch = ""
         self._further_inputs = tuple(further_inputs)
         self._own: dict[tuple[int | None, int], Call] = {}
         for number, item in enumerate(self._further_inputs, 1):
             self._add_further(number, item)
         self.further = tuple(self._own)
 
-    def at(self, batch_size: int | None = None, draw: int = 0) -> Call:
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first tensor that has dims; its dim 0 is the batch."""
+        return next((tensor for tensor in _tensors(self.given) if tensor.dim() > 0), None)
+
+    def opened(self, dims: OpenDims, inputs: Mapping[str, torch.Tensor]) -> "Samples":
+        """The same with open dims, which can have other sizes; `inputs` are the tensors of `given` by name."""
+        tensors = _tensors(self.given)
+        places = {id(tensor): number for number, tensor in enumerate(tensors)}
+        opened = copy.copy(self)
+        opened.sizes = dict(dims.given)
+        opened._batch = dims.batch
+        opened._open = {places[id(inputs[name])]: declared for name, declared in dims.of.items()}
+        has_rows = [opened._has_open_rows(number, tensor) for number, tensor in enumerate(tensors)]
+        opened.dynamic = self.dynamic and any(has_rows)
+        return opened
+
+    def at(self, batch_size: int | None = None, draw: int = 0, sizes: Sizes = ()) -> Call:
         """The call of this batch size and draw; draw 0 of the given batch size is the user's own data.
+
+        Args:
+            sizes: of open dims beside the batch, where they are other than in the given call.
 
         Raises:
             UsageError: the batch size is below 1, or another than the given one where the batch can't be changed.
         """
+        other = {name: size for name, size in sizes if size != self.sizes[name]}
+        call = self._at(batch_size, draw)
+        return self._resized(call, other, self._generator(batch_size, draw, other)) if other else call
+
+    def _at(self, batch_size: int | None, draw: int) -> Call:
         if batch_size is None:
             batch_size = _FUNCTION_BATCH if self._function is not None else self.batch_size
         if (own := self._own.get((batch_size, draw))) is not None:
@@ -123,13 +159,15 @@ class Samples:
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, equal in value."""
-        return Samples(
+        there = Samples(
             self.given.args if self._function is None else self._function,
             self._kwargs,
             further_inputs=self._further_inputs,
             seed=self.seed,
             device=device,
         )
+        there.sizes, there.dynamic, there._open, there._batch = self.sizes, self.dynamic, self._open, self._batch
+        return there
 
     def _add_further(self, number: int, item: Any) -> None:
         which = f"The further inputs {number}"
@@ -174,7 +212,8 @@ class Samples:
         rows = _batch_size(Call(args, {}))
         if not kwargs_rows or rows is None or kwargs_rows == rows:
             return self._kwargs
-        return self._redraw(Call((), self._kwargs), kwargs_rows, batch_size, draw).kwargs
+        before = len(_tensors(Call(args)))
+        return self._redraw(Call((), self._kwargs), kwargs_rows, batch_size, draw, before).kwargs
 
     def _drawn(self, batch_size: int | None, draw: int) -> Call:
         if batch_size is None or self.batch_size is None:
@@ -182,16 +221,50 @@ class Samples:
             return self.given
         return self._redraw(self.given, self.batch_size, batch_size, draw)
 
-    def _redraw(self, call: Call, observed: int, batch_size: int, draw: int) -> Call:
+    def _redraw(self, call: Call, observed: int, batch_size: int, draw: int, before: int = 0) -> Call:
+        """Other rows; `before` is how many tensors come before those of the call."""
         generator = self._generator(batch_size, draw)
         rows = _rows(observed, batch_size, generator)
+        # A dim 0 that isn't open keeps its size.
+        closed = {
+            id(tensor): _rows(observed, observed, generator)
+            for number, tensor in enumerate(_tensors(call), before)
+            if number in self._open and not self._has_open_rows(number, tensor)
+        }
 
         def redraw(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() == 0 or tensor.shape[0] != observed:
                 return tensor
-            return _redrawn(tensor, rows, generator).requires_grad_(tensor.requires_grad)
+            taken = {0: closed.get(id(tensor), rows)}
+            return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad)
 
         args, kwargs = rebuild((call.args, call.kwargs), redraw)
+        return Call(args, kwargs)
+
+    def _has_open_rows(self, number: int, tensor: torch.Tensor) -> bool:
+        if number in self._open:
+            return self._open[number].get(0) == self._batch
+        return tensor.dim() > 0 and tensor.shape[0] == self.batch_size
+
+    def _resized(self, call: Call, sizes: Mapping[str, int], generator: torch.Generator) -> Call:
+        """The call with other sizes of open dims."""
+        slices = {name: _rows(self.sizes[name], size, generator) for name, size in sizes.items()}
+        dims_of = {id(tensor): self._open.get(number, {}) for number, tensor in enumerate(_tensors(call))}
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            dims = {dim: name for dim, name in dims_of[id(tensor)].items() if name in sizes}
+            for dim, name in dims.items():
+                if tensor.shape[dim] != self.sizes[name]:
+                    raise UsageError(
+                        f"The function given as example_inputs gives {name} the size {tensor.shape[dim]} at one batch size"
+                        f" and {self.sizes[name]} at another: nothing but the rows may change."
+                    )
+            if not dims:
+                return tensor
+            taken = {dim: slices[name] for dim, name in dims.items()}
+            return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = rebuild((call.args, call.kwargs), resize)
         return Call(args, kwargs)
 
     def _placed(self, call: Call) -> Call:
@@ -205,8 +278,9 @@ class Samples:
         )
         return Call(args, kwargs)
 
-    def _generator(self, batch_size: int, draw: int) -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed}/{batch_size}/{draw}".encode()).digest()
+    def _generator(self, batch_size: int | None, draw: int, sizes: Mapping[str, int] | None = None) -> torch.Generator:
+        others = "".join(f"/{name}={size}" for name, size in (sizes or {}).items())
+        digest = hashlib.sha256(f"{self.seed}/{batch_size}/{draw}{others}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
@@ -273,10 +347,11 @@ def _kind(value: Any) -> str:
 
 
 def _batch_size(call: Call) -> int | None:
-    for _, tensor in leaves_of((call.args, call.kwargs)).tensors():
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    return None
+    return next((tensor.shape[0] for tensor in _tensors(call) if tensor.dim() > 0), None)
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors()]
 
 
 def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -285,23 +360,30 @@ def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.T
     return torch.cat([torch.randperm(observed, generator=generator) for _ in range(rounds)])[:batch_size]
 
 
-def _redrawn(tensor: torch.Tensor, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:
+    """Another tensor of the kind; `slices` says for some dims which of the observed slices stands where."""
     source = tensor.detach()
     if source.layout is not torch.strided:
-        return source.to_sparse_coo().index_select(0, rows.to(source.device)).to_sparse(layout=source.layout)
+        return _selected(source.to_sparse_coo(), slices).to_sparse(layout=source.layout)
     if source.is_complex():
-        parts = [_redrawn(part, rows, generator) for part in (source.real, source.imag)]
+        parts = [_redrawn(part, slices, generator) for part in (source.real, source.imag)]
         return torch.complex(*parts).to(source.dtype)
     if not source.is_floating_point() or _is_mask(source):
-        return source.index_select(0, rows.to(source.device))
+        return _selected(source, slices)
     observed, _ = source.to("cpu", torch.float64).flatten().sort()
     if len(observed) > _QUANTILES:
         observed = observed[torch.linspace(0, len(observed) - 1, _QUANTILES, dtype=torch.float64).long()]
-    shape = (len(rows), *source.shape[1:])
+    shape = [len(slices[dim]) if dim in slices else size for dim, size in enumerate(source.shape)]
     place = torch.rand(shape, generator=generator, dtype=torch.float64) * (len(observed) - 1)
     below = place.long().clamp_(max=len(observed) - 2)
     drawn = torch.lerp(observed[below], observed[below + 1], place - below)
     return _in_layout_of(source, drawn.to(source.device, source.dtype))
+
+
+def _selected(source: torch.Tensor, slices: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    for dim, taken in slices.items():
+        source = source.index_select(dim, taken.to(source.device))
+    return source
 
 
 def _in_layout_of(source: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

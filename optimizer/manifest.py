@@ -166,6 +166,7 @@ _call = _record(
     {
         **dict.fromkeys(("max_error", "mean_error", "p999_error", "cosine", "agreement"), _or_null(_number)),
         "undecided": _count,
+        "sizes": _counts,
     },
 )
 _difference = _record(
@@ -248,7 +249,8 @@ _golden = _record(
                     "inputs": _texts,
                     "outputs": _texts,
                     "tied": _texts,
-                }
+                },
+                {"sizes": _counts},
             ),
             at_least=1,
         ),

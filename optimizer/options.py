@@ -36,6 +36,7 @@ class ExportOptions:
     require_gpu: bool = False
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
     static_batch: bool = False
+    dynamic: dict[str, dict[int, str | None]] | None = None
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
     strict: bool = False
@@ -130,6 +131,31 @@ def parse_factor(text: str) -> float:
     if not 0 < value < math.inf:
         raise UsageError(f"--factor: {text!r} is no number above 0; give one such as 2.")
     return value
+
+
+def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | None:
+    """`["x:0,2"]` as {"x": {0: None, 2: None}}, `["x:0=batch,2=time"]` as {"x": {0: "batch", 2: "time"}}; None for no text.
+
+    Raises `UsageError` for what names no input or no dim, a dim that is no number from 0 on, and one that is named twice.
+    """
+    found: dict[str, dict[int, str | None]] = {}
+    for text in texts:
+        name, colon, dims = text.rpartition(":")
+        name = name.strip()
+        if not colon or not name or not dims.strip():
+            raise UsageError(f"--dynamic {text!r} opens nothing: give an input and its dims, such as --dynamic x:0,2.")
+        for part in _parts("--dynamic", dims):
+            number, equals, size = (piece.strip() for piece in part.partition("="))
+            if not _is_number(number):
+                raise UsageError(
+                    f"--dynamic {text!r}: {number!r} is no dim; dims are whole numbers from 0, the first, on."
+                )
+            if equals and not size.isidentifier():
+                raise UsageError(f"--dynamic {text!r}: {size!r} is no name of a size; give a word such as 2=time.")
+            if int(number) in found.setdefault(name, {}):
+                raise UsageError(f"--dynamic names dim {int(number)} of {name} twice.")
+            found[name][int(number)] = size or None
+    return found or None
 
 
 def default_output(model: str) -> Path:

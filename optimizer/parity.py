@@ -247,7 +247,9 @@ def compare_golden(
     for entry, got in entries:
         own = Observation(dict(entry.outputs), dict.fromkeys(entry.outputs, "output"))
         none = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in entry.outputs.items()}
-        kept = Kept(entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied)
+        kept = Kept(
+            entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
+        )
         values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
         comparison.add(kept, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from exporters.places import place_of_error
 from optimizer.difference import (
     Pool,
     SliceNoise,
@@ -43,7 +44,7 @@ from optimizer.float64 import (
     random_signs,
 )
 from optimizer.in_kind import computing_as, share
-from optimizer.inputs import Call, Samples
+from optimizer.inputs import Call, Samples, Sizes
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype, own_name
 from optimizer.preserve import (
     eager_only,
@@ -56,6 +57,7 @@ from optimizer.preserve import (
 from optimizer.row_independence import Batch, Rows
 from optimizer.row_verdict import RowMeasurement, judge_rows
 from optimizer.sentences import lack_of_memory
+from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
 from optimizer.written_parameters import kept_parameters
@@ -85,6 +87,7 @@ class GoldenEntry:
     Attributes:
         outputs: name -> the float64 reference rounded once to the output's own dtype.
         tied: name -> bool tensor, True where an integer output is a tie and not to be compared.
+        sizes: of open dims beside the batch, where they are other than in the given call.
     """
 
     batch_size: int | None
@@ -92,6 +95,7 @@ class GoldenEntry:
     call: Call
     outputs: dict[str, torch.Tensor]
     tied: dict[str, torch.Tensor]
+    sizes: Sizes = ()
 
 
 @dataclass
@@ -107,12 +111,14 @@ class Kept:
     names: Sequence[str] = ()
     label: str = ""
     unstable: dict[str, torch.Tensor] = field(default_factory=dict)
+    sizes: Sizes = ()
 
     @property
     def where(self) -> str:
         if self.label:
             return self.label
-        return f"batch size {self.batch_size}, draw {self.draw}" if self.batch_size is not None else f"draw {self.draw}"
+        batch = "" if self.batch_size is None else f"batch size {self.batch_size}, "
+        return f"{batch}{_spelt(self.sizes)}draw {self.draw}"
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ class Reference:
         self._samples = samples
         self._looked_closely = False
         self._precision: Precision | None = None
+        self.taken = Taken(None, {})
         self.noises = noises
         self.slices = slices
         # The names of the parameters that the original writes to in forward.
@@ -166,6 +173,10 @@ class Reference:
     def batch_sizes(self) -> tuple[int, ...]:
         """The batch sizes at which the original could be run."""
         return self._blank.batch_sizes
+
+    def why_not(self, size: str | None) -> str | None:
+        """What the original raised first at other sizes of that name (None for the batch), and where; None for nothing."""
+        return self._original.why.get(() if size is None else (size,))
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -210,7 +221,10 @@ class Reference:
         with one_at_a_time, as_run(reference, mode) as settings:
             for batch_size, draw in calls:
                 original.run(batch_size, draw, samples.at(batch_size, draw))
-        return original.finish(samples, settings, draws)
+            taken = original.run_other_sizes(samples)
+        measured = original.finish(samples, settings, draws)
+        measured.taken = taken
+        return measured
 
     def in_kind(self, precision: Precision) -> Reference:
         """The same for a candidate that isn't as precise, and may be off by as much as the original is that computes so.
@@ -226,7 +240,7 @@ class Reference:
             )
         original = self._original.twin()
         twin = Reference(original, dict(self.noises), {}, self._blank, self._samples)
-        twin._precision = precision
+        twin._precision, twin.taken = precision, self.taken
         with one_at_a_time:
             errors = original.errors_in(precision, self._samples)
         for name, noise in self.noises.items():
@@ -297,7 +311,7 @@ class Reference:
         return rows
 
     def _rows(self) -> Rows:
-        kept = [one for one in self._original.kept if one.draw == 0 and (one.batch_size or 0) > 1]
+        kept = [one for one in self._original.kept if one.draw == 0 and not one.sizes and (one.batch_size or 0) > 1]
         if not kept or self._samples is None:
             raise UsageError("Whether rows depend on each other shows in a batch of two rows or more: give one.")
         batches = [
@@ -478,12 +492,18 @@ class Reference:
         return self._golden(next(kept for kept in self._original.kept if kept.where == where))
 
     def golden_entries(self, limit: int = 3) -> tuple[GoldenEntry, ...]:
-        """Up to `limit` calls of different batch sizes, and all of the user's own, with the outputs that any faithful
-        candidate gives."""
+        """Up to `limit` calls of different batch sizes, two of other sizes of each open dim beside the batch, and all of the
+        user's own, with the outputs that any faithful candidate gives."""
         asked = self._original.asked
-        own = [kept for kept in self._original.kept if (kept.batch_size, kept.draw) in asked]
+        own = [kept for kept in self._original.kept if (kept.batch_size, kept.draw) in asked and not kept.sizes]
         drawn = [kept for kept in self._original.kept if kept.draw == 0 and kept not in own]
-        return tuple(self._golden(kept) for kept in (*drawn[: max(1, limit - len(own))], *own))
+        rows = [kept for kept in drawn if not kept.sizes][: max(1, limit - len(own))]
+        resized = [
+            kept
+            for name in self.taken.given
+            for kept in [one for one in drawn if [named for named, _ in one.sizes] == [name]][:2]
+        ]
+        return tuple(map(self._golden, (*rows, *resized, *own)))
 
     def _golden(self, kept: Kept) -> GoldenEntry:
         outputs, tied = {}, {}
@@ -497,13 +517,13 @@ class Reference:
             rounded = truth.to(own.dtype)
             plain = (special(own) == 0) & (special(rounded) == 0)
             outputs[name] = torch.where(plain, rounded, own)
-        return GoldenEntry(kept.batch_size, kept.draw, self._call(kept), outputs, tied)
+        return GoldenEntry(kept.batch_size, kept.draw, self._call(kept), outputs, tied, kept.sizes)
 
     def _call(self, kept: Kept) -> Call:
         if kept.call is not None:
             return kept.call
         assert self._samples is not None
-        return self._samples.at(kept.batch_size, kept.draw)
+        return self._samples.at(kept.batch_size, kept.draw, kept.sizes)
 
 
 class Original:
@@ -525,6 +545,10 @@ class Original:
         self.kept: list[Kept] = []
         self.notes: list[str] = []
         self.failures: list[tuple[str, Exception]] = []
+        # What it raised first, and where in its source: by the sizes of open dims that were others, none for the batch's.
+        self.why: dict[tuple[str, ...], str] = {}
+        # The batch size at which other sizes are run one by one.
+        self.base_batch: int | None = None
         self.dropped: set[int | None] = set()
         self.refused = ""
         self.lowered: set[str] = set()
@@ -541,20 +565,30 @@ class Original:
     def training(self) -> bool:
         return self.mode == "training"
 
-    def run(self, batch_size: int | None, draw: int, call: Call, *, keep_call: bool = False, label: str = "") -> None:
+    def run(
+        self,
+        batch_size: int | None,
+        draw: int,
+        call: Call,
+        *,
+        keep_call: bool = False,
+        label: str = "",
+        sizes: Sizes = (),
+    ) -> bool:
+        """Run it in all ways; false where it raises."""
         if batch_size in self.dropped and (batch_size, draw) not in self.asked:
-            return
+            return False
         # Gradients are as many numbers as the model has weights: one draw per batch size is enough of them.
         training = self.training and draw == 0
-        seed = _mixed(self.seed, batch_size or 0, draw)
+        seed = _mixed(self.seed, batch_size or 0, draw, *(size for _, size in sizes))
         self.device = _device_of(self.target, call)
         names = input_names(self.target, call)
         if not self.kept and not self.failures:
             self.written = self._find_written(call, seed, training, names)
-        own = self._first_run(batch_size, draw, call, seed, training, names)
+        own = self._first_run(batch_size, draw, call, seed, training, names, sizes)
         if own is None:
-            return
-        kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label)
+            return False
+        kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label, sizes=sizes)
         self._varies(call)
         if not self.refused:
             kept.truth = self._float64(call, kept, training) or own
@@ -564,6 +598,38 @@ class Original:
         if draw == 0:
             self._again(call, kept, training)
         self.kept.append(kept)
+        return True
+
+    def run_other_sizes(self, samples: Samples) -> Taken:
+        """Run it at other sizes of each open dim beside the batch, one by one, and at some where all grow together."""
+        batches = [kept.batch_size for kept in self.kept if kept.batch_size is not None]
+        larger = sorted(size for size in batches if size > 1)
+        batch = samples.batch_size if samples.batch_size in larger or not larger else larger[0]
+        taken = Taken(batch, samples.sizes)
+        self.base_batch = batch
+        for name, given in samples.sizes.items():
+            worked = taken.alone.setdefault(name, [])
+            for size in ladder(given):
+                if len(worked) < ENOUGH and self._run_sized(samples, batch, ((name, size),)):
+                    worked.append(size)
+        step, steps = taken.steps(batch, batches)
+        if samples.sizes and (step > 0) + sum(size > 0 for size in steps.values()) > 1:
+            for count in (1, 2):
+                sizes = tuple((name, taken.base(name) + count * size) for name, size in steps.items())
+                rows = None if batch is None else batch + count * step
+                if not self._run_sized(samples, rows, sizes):
+                    break
+                taken.together.append((rows, sizes))
+        self._note_sizes(taken)
+        return taken
+
+    def _run_sized(self, samples: Samples, batch_size: int | None, sizes: Sizes) -> bool:
+        return self.run(batch_size, 0, samples.at(batch_size, 0, sizes), sizes=sizes)
+
+    def _note_sizes(self, taken: Taken) -> None:
+        for name, worked in taken.alone.items():
+            sizes = ", ".join(map(str, sorted({taken.given[name], *worked})))
+            self.notes.append(f"{name} was looked at in the sizes {sizes}.")
 
     def finish(self, samples: Samples | None, settings: dict[str, str], draws: int) -> Reference:
         if not self.kept:
@@ -573,9 +639,8 @@ class Original:
             raise LoadError(f"The model raises on the example inputs ({where}): {_first_line(error)}") from error
         raised_at = ", ".join(where for where, _ in self.failures)
         if self.failures:
-            self.notes.append(
-                f"The original raises at {raised_at}, which was left out: {_first_line(self.failures[0][1])}"
-            )
+            why = "; ".join(dict.fromkeys(each.partition(": ")[2] for each in self.why.values()))
+            self.notes.append(f"The original raises at {raised_at}, which was left out: {why}")
         self._distrust(samples)
         if self.refused:
             for kept in self.kept:
@@ -602,7 +667,9 @@ class Original:
             reference_reason=self.refused,
             mode="inference" if self.mode == "region" else self.mode,
             device=self.device,
-            batch_sizes=tuple(dict.fromkeys(kept.batch_size for kept in self.kept if kept.batch_size is not None)),
+            batch_sizes=tuple(
+                dict.fromkeys(kept.batch_size for kept in self.kept if kept.batch_size is not None and not kept.sizes)
+            ),
             draws=draws,
             seed=self.seed,
             settings=settings,
@@ -654,7 +721,7 @@ class Original:
     ) -> Mapping[str, torch.Tensor]:
         """What the original gives in a precision; nothing where it raises."""
         assert isinstance(self.target, nn.Module)
-        call = kept.call if kept.call is not None or samples is None else samples.at(kept.batch_size, kept.draw)
+        call = _call_of(kept, samples)
         assert call is not None
         training = self.training and kept.draw == 0
         # What can't be computed in the dtype everywhere can be under autocast, which is off by less.
@@ -715,7 +782,14 @@ class Original:
         return frozenset(written)
 
     def _first_run(
-        self, batch_size: int | None, draw: int, call: Call, seed: int, training: bool, names: Sequence[str]
+        self,
+        batch_size: int | None,
+        draw: int,
+        call: Call,
+        seed: int,
+        training: bool,
+        names: Sequence[str],
+        sizes: Sizes,
     ) -> Observation | None:
         try:
             return observe(
@@ -725,6 +799,16 @@ class Original:
             # A sentence of this program about the model: it says all itself.
             raise
         except Exception as error:
+            place = place_of_error(error, self.target)
+            why = f"{_first_line(error)}, at {place}" if place else _first_line(error)
+            where = "" if batch_size is None else f"batch size {batch_size}"
+            if sizes:
+                rows = f"{where}, " if where and batch_size != self.base_batch else ""
+                where = f"{rows}{_spelt(sizes)}".removesuffix(", ")
+            self.why.setdefault(tuple(name for name, _ in sizes), f"{where or 'the given inputs'}: {why}")
+            if sizes:
+                self.failures.append((where, error))
+                return None
             if (batch_size, draw) in self.asked:
                 where = f"batch size {batch_size}, draw {draw}"
                 raise LoadError(f"The model raises on further inputs ({where}): {_first_line(error)}.") from error
@@ -921,7 +1005,7 @@ class Original:
         self, kept: Kept, samples: Samples | None, modes: Sequence[AbstractContextManager[Any]]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The inexact values of one call, as they were and as they are in these modes; empty where it raises in them."""
-        call = kept.call if kept.call is not None or samples is None else samples.at(kept.batch_size, kept.draw)
+        call = _call_of(kept, samples)
         if call is None or not self.perturbed:
             return {}
         try:
@@ -1003,7 +1087,8 @@ class Original:
 
     def _no_signal(self, name: str, noise_rms: float) -> str | None:
         """Why an output proves nothing; None where it does prove something."""
-        values = [(kept.own.values[name], kept.unstable[name]) for kept in self.kept if name in kept.own.values]
+        kept_here = [kept for kept in self.kept if name in kept.own.values]
+        values = [(kept.own.values[name], kept.unstable[name]) for kept in kept_here]
         if sum(value.numel() for value, _ in values) == 0:
             return "empty"
         if all(bool(unstable.all()) for value, unstable in values if is_exact(value) and value.numel()) and is_exact(
@@ -1019,7 +1104,10 @@ class Original:
         if not self.inputs_vary or len(self.kept) < 2 or self.kept[0].own.kinds.get(name) != "output":
             return None
         changed, exact = Pool(), is_exact(values[0][0])
-        for (a, _), (b, _) in itertools.pairwise(values):
+        in_rows = [kept.own.values[name] for kept in kept_here if not kept.sizes]
+        if len(in_rows) < 2:
+            return None
+        for a, b in itertools.pairwise(in_rows):
             pair = _shared_rows(a, b)
             if pair is None:
                 return None
@@ -1271,7 +1359,11 @@ class Comparison:
             compared.where = compared.where or (kept.where if wrong else "")
             if self.in_detail:
                 agreement, undecided = agreement_of_integers(value, own, unstable)
-                compared.calls.append(CallFigures(kept.batch_size, kept.draw, agreement=agreement, undecided=undecided))
+                compared.calls.append(
+                    CallFigures(
+                        kept.batch_size, kept.draw, agreement=agreement, undecided=undecided, sizes=dict(kept.sizes)
+                    )
+                )
             return
         plain: torch.Tensor | None = None
         target = truth
@@ -1297,6 +1389,7 @@ class Comparison:
                     kept.draw,
                     **errors_between(errors[marked], value[marked], target[marked]),
                     **self._agreement(kept, name, value, target),
+                    sizes=dict(kept.sizes),
                 )
             )
             del errors
@@ -1452,6 +1545,16 @@ def _mixed(*numbers: int) -> int:
     for number in numbers:
         seed = (seed * 1000003 + number + 0x9E3779B9) % (1 << 62)
     return seed
+
+
+def _spelt(sizes: Sizes) -> str:
+    return "".join(f"{name} {size}, " for name, size in sizes)
+
+
+def _call_of(kept: Kept, samples: Samples | None) -> Call | None:
+    if kept.call is not None or samples is None:
+        return kept.call
+    return samples.at(kept.batch_size, kept.draw, kept.sizes)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from optimizer.errors import UsageError
@@ -74,6 +74,7 @@ class CallFigures:
             share of elements that are equal. None for other outputs, and where every row is left out.
         undecided: rows, or elements of an integer output, that the original itself decides either way within its noise:
             they are left out of `agreement`.
+        sizes: of open dims beside the batch, by name, where they are other than in the given call.
     """
 
     batch_size: int | None
@@ -84,9 +85,11 @@ class CallFigures:
     cosine: float | None = None
     agreement: float | None = None
     undecided: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        return data if self.sizes else {name: value for name, value in data.items() if name != "sizes"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CallFigures:

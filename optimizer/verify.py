@@ -286,7 +286,12 @@ def _judged(
     # The inputs aren't looked at when answers are judged.
     empty = Call((), {})
     entries = [
-        (GoldenEntry(call.batch_size, call.draw, empty, dict(call.outputs), dict(call.tied)), answer)
+        (
+            GoldenEntry(
+                call.batch_size, call.draw, empty, dict(call.outputs), dict(call.tied), tuple(call.sizes.items())
+            ),
+            answer,
+        )
         for call, answer in zip(calls, answers, strict=True)
     ]
     tolerances: dict[str, Any] = dict(stored_tolerances(golden))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def is_taken_for_last(tensor: torch.Tensor) -> bool:
     It looks at the strides alone (c10's `is_channels_last_strides_2d` and `_3d`): with one channel or one place a tensor
     is in both formats, and its strides still say one of them.
     """
-    shape, strides = tensor.shape, tensor.stride()
+    shape, strides = _untraced_shape(tensor), tensor.stride()
     if strides[1] == 0:
         return False
     smallest = 0
@@ -30,3 +31,20 @@ def is_taken_for_last(tensor: torch.Tensor) -> bool:
             return False
         smallest = strides[dim] * max(shape[dim], 1)
     return True
+
+
+def _untraced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape in plain numbers.
+
+    A trace follows the sizes that a tensor tells it, and not the strides beside them. But what goes by the format decides
+    no value, whatever the sizes are.
+    """
+    if not torch._C._is_tracing():
+        return tensor.shape
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        return tuple(tensor.shape)
+    finally:
+        tracer._set_tracing_state(state)

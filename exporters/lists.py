@@ -1,0 +1,62 @@
+"""Where a model takes a tensor apart into as many tensors as an open size: `for row in x`, `x.unbind(1)`, `x.split(1)`.
+
+Every capture keeps the number that it saw, and fails at others without saying where.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from exporters.isolation import silent, undisturbed
+from exporters.places import paths_of, place_of, user_frame
+
+if TYPE_CHECKING:
+    from exporters.proof import Evidence
+
+
+class _Lists(TorchFunctionMode):
+    """While it is active, the places are recorded where a function gives several tensors, with their number."""
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+        self._paths = paths
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = _count(func, args, result)
+        if count is not None and (frame := user_frame(sys._getframe(1))) is not None:
+            self.seen.append((place_of(frame, frame.f_lineno, self._paths), count))
+        return result
+
+
+def _count(func: Any, args: Any, result: Any) -> int | None:
+    if getattr(func, "__name__", "") == "__iter__" and isinstance(args[0], torch.Tensor):
+        return len(args[0])
+    several = type(result) in (list, tuple) and all(isinstance(item, torch.Tensor) for item in result)
+    return len(result) if several else None
+
+
+def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """For each open size that decides how many tensors there are: its name, and a clause that says where first."""
+    for view in evidence.along:
+        if len(view.inputs) < 2:
+            continue
+        for (place, count), (again, other) in zip(_seen(view, 0), _seen(view, 1), strict=False):
+            if place != again:
+                break
+            if count != other:
+                many = f"{count} tensors at {view.at(view.batches[0])} and {other} at {view.at(view.batches[1])}"
+                yield view.size, f"the model takes a tensor apart at {place}, into {many}"
+                break
+
+
+def _seen(evidence: Evidence, call: int) -> Sequence[tuple[str, int]]:
+    with undisturbed(evidence.adapter), silent(), _Lists(paths_of(evidence.adapter.model)) as lists:
+        evidence.adapter.run(evidence.inputs[call])
+    return lists.seen
