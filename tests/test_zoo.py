@@ -24,8 +24,6 @@ from passes import (
 )
 
 REFUSED = {
-    # Its trace holds the call of an autograd.Function, which TorchScript has no form for.
-    ("bloom", "torchscript"),
     # It pads with zeros and takes the maximum. onnxruntime's Pad_Fusion makes that a padding of the MaxPool itself, which
     # is of minus infinity: whoever runs the file gets wrong numbers, so there is none.
     ("bit", "onnx"),
