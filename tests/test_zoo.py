@@ -50,8 +50,9 @@ def front_end(test):
     return test
 
 
-# What a program can't hold: numbers of rows and ways through the model that its values decide, and an output of caches.
-NO_PROGRAM = {"depth-pro", "fastspeech2-conformer", "informer", "slanet", "superglue"}
+# What a program can't hold: numbers of rows and ways through the model that its values decide. Informer makes a mask for
+# torch.export that it makes for no other call, and raises on it.
+NO_PROGRAM = {"fastspeech2-conformer", "informer", "slanet", "superglue"}
 
 
 @pytest.mark.zoo
