@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from exporters.autograd_functions import traced_by_their_forwards
 from exporters.base import Adapter, clones
 from exporters.conditions import Condition, Line, batches_near, line_through
 from exporters.errors import RouteRefused
@@ -196,7 +197,10 @@ def traced_with_decisions(
     Raises:
         RouteRefused: it can't be traced.
     """
-    with undisturbed(adapter), refusing(), silent(), torchscript_allowed(), watching(adapter) as watch:
+    with (
+        undisturbed(adapter), refusing(), silent(), torchscript_allowed(), traced_by_their_forwards(),
+        watching(adapter) as watch,
+    ):  # fmt: skip
         module = torch.jit.trace(adapter, clones(inputs), check_trace=False)
     return module, watch.decisions
 

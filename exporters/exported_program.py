@@ -48,6 +48,9 @@ def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgra
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
     try:
         with fixed_dims_told(evidence), undisturbed(evidence.adapter), silent():
+            if strict:
+                # What a model does in its first call alone (hooks that it installs under a lock) can't be read.
+                evidence.adapter.run(inputs)
             program = torch.export.export(
                 evidence.adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
             )

@@ -25,6 +25,7 @@ from exporters.errors import ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, fixed_dims_told, named_dims
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
+from exporters.onnx_pads import keep_pads
 from exporters.onnx_session import CUDA, providers_for, run_session
 from exporters.onnx_values import OnnxValues
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
@@ -87,6 +88,7 @@ class OnnxExporter(Exporter):
             if program is not None:
                 programs[route] = program
             _strip(model)
+            keep_pads(model)
             _name_open_dims(model, evidence)
         with refusing("the file can't be written"):
             files = _save(model, folder / self.file_name)

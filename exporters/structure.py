@@ -8,6 +8,7 @@ import enum
 import inspect
 import keyword
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ _CONSTANTS = (
     torch.memory_format,
 )
 
+# Their attributes are no part of what a model gives.
+_NEVER_OPENED = (*_CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, nn.Module, torch.Generator)
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorNode:
@@ -56,7 +60,7 @@ class ConstantNode:
 
 @dataclasses.dataclass(frozen=True)
 class ContainerNode:
-    """A dict, list, tuple, registered pytree or dataclass with its children in a fixed order."""
+    """A dict, list, tuple, registered pytree, dataclass or object with its children in a fixed order."""
 
     path: tuple[Key, ...]
     type: type
@@ -117,7 +121,7 @@ class Structure:
             return TensorNode(path)
         if isinstance(value, _CONSTANTS):
             return ConstantNode(path, value)
-        opened = _open(value)
+        opened = self._open(value)
         if opened is None:
             raise StructureError(self._unknown(value, path))
         keys, children, rebuild = opened
@@ -145,7 +149,7 @@ class Structure:
                     f"only tensors can change from call to call."
                 )
             return
-        opened = _open(value)
+        opened = self._open(value)
         if opened is None or type(value) is not node.type:
             raise StructureError(
                 f"{self.spell(node.path)} was a {node.type.__name__} when exported and is {_kind(value)} here."
@@ -160,6 +164,11 @@ class Structure:
         by_key = dict(zip(keys, children, strict=True))
         for key, child in zip(node.keys, node.children, strict=True):
             self._match(child, by_key[key], flat, constants)
+
+    def _open(self, value: Any) -> _Opened | None:
+        opened = _open(value)
+        # An argument that is an object may be written to, and knows more than its tensors (how many tokens it has seen).
+        return _open_object(value) if opened is None and self.side == "output" else opened
 
     def _unknown(self, value: Any, path: tuple[Key, ...]) -> str:
         what = f"{self.spell(path)} is a {type(value).__name__}, which can't be taken apart into tensors"
@@ -217,23 +226,49 @@ def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
     return parameters[1:] if of_class else parameters
 
 
-def _open(value: Any) -> tuple[tuple[Key, ...], list[Any], Callable[[list[Any]], Any]] | None:
+_Opened = tuple[tuple[Key, ...], list[Any], Callable[[list[Any]], Any]]
+
+
+def _open(value: Any) -> _Opened | None:
     """Keys, children and the way back of a container; None for what isn't one."""
     children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
     if not (len(children) == 1 and children[0] is value):
         return _keys(value, len(children)), children, lambda parts: pytree.tree_unflatten(parts, spec)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    fields = tuple(field.name for field in dataclasses.fields(value))
+    return _with_attributes(value, tuple(field.name for field in dataclasses.fields(value)))
 
+
+def _open_object(value: Any) -> _Opened | None:
+    """An object by those of its attributes in which there is a tensor; None where there is none.
+
+    A comparison opens what a model gives likewise, so that the tensors stand in the same order there.
+    """
+    held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if _holds_tensor(child, {id(value)}))
+    return _with_attributes(value, held) if held and not isinstance(value, _NEVER_OPENED) else None
+
+
+def _with_attributes(value: Any, names: tuple[str, ...]) -> _Opened:
     def rebuild(parts: list[Any]) -> Any:
-        # Not through __init__: it may have other parameters than the fields, or compute them.
+        # Not through __init__: it may have other parameters than these, or compute them.
         new = copy.copy(value)
-        for name, part in zip(fields, parts, strict=True):
+        for name, part in zip(names, parts, strict=True):
             object.__setattr__(new, name, part)
         return new
 
-    return fields, [getattr(value, name) for name in fields], rebuild
+    return names, [getattr(value, name) for name in names], rebuild
+
+
+def _holds_tensor(value: Any, opened: set[int]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if id(value) in opened or isinstance(value, _NEVER_OPENED):
+        return False
+    opened = opened | {id(value)}
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(child, opened) for child in value)
+    children = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return any(_holds_tensor(child, opened) for child in children.values())
 
 
 def _keys(value: Any, count: int) -> tuple[Key, ...]:

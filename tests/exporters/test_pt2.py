@@ -2,6 +2,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 import zipfile
 
 import pytest
@@ -30,6 +31,10 @@ def shapes(path, *, open_as):
     values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
     names = (*program.graph_signature.user_inputs, *program.graph_signature.user_outputs)
     return [[size if isinstance(size, int) else open_as for size in values[name].shape] for name in names]
+
+
+# It can't be copied, and a strict capture can't enter it.
+_LOCK = threading.Lock()
 
 
 class Grouped(nn.Module):
@@ -130,6 +135,25 @@ def test_the_number_of_rows_as_a_python_number_is_taken_by_the_strict_route(tmp_
         assert all(torch.equal(*pair) for pair in zip(artifact.load()(x, x), Halves()(x, x), strict=True))
     with pytest.raises(AssertionError, match=r"Guard failed: .*x\.size\(\)\[0\] % "):
         torch.export.load(str(artifact.path)).module()(floats(5, 3), floats(5, 3))
+
+
+def test_what_a_model_does_in_its_first_call_alone_is_no_hindrance(tmp_path):
+    class Prepared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ready = False
+
+        def forward(self, x):
+            if not self.ready:
+                with _LOCK:
+                    self.ready = True
+            return x.repeat(len(x), 1)
+
+    model = Prepared()
+    artifact = export(model, mlp_calls(2, 3), tmp_path)
+    assert artifact.route == "export-strict"
+    assert not model.ready
+    assert torch.equal(artifact.load()(floats(5, 3))[0], floats(5, 3).repeat(5, 1))
 
 
 def test_a_way_that_another_batch_takes_is_proven(tmp_path):

@@ -3,6 +3,7 @@ import torch
 from real_models import REAL_MODELS, at_batch
 
 from exporters import Adapter, ExportRequest, exporter_named
+from optimizer import export
 
 
 @pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
@@ -20,7 +21,13 @@ def test_real_models_export_by_the_first_route(name, format, tmp_path):
         assert torch.allclose(expected.detach(), got, rtol=1e-3, atol=1e-4)
 
 
-def test_a_cache_among_the_outputs_is_named_with_the_way_out():
+@pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
+def test_a_cache_among_the_outputs_is_taken_apart(format, tmp_path):
     model, args, kwargs = REAL_MODELS["gpt2"]()
-    with pytest.raises(Exception, match=r"output `past_key_values` is a DynamicCache.*use_cache=False"):
-        Adapter(model, args, {**kwargs, "use_cache": True})
+    call = {"example_inputs": args or None, "example_kwargs": {**kwargs, "use_cache": True}}
+    bundle = export(model, **call, output=tmp_path / "bundle", formats=[format])
+    (artifact,) = bundle.artifacts
+    names = ["logits", "past_key_values_layers_0_keys", "past_key_values_layers_0_values"]
+    assert [spec.name for spec in artifact.outputs] == names
+    assert [output["name"] for output in bundle.parity.artifacts[format]["outputs"]] == names
+    assert bundle.parity.ok

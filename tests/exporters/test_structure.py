@@ -6,6 +6,7 @@ from torch import nn
 
 from exporters.errors import StructureError
 from exporters.structure import Structure, bind, input_names, output_names
+from optimizer.structure import leaves_of
 
 x, y, z = floats(2, 3), floats(2, 4), floats(2, 5)
 
@@ -78,6 +79,43 @@ def test_what_cannot_be_taken_apart_is_named_with_the_way_out():
         Structure({"logits": x, "past_key_values": DynamicCache()}, side="output")
     with pytest.raises(StructureError, match=r"argument `a\[0\]` is a object, which can't be taken apart"):
         Structure({"a": [object()]}, side="argument")
+
+
+class Cache:
+    """What a model may give beside its tensors."""
+
+    def __init__(self, *tensors):
+        self.seen, self.owner = 3, self
+        self.layers = [Cache(tensor) for tensor in tensors[1:]]
+        self.keys, self.values = tensors[0], {"a": None, "b": [tensors[0] + 1]}
+
+
+def test_objects_among_the_outputs_are_opened_as_a_comparison_opens_them():
+    output = {"logits": z, "cache": Cache(x, y)}
+    structure = Structure(output, side="output")
+    opened = leaves_of(output)
+    assert output_names(structure.paths, ()) == tuple(name.replace(".", "_") for name, _ in opened.tensors())
+    flat = structure.flatten(output)
+    assert all(one is other for one, (_, other) in zip(flat, opened.tensors(), strict=True))
+    again = structure.rebuild([tensor + 1 for tensor in flat])["cache"]
+    assert type(again) is Cache
+    assert again.seen == 3
+    assert torch.equal(again.layers[0].keys, y + 1)
+    with pytest.raises(StructureError, match=r"output `cache` lacks `layers`"):
+        structure.flatten({"logits": z, "cache": Cache(x)})
+
+
+def test_objects_among_the_arguments_are_refused():
+    with pytest.raises(StructureError, match="argument `cache` is a Cache, which can't be taken apart into tensors"):
+        Structure({"cache": Cache(x)}, side="argument")
+
+
+@pytest.mark.parametrize(
+    "value", [nn.Linear(1, 1), lambda: x, Cache, torch.Generator()], ids=["module", "function", "class", "generator"]
+)
+def test_what_only_keeps_tensors_is_not_opened(value):
+    with pytest.raises(StructureError, match="which can't be taken apart into tensors"):
+        Structure([x, value], side="output")
 
 
 def test_model_outputs_leave_out_what_is_none():

@@ -15,15 +15,18 @@ Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 _VOCABULARY = 37
 
 
-def lively(model: nn.Module) -> nn.Module:
-    """Transformers starts with weights of a standard deviation of 0.02, for widths that these models don't have."""
-    generator = torch.Generator().manual_seed(1)
+def lively(model: nn.Module, draw: int = 0) -> nn.Module:
+    """Transformers starts with weights of a standard deviation of 0.02, for widths that these models don't have.
+
+    Another `draw` gives other weights and statistics, whatever the model has by now.
+    """
+    generator = torch.Generator().manual_seed(1 + draw)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 fan_in = parameter[0].numel()
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.5 / fan_in**0.5))
-    return enliven(model).eval()
+    return enliven(model, seed=draw).eval()
 
 
 def _ids(length: int = 7) -> torch.Tensor:

@@ -1,0 +1,124 @@
+"""Faults in files and in results of passes, at places that are drawn at random; each can be called like what is right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import onnx
+import torch
+from planted import KINDS, File
+from torch import nn
+
+from exporters.onnx import OnnxExporter
+from exporters.torchscript import TorchScriptExporter
+from exporters.torchscript_deprecation import torchscript_allowed
+from optimizer import optimize
+from optimizer.inputs import Call
+from passes import GraphPass
+from passes.graph.rewriter import Rewriter, TensorRef
+
+BY_A_PASS = "a pass scales a weight by 1 %"
+IN_TORCHSCRIPT = "weight off by 1 %"
+SCALE = 1.01
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        place: the operation with its output, or the parameter.
+        candidate: what is to be judged: a file that was loaded, or a module.
+        seen: why a check on the way has stopped it already; "" where it goes on to the verdict.
+    """
+
+    place: str
+    candidate: Any
+    seen: str = ""
+
+
+def in_onnx(path: Path, kind: str, tensors: tuple[torch.Tensor, ...], draw: random.Random) -> Iterator[Fault]:
+    """The file with a fault of a kind, at one place after another; none where the kind has no place.
+
+    What onnxruntime takes for no file is left out: nobody can be given it.
+
+    Args:
+        tensors: its inputs at a batch of two.
+    """
+    file = _read(path, tensors)
+    places = file.candidates()
+    draw.shuffle(places)
+    spoilt = path.with_name("spoilt.onnx")
+    for number in places:
+        node, planted = file.model.graph.node[number], file.copy()
+        if not KINDS[kind](planted, number, draw):
+            continue
+        onnx.save(planted.model, spoilt)
+        try:
+            loaded = OnnxExporter.load(spoilt, "cpu")
+        except Exception:  # noqa: BLE001 - it is one of many kinds, and says that onnxruntime takes no such file
+            continue
+        yield Fault(f"{node.op_type} {node.output[0]}", loaded)
+
+
+def _read(path: Path, tensors: tuple[torch.Tensor, ...]) -> File:
+    model = onnx.load(path)
+    names = [name for node in model.graph.node for name in node.output if name]
+    seen = OnnxExporter.values(path, "cpu", names).run(tensors).values
+    floats = frozenset(name for name, value in seen.items() if value.dtype == torch.float32)
+    return File(model, {name: tuple(value.shape) for name, value in seen.items()}, floats)
+
+
+def in_torchscript(path: Path, draw: random.Random) -> Iterator[Fault]:
+    """The file with one parameter that is 1 % larger, one after another."""
+    spoilt = path.with_name("spoilt.pt")
+    names = _floats(_parameters(path)[1])
+    draw.shuffle(names)
+    for name in names:
+        module, parameters = _parameters(path)
+        with torchscript_allowed(), torch.no_grad():
+            parameters[name].mul_(SCALE)
+            module.save(str(spoilt))
+        yield Fault(name.removeprefix("model.model."), TorchScriptExporter.load(spoilt, "cpu"))
+
+
+def _parameters(path: Path) -> tuple[torch.jit.ScriptModule, dict[str, torch.Tensor]]:
+    with torchscript_allowed():
+        module = torch.jit.load(str(path))
+    return module, dict(module.named_parameters())
+
+
+def _floats(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()]
+
+
+@dataclass(frozen=True)
+class ScaleWeight(GraphPass):
+    """Scale one parameter by 1 %, and name no region that could be compared."""
+
+    name: ClassVar[str] = "scale-weight"
+    path: str = ""
+
+    def rewrite(self, graph: Rewriter) -> None:
+        owner, _, name = self.path.rpartition(".")
+        module = graph.program.root.get_submodule(owner)
+        with graph.change(owner, "scaled", ()) as change:
+            graph.set_tensor(change, TensorRef(module, name), module.get_parameter(name).detach() * SCALE)
+
+
+def by_a_pass(model: nn.Module, call: Call, draw: random.Random) -> Iterator[Fault]:
+    """What `optimize` makes of the model with a pass that scales one parameter, one after another."""
+    names = _floats(dict(model.named_parameters()))
+    draw.shuffle(names)
+    for name in names:
+        passes = [ScaleWeight(name)]
+        fast = optimize(model, passes, example_inputs=call.args or None, example_kwargs=call.kwargs or None)
+        (record,) = fast.report.passes
+        if record.status == "failed":
+            # It has no place there.
+            continue
+        yield Fault(name, fast, record.reason if record.status == "rolled-back" else "")

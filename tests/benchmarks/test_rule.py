@@ -1,0 +1,137 @@
+"""The benchmark of the verdict on two small models; judges that were spoilt are seen in its counts."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_runs import BENCHMARKS, run_benchmark
+
+from exporters.torchscript_deprecation import torchscript_allowed
+from optimizer import api
+
+OPTIONS = ("--models=resnet,vit", "--inputs=1", "--faults=1")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rule")
+    paths = {"json": folder / "new" / "rule.json", "markdown": folder / "rule.md"}
+    options = [*OPTIONS, *(f"--{name}={path}" for name, path in paths.items())]
+    # Of each model: the verdict of optimize, three files as they are exported, and all four on other inputs.
+    process = run_benchmark("rule", *options, "--runs=16", "--check", timeout=500)
+    assert process.returncode == 0, process.stderr
+    return options, json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process.stderr
+
+
+@pytest.fixture(scope="module")
+def rule():
+    # The programs there import each other by their plain names, which others may bear too.
+    before = dict(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        # torch.fx's `fuse` comes with TorchScript modules of torch's own.
+        with torchscript_allowed():
+            module = importlib.import_module("rule")
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in set(sys.modules) - set(before):
+            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+                del sys.modules[name]
+
+
+def test_judges_all_that_is_right_and_all_faults(done):
+    _, figures, markdown, _ = done
+    total = figures["total"]
+    assert {name: total[name] for name in ("runs", "failed", "missed", "errors")} == {
+        "runs": 16, "failed": 0, "missed": 0, "errors": 0,
+    }  # fmt: skip
+    for unit in figures["units"]:
+        assert {format: file["route"] for format, file in unit["files"].items()} == {
+            "torchscript": "trace", "onnx": "dynamo", "pt2": "export",
+        }  # fmt: skip
+        kinds = {(fault["what"], fault["kind"]) for fault in unit["faults"] if fault["outcome"] == "caught"}
+        assert len(kinds) == 8, kinds
+    assert "| ONNX file | 2 | 2 | 4 | 0 |" in markdown
+    assert "| torchscript | 2 | 2 | 100 % | trace 2 |" in markdown
+    assert "Of 16 right artifacts and results 0 don't pass, and of 16 faults 0 do" in markdown
+
+
+def test_goes_on_where_it_was_stopped_with_other_weights(done):
+    options, before, _, said = done
+    process = run_benchmark("rule", *options, "--runs=20", timeout=500)
+    assert process.returncode == 0, process.stderr
+    assert "resnet, weights 0" in said
+    assert "weights 0" not in process.stderr
+    units = json.loads(Path(options[3].partition("=")[2]).read_text())["units"]
+    assert units[:2] == before["units"]
+    assert [(unit["model"], unit["draw"]) for unit in units[2:]] == [("resnet", 1)]
+    # Faults are planted with the first weights alone.
+    assert not units[2]["faults"]
+    assert [run["ratio"] for run in units[2]["runs"]] != [run["ratio"] for run in units[0]["runs"]]
+
+
+def test_figures_of_other_settings_are_not_added_to(done):
+    options, *_ = done
+    process = run_benchmark("rule", *options, "--seed=1")
+    assert process.returncode == 2
+    assert "holds figures of other settings" in process.stderr
+
+
+def spoilt(rule, monkeypatch, factor):
+    """One model, measured with a judge that allows so many times the noise."""
+    right = rule.judge
+
+    def judge(measurement, **options):
+        return right(measurement, **{**options, "factor": factor})
+
+    monkeypatch.setattr(rule, "judge", judge)
+    monkeypatch.setattr(api, "judge", judge)
+    unit = rule.measure("resnet", 0, rule.Settings(inputs=1, faults=1, seed=0))
+    assert not unit.error
+    return unit, rule.totals([vars(unit)])
+
+
+def test_a_judge_that_lets_nothing_pass_is_counted(rule, monkeypatch):
+    unit, total = spoilt(rule, monkeypatch, 1e-9)
+    # The files, as they are exported, and the result on other inputs: the files aren't there for those.
+    assert [(run["what"], run["inputs"]) for run in unit.runs if run["verdict"] == "failed"] == [
+        ("torchscript", 0), ("onnx", 0), ("pt2", 0), ("passes", 1),
+    ]  # fmt: skip
+    assert total["failed"] == 4
+    assert not rule.is_met(total)
+    (table,) = [rule.right_table([vars(unit)])]
+    assert any("TorchScript file: The torchscript artifact isn't shown to compute" in line for line in table.caption)
+    assert unit.runs[-1]["figures"]["outputs"]
+
+
+def test_a_judge_that_lets_everything_pass_is_counted(rule, monkeypatch):
+    unit, total = spoilt(rule, monkeypatch, 1e9)
+    passed = {fault["kind"] for fault in unit.faults if fault["outcome"] == "passed"}
+    # What changes shapes is seen all the same, and optimize has a judge of its own.
+    assert {"weight off by 1 %", "perturbed initializer", "lower dtype"} <= passed
+    assert total["missed"] >= 4
+    assert not rule.is_met(total)
+    assert any("passes, and moves an output by" in line for line in rule.fault_table([vars(unit)]).caption)
+
+
+def test_an_error_of_the_program_is_counted(rule, monkeypatch):
+    def raising(*args, **options):
+        raise ZeroDivisionError("nothing to divide by")
+
+    monkeypatch.setattr(rule, "optimize", raising)
+    unit = rule.measure("resnet", 0, rule.Settings(inputs=1, faults=1, seed=0))
+    assert "ZeroDivisionError: nothing to divide by" in unit.error
+    assert not rule.is_met(rule.totals([vars(unit)]))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--models=nonsense", "there is no model 'nonsense'"), ("--part=3/2", "'3/2' is no share such as 1/2")],
+)
+def test_an_option_that_makes_no_sense_is_an_error(option, said):
+    process = run_benchmark("rule", option)
+    assert process.returncode == 2
+    assert said in process.stderr

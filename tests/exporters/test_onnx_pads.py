@@ -1,0 +1,49 @@
+"""Padding in front of a maximum: the file gives what the model gives, and what needs nothing stays as it is."""
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from exporters import ExportRequest, OnnxExporter
+
+
+class Padded(nn.Module):
+    """Zeros around negative numbers, and an operation on them."""
+
+    def __init__(self, dims: int, pool: str = "max_pool", value: float = 0.0) -> None:
+        super().__init__()
+        self.dims, self.value = dims, value
+        self.pool = getattr(F, f"{pool}{dims}d")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(F.pad(-x.abs() - 1, [1] * 2 * self.dims, value=self.value), 3, 2)
+
+
+def exported(model: nn.Module, dims: int, folder, **options):
+    calls = tuple(((torch.randn(size, 2, *[6] * dims),), {}) for size in (2, 3, 1))
+    artifact = OnnxExporter().export(ExportRequest(model.eval(), calls, **options), folder)
+    x = torch.randn(5, 2, *[6] * dims)
+    torch.testing.assert_close(artifact.load()(x)[0], model(x))
+    return artifact, [node for node in onnx.load(artifact.path).graph.node if node.op_type == "Pad"]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_zeros_in_front_of_a_maximum_are_kept(dims, tmp_path):
+    artifact, (pad,) = exported(Padded(dims), dims, tmp_path)
+    assert artifact.route == "dynamo"
+    assert len(pad.input) == 4
+
+
+def test_other_pads_stay_as_they_are(tmp_path):
+    _, (pad,) = exported(Padded(2, "avg_pool"), 2, tmp_path)
+    assert len(pad.input) < 4
+
+
+def test_two_pads_of_one_rank_share_their_axes(tmp_path):
+    model = nn.Sequential(Padded(2), nn.Upsample(scale_factor=2), Padded(2))
+    artifact, pads = exported(model, 2, tmp_path)
+    assert len(pads) == 2
+    assert len({pad.input[3] for pad in pads}) == 1
+    assert sum("axes_of_pads" in each.name for each in onnx.load(artifact.path).graph.initializer) == 1
