@@ -10,6 +10,7 @@ from exporters.errors import (
     RouteRefused,
     StructureError,
     UnknownFormat,
+    UnknownOpset,
     UnsafeFile,
 )
 from exporters.onnx import OnnxExporter
@@ -35,6 +36,7 @@ __all__ = [
     "TensorSpec",
     "TorchScriptExporter",
     "UnknownFormat",
+    "UnknownOpset",
     "UnsafeFile",
     "exporter_named",
     "exporter_names",

@@ -151,7 +151,8 @@ class ExportRequest:
             1 is special to every tracer) and others have other sizes.
         dynamic_batch: dim 0 of every input tensor that differs between the calls is left open in the file.
         input_names, output_names: names in place of the derived ones, one per tensor.
-        opset: version of the ONNX operator set; None is the exporter's default. Other formats don't read it.
+        opset: version of the ONNX operator set, of `exporters.opset.opsets()`; None is the exporter's default. Other formats
+            don't read it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
     """
 
@@ -209,6 +210,7 @@ class Artifact:
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
+        opset: version of the ONNX operator set that the file has; None for other formats.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
         values: makes the file give the named ones of its values, where the exporter can.
         parts: makes the modules in the file callable one by one, where it has them.
@@ -223,6 +225,7 @@ class Artifact:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
+    opset: int | None = field(default=None, kw_only=True)
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
     values: Callable[[Path, str, Collection[str]], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False

@@ -58,12 +58,18 @@ class OnnxExporter(Exporter):
         }
 
         def route(name: str) -> Route:
-            return Route(name, lambda folder: self._proven(name, captures[name], evidence, folder, programs))
+            return Route(name, lambda folder: self._proven(name, captures[name], request, evidence, folder, programs))
 
         artifact = first_right(self, evidence, [route(name) for name in captures], directory)
-        inputs, outputs = _read_specs(artifact.path, evidence)
+        header = onnx.load(artifact.path, load_external_data=False)
+        inputs, outputs = _read_specs(header.graph, evidence)
         return replace(
-            artifact, inputs=inputs, outputs=outputs, program=programs.get(artifact.route), values=self.values
+            artifact,
+            inputs=inputs,
+            outputs=outputs,
+            opset=_opset(header),
+            program=programs.get(artifact.route),
+            values=self.values,
         )
 
     @staticmethod
@@ -79,6 +85,7 @@ class OnnxExporter(Exporter):
         self,
         route: str,
         capture: Callable[[Path], _Captured],
+        request: ExportRequest,
         evidence: Evidence,
         folder: Path,
         programs: dict[str, Program],
@@ -91,7 +98,7 @@ class OnnxExporter(Exporter):
             _name_open_dims(model, evidence)
         with refusing("the file can't be written"):
             files = _save(model, folder / self.file_name)
-        _check_dims(files[0], evidence)
+        _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
         with refusing("the ONNX checker refuses the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
         session = _session_for_proof(files[0])
@@ -227,9 +234,19 @@ def _save(model: ir.Model, path: Path) -> tuple[Path, ...]:
     return (path, weights)
 
 
-def _check_dims(path: Path, evidence: Evidence) -> None:
+def _check_header(header: onnx.ModelProto, opset: int | None, evidence: Evidence) -> None:
+    """Refuse a file of another operator set than was asked for: torch keeps its own where it can't convert to that one."""
+    if opset is not None and (written := _opset(header)) != opset:
+        raise RouteRefused(f"torch's exporter gives opset {written} in place of {opset}")
+    _check_dims(header.graph, evidence)
+
+
+def _opset(header: onnx.ModelProto) -> int | None:
+    return next((entry.version for entry in header.opset_import if entry.domain in ("", "ai.onnx")), None)
+
+
+def _check_dims(graph: onnx.GraphProto, evidence: Evidence) -> None:
     """Refuse a file whose open dims aren't those that change in the model."""
-    graph = onnx.load(path, load_external_data=False).graph
     for side, values, specs in (
         ("input", graph.input, evidence.input_specs),
         ("output", graph.output, evidence.output_specs),
@@ -248,9 +265,8 @@ def _check_dims(path: Path, evidence: Evidence) -> None:
                     raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is {found} in place of {expected}")
 
 
-def _read_specs(path: Path, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """The signature as written: an open dim may be an expression there, such as "2*batch"."""
-    graph = onnx.load(path, load_external_data=False).graph
     inputs, outputs = (
         tuple(replace(spec, shape=_dims(value)) for value, spec in zip(values, specs, strict=True))
         for values, specs in ((graph.input, evidence.input_specs), (graph.output, evidence.output_specs))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from exporters.base import Adapter, Artifact, ExportRequest
+from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.bundle import (
     Bundle,
@@ -207,6 +208,7 @@ def export(
     static_batch: bool = False,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    opset: int | None = None,
     device: str = "auto",
     reference_device: str | None = None,
     require_gpu: bool = False,
@@ -232,6 +234,7 @@ def export(
         batch_sizes: at which every artifact is compared with the original, beside that of the example inputs.
         static_batch: fix the batch size of the example inputs in the files.
         input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
+        opset: version of the operator set of the ONNX file; None is the exporter's default.
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
         reference_device: where the original is run, with its float64 truth and its noise: "cpu" or "cuda", by default where
             the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
@@ -249,7 +252,7 @@ def export(
 
     Raises:
         UsageError, LoadError: as for `optimize`.
-        ExporterError: an unknown format, or one that couldn't be exported; the message names the reasons.
+        ExporterError: an unknown format or opset, or a format that couldn't be exported; the message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
@@ -263,6 +266,7 @@ def export(
     check_target(output, force=force)
     check_debug_folder(debug_dir)
     exporters = [exporter_named(name) for name in _unique(formats)]
+    refuse_opset(opset, [exporter.name for exporter in exporters])
     target = _resolved(device, require_gpu=require_gpu)
     home = target if reference_device is None else _resolved(reference_device, require_gpu=False)
     provenance = provenance_of(model)
@@ -282,7 +286,7 @@ def export(
     reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
-    request = _request(exported, samples, reference, static_batch, input_names, output_names)
+    request = replace(_request(exported, samples, reference, static_batch, input_names, output_names), opset=opset)
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     names = _names_in_files(reference, adapter)

@@ -34,6 +34,7 @@ from optimizer.options import (
     parse_batch_sizes,
     parse_factor,
     parse_names,
+    parse_opset,
     parse_seed,
     parse_tolerance,
 )
@@ -210,6 +211,7 @@ def _installed(distribution: str) -> str:
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
+@click.option("--opset", metavar="N", help="The version of the operator set of the ONNX file.  [default: torch's]")
 @click.option(
     "--atol",
     metavar="TOL",
@@ -337,6 +339,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         static_batch=values["static_batch"],
         input_names=_optional_names("--input-names", values["input_names"]),
         output_names=_optional_names("--output-names", values["output_names"]),
+        opset=None if values["opset"] is None else parse_opset(values["opset"]),
         strict=values["strict"],
         force=values["force"],
         debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat
+from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat, UnknownOpset
+from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.api import export, optimize, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
@@ -49,7 +50,7 @@ from passes.registry import describe_passes, make_passes, parse_passes
 
 Document = dict[str, Any]
 
-_USAGE = (UnknownPass, DuplicatePass, PassOptionError, PassOrderError, UnknownFormat, StructureError)
+_USAGE = (UnknownPass, DuplicatePass, PassOptionError, PassOrderError, UnknownFormat, UnknownOpset, StructureError)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -123,6 +124,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         static_batch=options.static_batch,
         input_names=options.input_names,
         output_names=options.output_names,
+        opset=options.opset,
         device=device,
         reference_device=options.reference_device,
         require_gpu=options.require_gpu,
@@ -151,6 +153,7 @@ def _check(options: ExportOptions) -> list[Pass]:
     passes = make_passes(None if options.passes is None else parse_passes(options.passes), "inference")
     for name in options.formats:
         exporter_named(name)
+    refuse_opset(options.opset, options.formats)
     for text in options.inputs:
         parse_input(text)
     refuse_missing_inputs(options.input_files)

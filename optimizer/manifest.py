@@ -232,7 +232,7 @@ _artifact = _record(
         "notes": _texts,
         "parity": _or_null(_parity),
     },
-    {"measurement": _or_null(_measurement), "placement": _or_null(_counts)},
+    {"measurement": _or_null(_measurement), "placement": _or_null(_counts), "opset": _or_null(_count)},
 )
 _pass = _record({"name": _text, "options": _object, "status": _text})
 _golden = _record(

@@ -38,6 +38,7 @@ class ExportOptions:
     static_batch: bool = False
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
+    opset: int | None = None
     strict: bool = False
     force: bool = False
     seed: int = 0
@@ -83,6 +84,13 @@ def parse_seed(text: str) -> int:
     """A whole number that torch's generators take; raises `UsageError`."""
     if not (_is_number(text) and int(text) < 2**63):
         raise UsageError(f"--seed: {text!r} is no whole number from 0 to {2**63 - 1}.")
+    return int(text)
+
+
+def parse_opset(text: str) -> int:
+    """A whole number; raises `UsageError`. Which ones there are is known to torch and onnxruntime."""
+    if not _is_number(text):
+        raise UsageError(f"--opset: {text!r} is no whole number; give one such as 17.")
     return int(text)
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny_models import enliven
 from torch import nn
 
 import optimizer
-from exporters.errors import ExportError, ProviderFallback, UnknownFormat
+from exporters.errors import ExportError, ProviderFallback, UnknownFormat, UnknownOpset
 from exporters.onnx import OnnxExporter, judge_placement
 from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
 from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError
@@ -67,6 +68,14 @@ def test_the_files_have_an_open_batch_and_names(model, image, tmp_path):
         images = torch.randn(batch, 3, 8, 8)
         logits, _ = session.run(None, {"image": images.numpy()})
         assert torch.allclose(torch.from_numpy(logits), model(images)["logits"], atol=1e-5)
+
+
+def test_the_opset_is_in_the_file_and_in_the_manifest(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", opset=17)
+    written = onnx.load(bundle.path / "model.onnx").opset_import
+    assert {entry.domain: entry.version for entry in written}[""] == 17
+    assert {artifact.format: artifact.opset for artifact in bundle.artifacts} == {"torchscript": None, "onnx": 17}
+    assert [entry["opset"] for entry in bundle.manifest["artifacts"]] == [None, 17]
 
 
 def test_names_can_be_given(model, image, tmp_path):
@@ -218,6 +227,8 @@ def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):
         ({"formats": ()}, UsageError, "formats names no format"),
         ({"example_inputs": None}, UsageError, "export() needs example_inputs"),
         ({"example_inputs": (torch.randn(2, 3),)}, LoadError, "The model raises on the example inputs"),
+        ({"opset": 999}, UnknownOpset, "There is no opset 999 here"),
+        ({"opset": 17, "formats": "torchscript"}, UnknownOpset, "An opset is that of an ONNX file"),
         ({"formats": None}, UsageError, "formats names no format"),
         ({"batch_sizes": (0,)}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
         ({"batch_sizes": 2}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),

@@ -121,7 +121,7 @@ def test_every_option_arrives(run):
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
         "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence --reference-device cpu "
-        "--debug-dir wrong"
+        "--debug-dir wrong --opset 17"
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -139,6 +139,7 @@ def test_every_option_arrives(run):
         strict=True,
         force=True,
         debug_dir=Path("wrong"),
+        opset=17,
         seed=7,
         atol={"logits": 1e-3, "a=b": 0.0},
         rtol=0.5,
@@ -196,6 +197,9 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 9223372036854775807."),
         (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
         (["m.py", "--seed", "9" * 5000], "is no whole number"),
+        (["m.py", "--opset", "-1"], "--opset: '-1' is no whole number; give one such as 17."),
+        (["m.py", "--opset", "1.5"], "--opset: '1.5' is no whole number"),
+        (["--verify", "b", "--opset", "17"], "--verify doesn't go with --opset."),
         (["m.py", "--input"], "requires an argument"),
         *(
             (["m.py", "--atol", text], f"--atol: {text!r} is no number from 0 on")
