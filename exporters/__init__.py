@@ -5,6 +5,7 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArt
 from exporters.errors import (
     ExporterError,
     ExportError,
+    MetadataError,
     OtherMachine,
     ProviderFallback,
     RouteRefused,
@@ -27,6 +28,7 @@ __all__ = [
     "Exporter",
     "ExporterError",
     "LoadedArtifact",
+    "MetadataError",
     "OnnxExporter",
     "OtherMachine",
     "ProviderFallback",

@@ -7,7 +7,7 @@ gives the model's values at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,11 +18,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from google.protobuf.message import DecodeError
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition
 from exporters.decisions import conditions_at, conditions_of, watching
-from exporters.errors import ProviderFallback, RouteRefused
+from exporters.errors import MetadataError, ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, named_dims
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
@@ -77,6 +78,14 @@ class OnnxExporter(Exporter):
         return _LoadedOnnx(path, torch.device(device))
 
     @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        try:
+            header = onnx.load(path, load_external_data=False)
+        except DecodeError as error:
+            raise MetadataError(f"The metadata of {path.name} can't be read: it is no ONNX file.") from error
+        return {entry.key: entry.value for entry in header.metadata_props}
+
+    @staticmethod
     def values(path: Path, device: str, names: Collection[str]) -> FileValues:
         """The file, ready to give the named ones of its values."""
         return OnnxValues(path, torch.device(device), names)
@@ -96,6 +105,7 @@ class OnnxExporter(Exporter):
                 programs[route] = program
             _strip(model)
             _name_open_dims(model, evidence)
+            model.metadata_props.update(evidence.metadata)
         with refusing("the file can't be written"):
             files = _save(model, folder / self.file_name)
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)

@@ -10,9 +10,9 @@ import errno
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArt
 from exporters.conditions import Condition, Line, breaks, line_through
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
+from exporters.metadata import metadata_of
 
 # Largest error, relative to the largest value of the output, that rounding could explain.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -51,6 +52,7 @@ class Evidence:
     `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
     `open_dims` are the (input, dim) that change from call to call.
     `computes_in` is the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
+    `metadata` is all that the file has to say of itself.
     """
 
     adapter: Adapter
@@ -61,6 +63,7 @@ class Evidence:
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
     computes_in: torch.dtype | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def rounding(self, dtype: torch.dtype) -> float:
         """The largest error of an output of this dtype, relative to its largest value, that rounding could explain."""
@@ -163,6 +166,7 @@ def gather(request: ExportRequest) -> Evidence:
         ),
         _output_specs(adapter.output_names, outputs, symbols),
         request.computes_in,
+        metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
     )
 
 

@@ -21,6 +21,7 @@ from exporters.conditions import Condition
 from exporters.decisions import conditions_at, conditions_of, traced_with_decisions
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
+from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
@@ -66,13 +67,17 @@ class TorchScriptExporter(Exporter):
             module = torch.jit.load(str(path), map_location=device)
         return _LoadedTorchScript(module.eval(), device)
 
+    @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        return read_extra_file(path)
+
     def _proven(
         self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path, conditions: Sequence[Condition] = ()
     ) -> tuple[Path, ...]:
         path = folder / self.file_name
         with refusing(), silent(), torchscript_allowed():
             checked = _with_input_checks(module, evidence)
-        _save(checked, path)
+        _save(checked, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
@@ -196,8 +201,8 @@ def _reads(node: Node, source: str) -> Iterator[str]:
             yield from _reads(child, f"{source}[{key!r}]" if indexed else f"{source}.{key}")
 
 
-def _save(module: torch.jit.ScriptModule, path: Path) -> None:
-    """Write the archive without its debug records, which hold paths and lines of this machine's sources, and without the
+def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
+    """Write the archive, with extra files by name, without its debug records, which hold paths and lines of this machine's sources, and without the
     inputs of the trace, which are the user's data.
 
     Raises:
@@ -206,7 +211,12 @@ def _save(module: torch.jit.ScriptModule, path: Path) -> None:
     raw = path.with_suffix(".raw")
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
     with refusing("the module can't be saved"), torchscript_allowed(), silent():
-        write_archive(raw, weights, module.save_to_buffer, partial(torch.jit.save, module))
+        write_archive(
+            raw,
+            weights,
+            partial(module.save_to_buffer, _extra_files=extra),
+            partial(torch.jit.save, module, _extra_files=extra),
+        )
     _copy_without_traces(raw, path)
     raw.unlink()
 

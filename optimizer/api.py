@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from exporters.base import Adapter, Artifact, ExportRequest
+from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.bundle import (
@@ -209,6 +210,7 @@ def export(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     opset: int | None = None,
+    metadata: Mapping[str, str] | None = None,
     device: str = "auto",
     reference_device: str | None = None,
     require_gpu: bool = False,
@@ -235,6 +237,8 @@ def export(
         static_batch: fix the batch size of the example inputs in the files.
         input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
         opset: version of the operator set of the ONNX file; None is the exporter's default.
+        metadata: texts by key that are put into every file, beside what this program writes (its version, torch's, the
+            model's class, the names of inputs and outputs).
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
         reference_device: where the original is run, with its float64 truth and its noise: "cpu" or "cuda", by default where
             the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
@@ -252,7 +256,7 @@ def export(
 
     Raises:
         UsageError, LoadError: as for `optimize`.
-        ExporterError: an unknown format or opset, or a format that couldn't be exported; the message names the reasons.
+        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported; the message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
@@ -267,6 +271,8 @@ def export(
     check_debug_folder(debug_dir)
     exporters = [exporter_named(name) for name in _unique(formats)]
     refuse_opset(opset, [exporter.name for exporter in exporters])
+    own = {} if metadata is None else metadata
+    refuse_metadata(own)
     target = _resolved(device, require_gpu=require_gpu)
     home = target if reference_device is None else _resolved(reference_device, require_gpu=False)
     provenance = provenance_of(model)
@@ -286,7 +292,9 @@ def export(
     reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
-    request = replace(_request(exported, samples, reference, static_batch, input_names, output_names), opset=opset)
+    request = replace(
+        _request(exported, samples, reference, static_batch, input_names, output_names), opset=opset, metadata=own
+    )
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     names = _names_in_files(reference, adapter)
@@ -304,6 +312,8 @@ def export(
             tell(Progress("export", number, len(exporters), exporter.name))
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
+            artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
+            notes.extend(_without_metadata(artifact, own))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
             measurement, placement = _measured(artifact, reference, adapter, target, rows)
             parity = judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names)
@@ -612,6 +622,14 @@ def _measured(
     del loaded
     gc.collect()
     return measurement, placement
+
+
+def _without_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[str]:
+    """A note where a file doesn't hold what the user has it say: exporters of other packages may know of none."""
+    lacking = [key for key, text in own.items() if artifact.metadata.get(key) != text]
+    if not lacking:
+        return ()
+    return [f"the {artifact.format} file doesn't hold the metadata {', '.join(lacking)}: its exporter writes none"]
 
 
 def _reproduction(

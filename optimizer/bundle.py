@@ -149,6 +149,7 @@ def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
         notes=tuple(entry["notes"]),
         loader=partial(load_artifact, entry["format"]),
         opset=entry.get("opset"),
+        metadata=entry.get("metadata", {}),
     )
 
 
@@ -175,6 +176,7 @@ def artifact_entry(
         "files": [path.relative_to(folder).as_posix() for path in artifact.files],
         "route": artifact.route,
         "opset": artifact.opset,
+        "metadata": dict(artifact.metadata),
         "refused": [{"route": route, "reason": reason} for route, reason in artifact.refused],
         "inputs": specs(artifact.inputs),
         "outputs": specs(artifact.outputs),

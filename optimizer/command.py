@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat, UnknownOpset
+from exporters.errors import (
+    ExporterError,
+    MetadataError,
+    ProviderFallback,
+    StructureError,
+    UnknownFormat,
+    UnknownOpset,
+)
+from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.api import export, optimize, report_of
@@ -50,7 +58,16 @@ from passes.registry import describe_passes, make_passes, parse_passes
 
 Document = dict[str, Any]
 
-_USAGE = (UnknownPass, DuplicatePass, PassOptionError, PassOrderError, UnknownFormat, UnknownOpset, StructureError)
+_USAGE = (
+    UnknownPass,
+    DuplicatePass,
+    PassOptionError,
+    PassOrderError,
+    UnknownFormat,
+    UnknownOpset,
+    MetadataError,
+    StructureError,
+)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -125,6 +142,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         input_names=options.input_names,
         output_names=options.output_names,
         opset=options.opset,
+        metadata=options.metadata,
         device=device,
         reference_device=options.reference_device,
         require_gpu=options.require_gpu,
@@ -154,6 +172,7 @@ def _check(options: ExportOptions) -> list[Pass]:
     for name in options.formats:
         exporter_named(name)
     refuse_opset(options.opset, options.formats)
+    refuse_metadata(options.metadata)
     for text in options.inputs:
         parse_input(text)
     refuse_missing_inputs(options.input_files)

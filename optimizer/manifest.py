@@ -145,6 +145,13 @@ def _counts(value: object, where: str) -> None:
         _count(count, f"{where}.{name}")
 
 
+def _texts_by_key(value: object, where: str) -> None:
+    _object(value, where)
+    assert isinstance(value, dict)
+    for key, text in value.items():
+        _text(text, f"{where}.{key}")
+
+
 _noise: dict[str, Check] = {
     "name": _text,
     "kind": _text,
@@ -232,7 +239,12 @@ _artifact = _record(
         "notes": _texts,
         "parity": _or_null(_parity),
     },
-    {"measurement": _or_null(_measurement), "placement": _or_null(_counts), "opset": _or_null(_count)},
+    {
+        "measurement": _or_null(_measurement),
+        "placement": _or_null(_counts),
+        "opset": _or_null(_count),
+        "metadata": _texts_by_key,
+    },
 )
 _pass = _record({"name": _text, "options": _object, "status": _text})
 _golden = _record(
