@@ -6,6 +6,7 @@ gives a trace with the batch size baked in.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from exporters.writing import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be mapped into memory.
 _ALIGNMENT = 64
+
+_IDENTITY = "model/.data/serialization_id"
 
 
 class TorchScriptExporter(Exporter):
@@ -224,16 +227,30 @@ def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> 
 def _copy_without_traces(source: Path, target: Path) -> None:
     """Copy a TorchScript archive record by record, into a top folder named after neither file."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
-        for record in archive.infolist():
-            name = "model/" + record.filename.partition("/")[2]
-            if name.endswith(".debug_pkl") or name.startswith("model/traced_inputs"):
-                continue
+        kept = {f"model/{name}": record for name, record in _without_traces(archive)}
+        for name, record in kept.items():
             entry = zipfile.ZipInfo(name)
             entry.file_size = record.file_size
             entry.extra = _padding(copy.start_dir, name)
+            if name == _IDENTITY:
+                copy.writestr(entry, _identity(kept))
+                continue
             with archive.open(record) as reader, copy.open(entry, "w") as writer:
                 while chunk := reader.read(1 << 20):
                     writer.write(chunk)
+
+
+def _without_traces(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
+    for record in archive.infolist():
+        name = record.filename.partition("/")[2]
+        if not (name.endswith(".debug_pkl") or name.startswith("traced_inputs")):
+            yield name, record
+
+
+def _identity(records: Mapping[str, zipfile.ZipInfo]) -> str:
+    """What an archive is told by, 40 digits as torch makes them. Its own are of the paths of this machine, too."""
+    held = [(name, record.CRC) for name, record in records.items() if name != _IDENTITY]
+    return f"{int(hashlib.sha256(repr(held).encode()).hexdigest(), 16) % 10**40:040}"
 
 
 def _padding(offset: int, name: str) -> bytes:

@@ -32,7 +32,7 @@ from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import Located, located, named_first
-from optimizer.manifest import plain, to_json_text
+from optimizer.manifest import is_to_be_repeated, plain, to_json_text
 from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
@@ -345,8 +345,9 @@ def export(
             precision=reference.precision,
         )
         report = None if provenance is None else provenance.report
-        if report is not None:
-            (folder / REPORT).write_text(to_json_text(plain(report.to_json())), encoding="utf-8")
+        told = None if report is None else _told(report)
+        if told is not None:
+            (folder / REPORT).write_text(to_json_text(plain(told)), encoding="utf-8")
         return {
             "device": describe_device(target),
             "mode": "inference",
@@ -358,7 +359,7 @@ def export(
             "parity": {**_overall(reports, reference), "reference_device": describe_device(home)},
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
-            "passes": [] if report is None else [record.to_json() for record in report.passes],
+            "passes": [] if told is None else told["passes"],
             "notes": notes,
         }
 
@@ -675,6 +676,14 @@ def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[
         "factor": worst.factor,
         "settings": dict(item for report in reports.values() for item in report.settings.items()),
     }
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """The report as it goes into a bundle: without how long anything took where the bundle is to be made again."""
+    told = report.to_json()
+    if not is_to_be_repeated():
+        return told
+    return {**told, "seconds": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
 
 
 def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:

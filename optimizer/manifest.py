@@ -418,6 +418,11 @@ def without_local_paths(value: Any, roots: tuple[str, ...]) -> Any:
 # ------------------------------------------------------------------------------------------------------ what is in it
 
 
+def is_to_be_repeated() -> bool:
+    """Whether bundles are asked for that can be made again byte by byte: by SOURCE_DATE_EPOCH, as builds are."""
+    return "SOURCE_DATE_EPOCH" in os.environ
+
+
 def creation_time() -> str:
     """Now in UTC, or the time of SOURCE_DATE_EPOCH, for bundles that can be made again byte by byte."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")

@@ -46,7 +46,8 @@ def image() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path):
+def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path, monkeypatch):
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
     fast = optimize(model, example_inputs=(image,))
     seen: list[Progress] = []
     bundle = export(fast, example_inputs=(image,), output=tmp_path / "net", progress=seen.append, source="net.py")
@@ -58,7 +59,10 @@ def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path):
     assert statuses == {"fold-conv-bias": "applied", "fold-conv-bn": "applied", "channels-last": "applied"}
     assert {step.stage for step in seen} <= set(STAGES)
     assert [step for step in seen if step.stage == "bundle"][-1].done == 1
-    assert json.loads((bundle.path / "report.json").read_text())["passes"]
+    report = json.loads((bundle.path / "report.json").read_text())
+    assert report["seconds"] > 0
+    assert [each["seconds"] for each in report["passes"]] == [each["seconds"] for each in bundle.manifest["passes"]]
+    assert None not in {each["seconds"] for each in report["passes"]}
     assert verify_bundle(bundle.path).ok
 
 
