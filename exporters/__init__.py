@@ -5,11 +5,13 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArt
 from exporters.errors import (
     ExporterError,
     ExportError,
+    MetadataError,
     OtherMachine,
     ProviderFallback,
     RouteRefused,
     StructureError,
     UnknownFormat,
+    UnknownOpset,
     UnsafeFile,
 )
 from exporters.onnx import OnnxExporter
@@ -26,6 +28,7 @@ __all__ = [
     "Exporter",
     "ExporterError",
     "LoadedArtifact",
+    "MetadataError",
     "OnnxExporter",
     "OtherMachine",
     "ProviderFallback",
@@ -35,6 +38,7 @@ __all__ = [
     "TensorSpec",
     "TorchScriptExporter",
     "UnknownFormat",
+    "UnknownOpset",
     "UnsafeFile",
     "exporter_named",
     "exporter_names",

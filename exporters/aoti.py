@@ -29,6 +29,7 @@ from exporters.exported_program import captured, conditions_of_program, guards_i
 from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
+from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.writing import write_archive
 
@@ -70,6 +71,10 @@ class AotiExporter(Exporter):
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
         return _LoadedPackage(path, torch.device(device))
+
+    @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        return read_extra_file(path)
 
     def _compiled(self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
         guards = take_guards(program)
@@ -185,7 +190,7 @@ def _package(files: Sequence[Path], evidence: Evidence, guards: Sequence[str], p
     Raises:
         OSError: the disk is full, or the like.
     """
-    from torch._inductor.package.package import package_aoti
+    from torch.export.pt2_archive._package import package_pt2
 
     ours = {
         "inputs": [asdict(spec) for spec in evidence.input_specs],
@@ -200,14 +205,15 @@ def _package(files: Sequence[Path], evidence: Evidence, guards: Sequence[str], p
             metadata = {**json.loads(file.read_text()), _OURS: json.dumps(ours)}
             file.write_text(json.dumps(metadata))
     names: list[Any] = [str(file) for file in files]
+    package = partial(package_pt2, aoti_files=names, extra_files=extra_files(evidence.metadata))
     size = sum(file.stat().st_size for file in files)
 
     def in_memory() -> bytes:
         buffer = io.BytesIO()
-        package_aoti(buffer, names)
+        package(buffer)
         return buffer.getvalue()
 
-    write_archive(path, size, in_memory, lambda target: package_aoti(target, names))
+    write_archive(path, size, in_memory, package)
 
 
 def _needs() -> list[str]:

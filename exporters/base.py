@@ -171,8 +171,10 @@ class ExportRequest:
         open_dims: by the name of an input, its open dims with the name of the size of each: {"ids": {0: "batch", 1: "time"}}.
             Dims of one name have one size. For inputs that stand here it holds in the place of `dynamic_batch`.
         input_names, output_names: names in place of the derived ones, one per tensor.
-        opset: version of the ONNX operator set; None is the exporter's default. Other formats don't read it.
+        opset: version of the ONNX operator set, of `exporters.opset.opsets()`; None is the exporter's default. Other formats
+            don't read it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
+        metadata: what the user has the file say of itself, beside what is written anyway (`exporters.metadata`).
     """
 
     model: nn.Module
@@ -183,6 +185,7 @@ class ExportRequest:
     output_names: tuple[str, ...] | None = None
     opset: int | None = None
     computes_in: torch.dtype | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,8 @@ class Artifact:
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
+        opset: version of the ONNX operator set that the file has; None for other formats.
+        metadata: what the file says of itself.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
         values: makes the file give the named ones of its values, where the exporter can.
         parts: makes the modules in the file callable one by one, where it has them.
@@ -244,6 +249,8 @@ class Artifact:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
+    opset: int | None = field(default=None, kw_only=True)
+    metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
     values: Callable[[Path, str, Collection[str]], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False
@@ -285,6 +292,15 @@ class Exporter(ABC):
         Raises:
             ProviderFallback: the device was asked for and isn't the one that would compute.
         """
+
+    @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        """What the file at `path` says of itself; nothing of it is run. Empty where the format has no place for it.
+
+        Raises:
+            MetadataError: it can't be read.
+        """
+        return {}
 
 
 def _input_names(structure: Structure, given: Sequence[str] | None) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 ExporterError
 ├── UnknownFormat        no exporter of that name
+├── UnknownOpset         an operator set that no file can be written in, or no file that has one
+├── MetadataError        a key or text that a file can't say of itself, or that can't be read
 ├── StructureError       a call whose arguments or outputs don't have the structure that was exported
 ├── RouteRefused         one route to a format didn't give a right file; the exporter goes on with the next one
 ├── ExportError          every route to a format failed; the message names each route with its reason
@@ -17,6 +19,14 @@ class ExporterError(Exception):
 
 class UnknownFormat(ExporterError):
     """No exporter of that name."""
+
+
+class UnknownOpset(ExporterError):
+    """An operator set that no file can be written in, or no file that has one."""
+
+
+class MetadataError(ExporterError):
+    """A key or text that a file can't say of itself, or that can't be read."""
 
 
 class StructureError(ExporterError):

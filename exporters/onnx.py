@@ -7,7 +7,7 @@ gives the model's values at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from google.protobuf.message import DecodeError
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition
 from exporters.decisions import conditions_at, conditions_of, watching
-from exporters.errors import ProviderFallback, RouteRefused
+from exporters.errors import MetadataError, ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, fixed_dims_told, named_dims
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
@@ -58,17 +59,31 @@ class OnnxExporter(Exporter):
         }
 
         def route(name: str) -> Route:
-            return Route(name, lambda folder: self._proven(name, captures[name], evidence, folder, programs))
+            return Route(name, lambda folder: self._proven(name, captures[name], request, evidence, folder, programs))
 
         artifact = first_right(self, evidence, [route(name) for name in captures], directory)
-        inputs, outputs = _read_specs(artifact.path, evidence)
+        header = onnx.load(artifact.path, load_external_data=False)
+        inputs, outputs = _read_specs(header.graph, evidence)
         return replace(
-            artifact, inputs=inputs, outputs=outputs, program=programs.get(artifact.route), values=self.values
+            artifact,
+            inputs=inputs,
+            outputs=outputs,
+            opset=_opset(header),
+            program=programs.get(artifact.route),
+            values=self.values,
         )
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
         return _LoadedOnnx(path, torch.device(device))
+
+    @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        try:
+            header = onnx.load(path, load_external_data=False)
+        except DecodeError as error:
+            raise MetadataError(f"The metadata of {path.name} can't be read: it is no ONNX file.") from error
+        return {entry.key: entry.value for entry in header.metadata_props}
 
     @staticmethod
     def values(path: Path, device: str, names: Collection[str]) -> FileValues:
@@ -79,6 +94,7 @@ class OnnxExporter(Exporter):
         self,
         route: str,
         capture: Callable[[Path], _Captured],
+        request: ExportRequest,
         evidence: Evidence,
         folder: Path,
         programs: dict[str, Program],
@@ -90,9 +106,10 @@ class OnnxExporter(Exporter):
             _strip(model)
             keep_pads(model)
             _name_open_dims(model, evidence)
+            model.metadata_props.update(evidence.metadata)
         with refusing("the file can't be written"):
             files = _save(model, folder / self.file_name)
-        _check_dims(files[0], evidence)
+        _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
         with refusing("the ONNX checker refuses the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
         session = _session_for_proof(files[0])
@@ -229,9 +246,19 @@ def _save(model: ir.Model, path: Path) -> tuple[Path, ...]:
     return (path, weights)
 
 
-def _check_dims(path: Path, evidence: Evidence) -> None:
+def _check_header(header: onnx.ModelProto, opset: int | None, evidence: Evidence) -> None:
+    """Refuse a file of another operator set than was asked for: torch keeps its own where it can't convert to that one."""
+    if opset is not None and (written := _opset(header)) != opset:
+        raise RouteRefused(f"torch's exporter gives opset {written} in place of {opset}")
+    _check_dims(header.graph, evidence)
+
+
+def _opset(header: onnx.ModelProto) -> int | None:
+    return next((entry.version for entry in header.opset_import if entry.domain in ("", "ai.onnx")), None)
+
+
+def _check_dims(graph: onnx.GraphProto, evidence: Evidence) -> None:
     """Refuse a file whose open dims aren't those that change in the model."""
-    graph = onnx.load(path, load_external_data=False).graph
     for side, values, specs in (
         ("input", graph.input, evidence.input_specs),
         ("output", graph.output, evidence.output_specs),
@@ -250,9 +277,8 @@ def _check_dims(path: Path, evidence: Evidence) -> None:
                     raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is {found} in place of {expected}")
 
 
-def _read_specs(path: Path, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """The signature as written: an open dim may be an expression there, such as "2*batch"."""
-    graph = onnx.load(path, load_external_data=False).graph
     inputs, outputs = (
         tuple(replace(spec, shape=_dims(value)) for value, spec in zip(values, specs, strict=True))
         for values, specs in ((graph.input, evidence.input_specs), (graph.output, evidence.output_specs))

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from exporters.conditions import Condition, Line, breaks, line_through
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 from exporters.lists import lists_as_long_as_a_size
+from exporters.metadata import metadata_of
 
 # Largest error, relative to the largest value of the output, that rounding could explain.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -75,6 +76,7 @@ class Evidence:
     `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
     `open_dims` are the (input, dim) that change from call to call, `declared` those among them that the request names.
     `computes_in` is the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
+    `metadata` is all that the file has to say of itself.
     `directions` are the ways in which the sizes change, where there are several; `steps` is that of a direction.
     """
 
@@ -86,6 +88,7 @@ class Evidence:
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
     computes_in: torch.dtype | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
     declared: frozenset[tuple[int, int]] = frozenset()
     directions: tuple[Direction, ...] = ()
     steps: tuple[int, ...] = ()
@@ -246,6 +249,7 @@ def gather(request: ExportRequest) -> Evidence:
         ),
         _output_specs(adapter.output_names, outputs, symbols),
         request.computes_in,
+        metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
         frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
         directions,
     )

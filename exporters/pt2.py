@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from exporters.decisions import conditions_at
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
+from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, dtype_name, first_right, gather, prove, prove_beyond, refusing
 from exporters.pt2_contents import refuse_unsafe
 from exporters.writing import write_archive
@@ -47,6 +48,10 @@ class Pt2Exporter(Exporter):
                 program = move_to_device_pass(program, device)
             return _LoadedProgram(program, device)
 
+    @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        return read_extra_file(path)
+
     def _exported(self, evidence: Evidence, folder: Path, *, strict: bool) -> tuple[Path, ...]:
         program = captured(evidence, strict=strict)
         conditions = conditions_of_program(program, evidence)
@@ -58,7 +63,7 @@ class Pt2Exporter(Exporter):
             agreed = prove_beyond(evidence, unguarded, conditions, conditions_at, errors)
         program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
-        _save(program, path)
+        _save(program, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, device)
         with undisturbed(evidence.adapter), silent():
@@ -99,8 +104,8 @@ def _spec(name: Any, value: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, dtype_name(value), tuple(shape))
 
 
-def _save(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write the archive, without the inputs of the capture, which are the user's data.
+def _save(program: torch.export.ExportedProgram, path: Path, extra: dict[str, str]) -> None:
+    """Write the archive, with extra files by name, without the inputs of the capture, which are the user's data.
 
     Raises:
         OSError: the disk is full, or the like.
@@ -110,7 +115,8 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
         program = move_to_device_pass(program, "cpu")
         program.example_inputs = (tuple(map(_blank, input_specs(program), program.example_inputs[0])), {})
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
-        write_archive(path, weights, lambda: _in_memory(program), partial(torch.export.save, program))
+        save = partial(torch.export.save, program, extra_files=extra)
+        write_archive(path, weights, lambda: _in_memory(save), save)
 
 
 def _blank(spec: TensorSpec, example: torch.Tensor) -> torch.Tensor:
@@ -118,7 +124,7 @@ def _blank(spec: TensorSpec, example: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=example.dtype).expand(example.shape)
 
 
-def _in_memory(program: torch.export.ExportedProgram) -> bytes:
+def _in_memory(save: Callable[[io.BytesIO], object]) -> bytes:
     buffer = io.BytesIO()
-    torch.export.save(program, buffer)
+    save(buffer)
     return buffer.getvalue()

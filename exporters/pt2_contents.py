@@ -24,7 +24,7 @@ from exporters.guards import UnreadableGuard, refuse_unreadable
 _RECORDS = re.compile(
     r"data/weights/(weight_\d+|model_weights_config\.json)"
     r"|data/constants/(tensor_\d+|model_constants_config\.json)"
-    r"|models/model\.json|data/sample_inputs/model\.pt"
+    r"|models/model\.json|data/sample_inputs/model\.pt|extra/metadata\.json"
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
 )
 _PAYLOAD = re.compile(r"(weight|tensor)_\d+")

@@ -6,6 +6,7 @@ gives a trace with the batch size baked in.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from exporters.conditions import Condition
 from exporters.decisions import conditions_at, conditions_of, traced_with_decisions
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
+from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
@@ -29,6 +31,8 @@ from exporters.writing import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be mapped into memory.
 _ALIGNMENT = 64
+
+_IDENTITY = "model/.data/serialization_id"
 
 
 class TorchScriptExporter(Exporter):
@@ -66,13 +70,17 @@ class TorchScriptExporter(Exporter):
             module = torch.jit.load(str(path), map_location=device)
         return _LoadedTorchScript(module.eval(), device)
 
+    @staticmethod
+    def read_metadata(path: Path) -> Mapping[str, str]:
+        return read_extra_file(path)
+
     def _proven(
         self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path, conditions: Sequence[Condition] = ()
     ) -> tuple[Path, ...]:
         path = folder / self.file_name
         with refusing(), silent(), torchscript_allowed():
             checked = _with_input_checks(module, evidence)
-        _save(checked, path)
+        _save(checked, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
@@ -196,8 +204,8 @@ def _reads(node: Node, source: str) -> Iterator[str]:
             yield from _reads(child, f"{source}[{key!r}]" if indexed else f"{source}.{key}")
 
 
-def _save(module: torch.jit.ScriptModule, path: Path) -> None:
-    """Write the archive without its debug records, which hold paths and lines of this machine's sources, and without the
+def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
+    """Write the archive, with extra files by name, without its debug records, which hold paths and lines of this machine's sources, and without the
     inputs of the trace, which are the user's data.
 
     Raises:
@@ -206,7 +214,12 @@ def _save(module: torch.jit.ScriptModule, path: Path) -> None:
     raw = path.with_suffix(".raw")
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
     with refusing("the module can't be saved"), torchscript_allowed(), silent():
-        write_archive(raw, weights, module.save_to_buffer, partial(torch.jit.save, module))
+        write_archive(
+            raw,
+            weights,
+            partial(module.save_to_buffer, _extra_files=extra),
+            partial(torch.jit.save, module, _extra_files=extra),
+        )
     _copy_without_traces(raw, path)
     raw.unlink()
 
@@ -214,16 +227,30 @@ def _save(module: torch.jit.ScriptModule, path: Path) -> None:
 def _copy_without_traces(source: Path, target: Path) -> None:
     """Copy a TorchScript archive record by record, into a top folder named after neither file."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
-        for record in archive.infolist():
-            name = "model/" + record.filename.partition("/")[2]
-            if name.endswith(".debug_pkl") or name.startswith("model/traced_inputs"):
-                continue
+        kept = {f"model/{name}": record for name, record in _without_traces(archive)}
+        for name, record in kept.items():
             entry = zipfile.ZipInfo(name)
             entry.file_size = record.file_size
             entry.extra = _padding(copy.start_dir, name)
+            if name == _IDENTITY:
+                copy.writestr(entry, _identity(kept))
+                continue
             with archive.open(record) as reader, copy.open(entry, "w") as writer:
                 while chunk := reader.read(1 << 20):
                     writer.write(chunk)
+
+
+def _without_traces(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
+    for record in archive.infolist():
+        name = record.filename.partition("/")[2]
+        if not (name.endswith(".debug_pkl") or name.startswith("traced_inputs")):
+            yield name, record
+
+
+def _identity(records: Mapping[str, zipfile.ZipInfo]) -> str:
+    """What an archive is told by, 40 digits as torch makes them. Its own are of the paths of this machine, too."""
+    held = [(name, record.CRC) for name, record in records.items() if name != _IDENTITY]
+    return f"{int(hashlib.sha256(repr(held).encode()).hexdigest(), 16) % 10**40:040}"
 
 
 def _padding(offset: int, name: str) -> bytes:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from exporters.base import Adapter, Artifact, ExportRequest, named_inputs
+from exporters.metadata import refuse_metadata
+from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.bundle import (
     Bundle,
@@ -31,7 +33,7 @@ from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import Located, located, named_first
-from optimizer.manifest import plain, to_json_text
+from optimizer.manifest import is_to_be_repeated, plain, to_json_text
 from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
@@ -209,6 +211,8 @@ def export(
     dynamic: Dynamic | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    opset: int | None = None,
+    metadata: Mapping[str, str] | None = None,
     device: str = "auto",
     reference_device: str | None = None,
     require_gpu: bool = False,
@@ -237,6 +241,9 @@ def export(
             2: "time"}}: dims of one name have one size. It holds in the place of dim 0 for the inputs that it names. Each size
             is one of its own: original and artifacts are compared at several of each, and where all grow together.
         input_names, output_names: one per tensor, in place of those of the forward's signature and of the output's keys.
+        opset: version of the operator set of the ONNX file; None is the exporter's default.
+        metadata: texts by key that are put into every file, beside what this program writes (its version, torch's, the
+            model's class, the names of inputs and outputs).
         device: "auto", "cpu" or "cuda": where the artifacts are run and compared.
         reference_device: where the original is run, with its float64 truth and its noise: "cpu" or "cuda", by default where
             the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
@@ -254,7 +261,7 @@ def export(
 
     Raises:
         UsageError, LoadError: as for `optimize`.
-        ExporterError: an unknown format, or one that couldn't be exported; the message names the reasons.
+        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported; the message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
@@ -268,6 +275,9 @@ def export(
     check_target(output, force=force)
     check_debug_folder(debug_dir)
     exporters = [exporter_named(name) for name in _unique(formats)]
+    refuse_opset(opset, [exporter.name for exporter in exporters])
+    own = {} if metadata is None else metadata
+    refuse_metadata(own)
     target = _resolved(device, require_gpu=require_gpu)
     home = target if reference_device is None else _resolved(reference_device, require_gpu=False)
     provenance = provenance_of(model)
@@ -293,7 +303,9 @@ def export(
         notes.append(
             f"the batch is fixed, as by static_batch: the model raises at the other sizes that were tried ({why})"
         )
-    request = _request(exported, samples, reference, static_batch, dims, input_names, output_names)
+    request = replace(
+        _request(exported, samples, reference, static_batch, dims, input_names, output_names), opset=opset, metadata=own
+    )
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     names = _names_in_files(reference, adapter)
@@ -311,6 +323,8 @@ def export(
             tell(Progress("export", number, len(exporters), exporter.name))
             with kept_values(exported, reference.written):
                 artifact = exporter.export(request, folder)
+            artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
+            notes.extend(_without_metadata(artifact, own))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
             measurement, placement = _measured(artifact, reference, adapter, target, rows)
             parity = judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names)
@@ -342,8 +356,9 @@ def export(
             precision=reference.precision,
         )
         report = None if provenance is None else provenance.report
-        if report is not None:
-            (folder / REPORT).write_text(to_json_text(plain(report.to_json())), encoding="utf-8")
+        told = None if report is None else _told(report)
+        if told is not None:
+            (folder / REPORT).write_text(to_json_text(plain(told)), encoding="utf-8")
         return {
             "device": describe_device(target),
             "mode": "inference",
@@ -355,7 +370,7 @@ def export(
             "parity": {**_overall(reports, reference), "reference_device": describe_device(home)},
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
-            "passes": [] if report is None else [record.to_json() for record in report.passes],
+            "passes": [] if told is None else told["passes"],
             "notes": notes,
         }
 
@@ -676,6 +691,14 @@ def _measured(
     return measurement, placement
 
 
+def _without_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[str]:
+    """A note where a file doesn't hold what the user has it say: exporters of other packages may know of none."""
+    lacking = [key for key, text in own.items() if artifact.metadata.get(key) != text]
+    if not lacking:
+        return ()
+    return [f"the {artifact.format} file doesn't hold the metadata {', '.join(lacking)}: its exporter writes none"]
+
+
 def _reproduction(
     directory: Path,
     artifact: Artifact,
@@ -719,6 +742,14 @@ def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[
         "factor": worst.factor,
         "settings": dict(item for report in reports.values() for item in report.settings.items()),
     }
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """The report as it goes into a bundle: without how long anything took where the bundle is to be made again."""
+    told = report.to_json()
+    if not is_to_be_repeated():
+        return told
+    return {**told, "seconds": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
 
 
 def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:

@@ -148,6 +148,8 @@ def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
         outputs=specs(entry["outputs"]),
         notes=tuple(entry["notes"]),
         loader=partial(load_artifact, entry["format"]),
+        opset=entry.get("opset"),
+        metadata=entry.get("metadata", {}),
     )
 
 
@@ -173,6 +175,8 @@ def artifact_entry(
         "path": artifact.path.relative_to(folder).as_posix(),
         "files": [path.relative_to(folder).as_posix() for path in artifact.files],
         "route": artifact.route,
+        "opset": artifact.opset,
+        "metadata": dict(artifact.metadata),
         "refused": [{"route": route, "reason": reason} for route, reason in artifact.refused],
         "inputs": specs(artifact.inputs),
         "outputs": specs(artifact.outputs),

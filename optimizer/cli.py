@@ -34,7 +34,9 @@ from optimizer.options import (
     parse_batch_sizes,
     parse_dynamic,
     parse_factor,
+    parse_metadata,
     parse_names,
+    parse_opset,
     parse_seed,
     parse_tolerance,
 )
@@ -219,6 +221,8 @@ def _installed(distribution: str) -> str:
 )
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
+@click.option("--opset", metavar="N", help="The version of the operator set of the ONNX file.  [default: torch's]")
+@click.option("--metadata", metavar="KEY=VALUE", multiple=True, help="Put a text into every file, such as author=Jane.")
 @click.option(
     "--atol",
     metavar="TOL",
@@ -347,6 +351,8 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         dynamic=parse_dynamic(values["dynamic"]),
         input_names=_optional_names("--input-names", values["input_names"]),
         output_names=_optional_names("--output-names", values["output_names"]),
+        opset=None if values["opset"] is None else parse_opset(values["opset"]),
+        metadata=parse_metadata(values["metadata"]),
         strict=values["strict"],
         force=values["force"],
         debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,

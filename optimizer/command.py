@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from exporters.errors import ExporterError, ProviderFallback, StructureError, UnknownFormat
+from exporters.errors import (
+    ExporterError,
+    MetadataError,
+    ProviderFallback,
+    StructureError,
+    UnknownFormat,
+    UnknownOpset,
+)
+from exporters.metadata import refuse_metadata
+from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.api import check_dynamic, export, optimize, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
@@ -49,7 +58,16 @@ from passes.registry import describe_passes, make_passes, parse_passes
 
 Document = dict[str, Any]
 
-_USAGE = (UnknownPass, DuplicatePass, PassOptionError, PassOrderError, UnknownFormat, StructureError)
+_USAGE = (
+    UnknownPass,
+    DuplicatePass,
+    PassOptionError,
+    PassOrderError,
+    UnknownFormat,
+    UnknownOpset,
+    MetadataError,
+    StructureError,
+)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -132,6 +150,8 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         dynamic=options.dynamic,
         input_names=options.input_names,
         output_names=options.output_names,
+        opset=options.opset,
+        metadata=options.metadata,
         device=device,
         reference_device=options.reference_device,
         require_gpu=options.require_gpu,
@@ -160,6 +180,8 @@ def _check(options: ExportOptions) -> list[Pass]:
     passes = make_passes(None if options.passes is None else parse_passes(options.passes), "inference")
     for name in options.formats:
         exporter_named(name)
+    refuse_opset(options.opset, options.formats)
+    refuse_metadata(options.metadata)
     for text in options.inputs:
         parse_input(text)
     refuse_missing_inputs(options.input_files)

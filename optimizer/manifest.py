@@ -145,6 +145,13 @@ def _counts(value: object, where: str) -> None:
         _count(count, f"{where}.{name}")
 
 
+def _texts_by_key(value: object, where: str) -> None:
+    _object(value, where)
+    assert isinstance(value, dict)
+    for key, text in value.items():
+        _text(text, f"{where}.{key}")
+
+
 _noise: dict[str, Check] = {
     "name": _text,
     "kind": _text,
@@ -233,7 +240,12 @@ _artifact = _record(
         "notes": _texts,
         "parity": _or_null(_parity),
     },
-    {"measurement": _or_null(_measurement), "placement": _or_null(_counts)},
+    {
+        "measurement": _or_null(_measurement),
+        "placement": _or_null(_counts),
+        "opset": _or_null(_count),
+        "metadata": _texts_by_key,
+    },
 )
 _pass = _record({"name": _text, "options": _object, "status": _text})
 _golden = _record(
@@ -406,6 +418,11 @@ def without_local_paths(value: Any, roots: tuple[str, ...]) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------ what is in it
+
+
+def is_to_be_repeated() -> bool:
+    """Whether bundles are asked for that can be made again byte by byte: by SOURCE_DATE_EPOCH, as builds are."""
+    return "SOURCE_DATE_EPOCH" in os.environ
 
 
 def creation_time() -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +39,8 @@ class ExportOptions:
     dynamic: dict[str, dict[int, str | None]] | None = None
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
+    opset: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
     strict: bool = False
     force: bool = False
     seed: int = 0
@@ -85,6 +87,26 @@ def parse_seed(text: str) -> int:
     if not (_is_number(text) and int(text) < 2**63):
         raise UsageError(f"--seed: {text!r} is no whole number from 0 to {2**63 - 1}.")
     return int(text)
+
+
+def parse_opset(text: str) -> int:
+    """A whole number; raises `UsageError`. Which ones there are is known to torch and onnxruntime."""
+    if not _is_number(text):
+        raise UsageError(f"--opset: {text!r} is no whole number; give one such as 17.")
+    return int(text)
+
+
+def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
+    """`["author=Jane"]` as texts by key; raises `UsageError` for one without a key, and for a key that is given twice."""
+    found: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--metadata {text!r} has no key; give one such as --metadata author=Jane.")
+        if key in found:
+            raise UsageError(f"--metadata gives {key} twice.")
+        found[key] = value
+    return found
 
 
 def parse_names(option: str, text: str) -> tuple[str, ...]:

@@ -17,6 +17,9 @@ from optimizer.report import remark_lines
 _WIDE = 4096
 _STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous": "yellow", "failed": "red"}
 
+# What every file says of itself (`exporters.metadata`).
+_OURS = "optimize_export."
+
 Document = Mapping[str, Any]
 
 
@@ -69,6 +72,9 @@ def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iter
         if rows := (artifact.get("parity") or {}).get("rows"):
             yield Text(_rows(artifact["format"], rows))
     for artifact in document.get("artifacts", ()):
+        if given := [item for item in artifact.get("metadata", {}).items() if not item[0].startswith(_OURS)]:
+            yield Text(_metadata(artifact["format"], given))
+    for artifact in document.get("artifacts", ()):
         if (place := artifact.get("divergence")) is not None:
             yield Text(_differs(artifact["format"], place))
     for note in document.get("notes", ()):
@@ -77,6 +83,11 @@ def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iter
         yield Text(_gained(document["report"]))
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
+
+
+def _metadata(format: str, given: Sequence[tuple[str, str]]) -> str:
+    texts = (f"{key}={' '.join(value.split())}" for key, value in given)
+    return f"metadata of {format}: {', '.join(texts)}"
 
 
 def _rows(format: str, rows: Document) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +56,7 @@ class ArtifactFigures:
     parity: ParityReport | None
     placement: Mapping[str, int] | None = None
     error: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -78,6 +79,7 @@ class ArtifactFigures:
             "calls": self.calls,
             "parity": None if self.parity is None else self.parity.to_json(),
             "placement": None if self.placement is None else dict(self.placement),
+            "metadata": dict(self.metadata),
             "problem": self.problem,
         }
 
@@ -245,7 +247,9 @@ def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load
         if broken := [*distrusted, *(path for path in artifact["files"] if path in damage)]:
             notes.append(f"{artifact['path']} was not run, because of {', '.join(broken)}")
             continue
-        figures.append(_run_artifact(folder, artifact, golden, calls, FACTOR * factor, device, load))
+        ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, device, load)
+        # Those of the manifest: the file is the one that they were read from.
+        figures.append(replace(ran, metadata=artifact.get("metadata", {})))
         if (parity := figures[-1].parity) is not None and parity.verdict == "vacuous":
             notes.append(f"{artifact['path']} proves nothing: {parity.reason}")
     return VerifyReport(folder, device, tuple(damage.values()), tuple(figures), tuple(notes))

@@ -64,7 +64,8 @@ def artifact(model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(places["cache"]))
         patch.setattr(tempfile, "tempdir", str(places["temporary"]))
-        made = export(model, tuple(map(everything_call, (4, 6, 2))), tmp_path_factory.mktemp("aoti"))
+        calls = tuple(map(everything_call, (4, 6, 2)))
+        made = export(model, calls, tmp_path_factory.mktemp("aoti"), metadata={"author": "Jane"})
     assert {name: list(place.iterdir()) for name, place in places.items()} == {"cache": [], "temporary": []}
     assert list(made.path.parent.iterdir()) == [made.path]
     return made
@@ -84,6 +85,12 @@ def library(artifact):
     with zipfile.ZipFile(artifact.path) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".so")]
         return archive.read(name)
+
+
+def test_it_holds_metadata_which_are_read_without_running_it(artifact):
+    found = AotiExporter.read_metadata(artifact.path)
+    assert (found["author"], found["optimize_export.model"]) == ("Jane", "Everything")
+    assert found["optimize_export.inputs"] == json.dumps([spec.name for spec in artifact.inputs])
 
 
 def test_it_computes_what_the_model_computes_at_any_batch(model, artifact, inputs):
@@ -148,7 +155,7 @@ def test_the_package_tells_nothing_of_this_machine(artifact, tmp_path):
     with zipfile.ZipFile(artifact.path) as archive:
         names = [name.rpartition("/")[2] for name in archive.namelist()]
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 0, 0, 0, 0, 0)}
-    own = ["model.wrapper_metadata.json", "model.wrapper.so"]
+    own = ["model.wrapper_metadata.json", "model.wrapper.so", "metadata.json"]
     assert sorted(names) == sorted(
         [*own, "archive_format", "archive_version", "version", "byteorder", "serialization_id"]
     )
@@ -159,7 +166,7 @@ def test_a_second_export_writes_the_same_bytes_whatever_the_number_of_threads(mo
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        again = export(model, tuple(map(everything_call, (4, 6, 2))), tmp_path)
+        again = export(model, tuple(map(everything_call, (4, 6, 2))), tmp_path, metadata={"author": "Jane"})
     finally:
         torch.set_num_threads(before)
     assert again.path.read_bytes() == artifact.path.read_bytes()

@@ -100,6 +100,7 @@ def test_weights_that_run_code_are_never_unpickled(place, exported, changed, tmp
         "serialized_state_dict.pt",
         "version",
         "models/other.json",
+        "extra/other.json",
     ],
 )
 def test_records_that_a_program_has_no_need_of_are_refused(record, changed):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -11,8 +12,11 @@ from tiny_models import enliven
 from torch import nn
 
 import optimizer
-from exporters.errors import ExportError, ProviderFallback, UnknownFormat
+from exporters.base import Exporter
+from exporters.errors import ExportError, MetadataError, ProviderFallback, UnknownFormat, UnknownOpset
 from exporters.onnx import OnnxExporter, judge_placement
+from exporters.registry import exporter_named
+from exporters.torchscript import TorchScriptExporter
 from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
 from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError
 from optimizer.report import STAGES, Progress
@@ -42,7 +46,8 @@ def image() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path):
+def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path, monkeypatch):
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
     fast = optimize(model, example_inputs=(image,))
     seen: list[Progress] = []
     bundle = export(fast, example_inputs=(image,), output=tmp_path / "net", progress=seen.append, source="net.py")
@@ -54,7 +59,10 @@ def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path):
     assert statuses == {"fold-conv-bias": "applied", "fold-conv-bn": "applied", "channels-last": "applied"}
     assert {step.stage for step in seen} <= set(STAGES)
     assert [step for step in seen if step.stage == "bundle"][-1].done == 1
-    assert json.loads((bundle.path / "report.json").read_text())["passes"]
+    report = json.loads((bundle.path / "report.json").read_text())
+    assert report["seconds"] > 0
+    assert [each["seconds"] for each in report["passes"]] == [each["seconds"] for each in bundle.manifest["passes"]]
+    assert None not in {each["seconds"] for each in report["passes"]}
     assert verify_bundle(bundle.path).ok
 
 
@@ -67,6 +75,39 @@ def test_the_files_have_an_open_batch_and_names(model, image, tmp_path):
         images = torch.randn(batch, 3, 8, 8)
         logits, _ = session.run(None, {"image": images.numpy()})
         assert torch.allclose(torch.from_numpy(logits), model(images)["logits"], atol=1e-5)
+
+
+def test_the_opset_is_in_the_file_and_in_the_manifest(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", opset=17)
+    written = onnx.load(bundle.path / "model.onnx").opset_import
+    assert {entry.domain: entry.version for entry in written}[""] == 17
+    assert {artifact.format: artifact.opset for artifact in bundle.artifacts} == {"torchscript": None, "onnx": 17}
+    assert [entry["opset"] for entry in bundle.manifest["artifacts"]] == [None, 17]
+
+
+def test_metadata_are_in_every_file_and_in_the_manifest(model, image, tmp_path):
+    given = {"author": "Jane", "stride": "32"}
+    formats = ("torchscript", "onnx", "pt2")
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", formats=formats, metadata=given)
+    for artifact, entry in zip(bundle.artifacts, bundle.manifest["artifacts"], strict=True):
+        found = exporter_named(artifact.format).read_metadata(artifact.path)
+        assert artifact.metadata == entry["metadata"] == found
+        assert given.items() <= found.items()
+        assert found["optimize_export.outputs"] == '["logits", "features"]'
+    assert not any("metadata" in note for note in bundle.manifest["notes"])
+    checked = verify_bundle(bundle.path).to_json()["artifacts"]
+    assert [each["metadata"] for each in checked] == [entry["metadata"] for entry in bundle.manifest["artifacts"]]
+
+
+def test_an_exporter_that_knows_no_metadata_goes_on_and_is_named(model, image, tmp_path, monkeypatch):
+    monkeypatch.setattr(TorchScriptExporter, "read_metadata", staticmethod(Exporter.read_metadata))
+    options = {"example_inputs": (image,), "formats": "torchscript"}
+    bundle = export(model, output=tmp_path / "net", metadata={"author": "Jane"}, **options)
+    assert bundle.artifacts[0].metadata == {}
+    (note,) = (note for note in bundle.manifest["notes"] if "metadata" in note)
+    assert note == "the torchscript file doesn't hold the metadata author: its exporter writes none"
+    bundle = export(model, output=tmp_path / "plain", **options)
+    assert not any("metadata" in note for note in bundle.manifest["notes"])
 
 
 def test_names_can_be_given(model, image, tmp_path):
@@ -218,6 +259,10 @@ def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):
         ({"formats": ()}, UsageError, "formats names no format"),
         ({"example_inputs": None}, UsageError, "export() needs example_inputs"),
         ({"example_inputs": (torch.randn(2, 3),)}, LoadError, "The model raises on the example inputs"),
+        ({"opset": 999}, UnknownOpset, "There is no opset 999 here"),
+        ({"opset": 17, "formats": "torchscript"}, UnknownOpset, "An opset is that of an ONNX file"),
+        ({"metadata": {"": "x"}}, MetadataError, "The metadata key '' is empty"),
+        ({"metadata": {"optimize_export.torch": "1"}}, MetadataError, "The metadata key 'optimize_export.torch' is"),
         ({"formats": None}, UsageError, "formats names no format"),
         ({"batch_sizes": (0,)}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
         ({"batch_sizes": 2}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
-from optimizer import cli
+from exporters.metadata import metadata_of
+from optimizer import cli, result_table
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -121,7 +123,8 @@ def test_every_option_arrives(run):
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
         "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence --reference-device cpu "
-        "--debug-dir wrong"
+        "--debug-dir wrong --opset 17 "
+        "--metadata author=Jane --metadata url=a=b --metadata empty="
     )
     assert run(*text.split()).options == ExportOptions(
         model="m.py",
@@ -139,6 +142,8 @@ def test_every_option_arrives(run):
         strict=True,
         force=True,
         debug_dir=Path("wrong"),
+        opset=17,
+        metadata={"author": "Jane", "url": "a=b", "empty": ""},
         seed=7,
         atol={"logits": 1e-3, "a=b": 0.0},
         rtol=0.5,
@@ -196,6 +201,15 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 9223372036854775807."),
         (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
         (["m.py", "--seed", "9" * 5000], "is no whole number"),
+        (["m.py", "--opset", "-1"], "--opset: '-1' is no whole number; give one such as 17."),
+        (["m.py", "--opset", "1.5"], "--opset: '1.5' is no whole number"),
+        (["--verify", "b", "--opset", "17"], "--verify doesn't go with --opset."),
+        (["m.py", "--metadata", "author"], "--metadata 'author' has no key; give one such as --metadata author=Jane."),
+        (["m.py", "--metadata", "=Jane"], "--metadata '=Jane' has no key"),
+        (["m.py", "--metadata", " =Jane"], "--metadata ' =Jane' has no key"),
+        (["m.py", "--metadata", "a=1", "--metadata", "a=1"], "--metadata gives a twice."),
+        (["m.py", "--metadata", "--force"], "--metadata is given no KEY=VALUE: --force stands in its place."),
+        (["--verify", "b", "--metadata", "a=1"], "--verify doesn't go with --metadata."),
         (["m.py", "--input"], "requires an argument"),
         *(
             (["m.py", "--atol", text], f"--atol: {text!r} is no number from 0 on")
@@ -504,6 +518,14 @@ def test_a_bundle_that_is_judged_again_shows_what_was_run_where():
     ]
 
 
+def test_the_users_metadata_are_shown_and_not_those_that_every_file_has():
+    metadata = {"author": "Jane", "notes": "two\nlines", "optimize_export.torch": "2.13"}
+    text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "metadata": metadata}]}, terminal=False)
+    assert "metadata of onnx: author=Jane, notes=two lines" in text.splitlines()
+    assert "optimize_export" not in text
+    assert all(key.startswith(result_table._OURS) for key in metadata_of(nn.Identity(), (), (), {}))
+
+
 def test_rows_are_told_of_below_the_figures():
     rows = {"ok": True, "alone": False, "batch_sizes": [2, 3], "without_rows": ["loss"], "outputs": [], "problem": None}
     parity = {**DONE["artifacts"][0]["parity"], "rows": rows}
@@ -563,7 +585,8 @@ def test_torch_isnt_imported_before_it_is_needed(arguments):
 
 FAKE = """
 import atexit, os, signal, sys, threading
-from optimizer import cli
+from exporters.metadata import metadata_of
+from optimizer import cli, result_table
 class Engine:
     @staticmethod
     def export_model(options, progress):

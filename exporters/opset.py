@@ -1,0 +1,63 @@
+"""Which versions of the ONNX operator set a file can be written in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import onnx
+import onnxruntime as ort
+from torch.onnx import _constants as limits
+
+from exporters.errors import UnknownOpset
+
+
+def refuse_opset(opset: object, formats: Sequence[str]) -> None:
+    """Raise UnknownOpset where files of that operator set can't be written, or none that has one is asked for.
+
+    Args:
+        opset: what the user gave; None is the exporter's default and always right.
+        formats: the names of the formats that are asked for.
+    """
+    if opset is None:
+        return
+    if not isinstance(opset, int) or isinstance(opset, bool):
+        raise UnknownOpset(f"The opset is a whole number, not {opset!r}.")
+    if "onnx" not in formats:
+        raise UnknownOpset(
+            f"An opset is that of an ONNX file, and the formats are {', '.join(formats)}: add onnx, or leave it out."
+        )
+    known = opsets()
+    if opset not in known:
+        raise UnknownOpset(
+            f"There is no opset {opset} here: torch's exporters write, and onnxruntime {ort.__version__} reads, those from"
+            f" {known[0]} to {known[-1]}."
+        )
+
+
+@cache
+def opsets() -> range:
+    """The operator sets that torch's exporters write and the installed onnxruntime reads."""
+    # onnxruntime has no word for its newest one: it is asked by a file.
+    newest = next(opset for opset in range(limits.ONNX_MAX_OPSET, 0, -1) if is_read(opset))
+    # Below the base, files have their weights for inputs.
+    return range(limits.ONNX_BASE_OPSET, newest + 1)
+
+
+def is_read(opset: int) -> bool:
+    """Whether the installed onnxruntime loads a file of an operator set."""
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["x"], ["y"])],
+        "probe",
+        [value("x", onnx.TensorProto.FLOAT, [1])],
+        [value("y", onnx.TensorProto.FLOAT, [1])],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except ort.capi.onnxruntime_pybind11_state.Fail:
+        return False
+    return True

@@ -1,0 +1,132 @@
+import json
+import zipfile
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from exportable_models import Mlp, floats, mlp_calls
+
+import exporters.onnx
+from exporters import ExportRequest, MetadataError, exporter_named
+from exporters.metadata import EXTRA_FILE, OURS, refuse_metadata
+from exporters.torchscript_deprecation import torchscript_allowed
+
+FORMATS = ("torchscript", "onnx", "pt2")
+GIVEN = {"license": "MIT", "author": "Žofie 日本", "notes": "two\nlines = one value", "empty": ""}
+
+
+def export(format, folder, **options):
+    return exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3), **options), folder)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_was_given_is_in_the_file_with_names_and_versions(format, tmp_path):
+    exporter = exporter_named(format)
+    artifact = export(format, tmp_path, metadata=GIVEN, input_names=("picture",), output_names=("scores",))
+    found = exporter.read_metadata(artifact.path)
+    assert {key: text for key, text in found.items() if not key.startswith(OURS)} == GIVEN
+    ours = {key: text for key, text in found.items() if key.startswith(f"{OURS}.")}
+    assert ours == {
+        "optimize_export.program": ours["optimize_export.program"],
+        "optimize_export.torch": torch.__version__,
+        "optimize_export.model": "Mlp",
+        "optimize_export.inputs": '["picture"]',
+        "optimize_export.outputs": '["scores"]',
+    }
+    assert ours["optimize_export.program"].startswith("optimize-export ")
+    assert artifact.load()(floats(5, 3))[0].shape == (5, 4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_order_in_which_they_are_given_leaves_no_trace(format, tmp_path):
+    request = ExportRequest(Mlp().eval(), mlp_calls(2, 3), metadata=GIVEN)
+    turned = ExportRequest(request.model, request.calls, metadata=dict(reversed(GIVEN.items())))
+    exporter = exporter_named(format)
+    first, second = (list(exporter.read_metadata(exporter.export(each, tmp_path).path)) for each in (request, turned))
+    assert first == second == sorted(first)
+
+
+def test_onnxruntime_gives_them_by_key(tmp_path):
+    session = ort.InferenceSession(export("onnx", tmp_path, metadata=GIVEN).path, providers=["CPUExecutionProvider"])
+    assert GIVEN.items() <= session.get_modelmeta().custom_metadata_map.items()
+
+
+def test_plain_torch_gives_them_as_an_extra_file(tmp_path):
+    files = {EXTRA_FILE: ""}
+    with torchscript_allowed():
+        torch.jit.load(export("torchscript", tmp_path, metadata=GIVEN).path, _extra_files=files)
+    assert GIVEN.items() <= json.loads(files[EXTRA_FILE]).items()
+    files = {EXTRA_FILE: ""}
+    torch.export.load(export("pt2", tmp_path, metadata=GIVEN).path, extra_files=files)
+    assert GIVEN.items() <= json.loads(files[EXTRA_FILE]).items()
+
+
+def test_files_with_weights_beside_them_and_those_of_the_old_exporter_hold_them_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 10)
+    real = torch.onnx.export
+
+    def old_only(*args, **options):
+        if options["dynamo"]:
+            raise RuntimeError("not today")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", old_only)
+    artifact = export("onnx", tmp_path, metadata=GIVEN)
+    assert (artifact.route, len(artifact.files)) == ("torchscript", 2)
+    artifact.files[1].unlink()
+    assert GIVEN.items() <= exporter_named("onnx").read_metadata(artifact.path).items()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_without_any_says_nothing(format, tmp_path):
+    path = tmp_path / "plain"
+    if format == "onnx":
+        onnx.save(onnx.ModelProto(), path)
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("model/version", "3")
+    assert exporter_named(format).read_metadata(path) == {}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_is_broken_is_one_sentence(format, tmp_path):
+    path = tmp_path / "broken"
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(MetadataError, match=r"^The metadata of broken can't be read: "):
+        exporter_named(format).read_metadata(path)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"a": 1}', "{"])
+def test_an_archive_with_other_things_in_their_place_is_one_sentence(content, tmp_path):
+    with zipfile.ZipFile(tmp_path / "odd.pt2", "w") as archive:
+        archive.writestr(f"model/extra/{EXTRA_FILE}", content)
+    with pytest.raises(MetadataError, match=r"^The metadata of odd\.pt2 (aren't texts by key\.|can't be read: )"):
+        exporter_named("pt2").read_metadata(tmp_path / "odd.pt2")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ("author=Jane", r"^Metadata are a dict of texts, such as .*, not 'author=Jane'\.$"),
+        ({1: "x"}, r"^The metadata key 1 is no text\.$"),
+        ({"": "x"}, r"^The metadata key '' is empty: give it a name\.$"),
+        ({" ": "x"}, r"^The metadata key ' ' is empty"),
+        ({"a\nb": "x"}, r"^The metadata key 'a\\nb' holds a newline, NUL or the like"),
+        ({"a\0": "x"}, r"^The metadata key 'a\\x00' holds a newline, NUL or the like"),
+        ({"optimize_export": "x"}, r"^The metadata key 'optimize_export' is written by this program"),
+        ({"optimize_export.torch": "x"}, r"^The metadata key 'optimize_export\.torch' is written by this program"),
+        ({"a": 1}, r"^The metadata value of 'a' is no text but 1: write it as one\.$"),
+        ({"a": None}, r"^The metadata value of 'a' is no text but None"),
+        ({"a": "x\0y"}, r"^The metadata value of 'a' holds NUL, where readers would cut it off\.$"),
+        ({"a": "\udcff"}, r"^The metadata of 'a' aren't Unicode: they hold half a character\.$"),
+        ({"\udcff": "a"}, r"^The metadata of '\\udcff' aren't Unicode"),
+    ],
+)
+def test_what_no_file_can_say_is_one_sentence(metadata, sentence):
+    with pytest.raises(MetadataError, match=sentence):
+        refuse_metadata(metadata)
+
+
+def test_keys_that_only_look_like_ours_are_the_users():
+    refuse_metadata({"optimize_exporter": "x", "my.optimize_export.torch": "y", "model": "z", **GIVEN})
