@@ -136,9 +136,8 @@ def first_wrong_part(
     Each is called by itself, on what the module is given: an error in front of it doesn't show. Only modules that take one
     tensor are; an operation of a forward is found at the innermost of them around it.
     """
-    measured = reference.of(exported)
     for where in wheres:
-        runs = measured.reruns(where, exported)
+        runs = reference.of(exported, where).reruns(where, exported)
         own, truth, off = (_watched(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
         # A call ends before the one that makes it: the innermost come first.
         for call in _in_order_of_ending(own["", 1]):
@@ -152,8 +151,17 @@ def first_wrong_part(
             four = _Four(*({call.key: each} for each in (call, call, noisy, replace(call, outputs=got))))
             worst = four.worst(call.key, "outputs")
             if worst is not None and worst.problem:
-                return _named(call.key, four, exported, where)
+                found = _named(call.key, four, exported, where)
+                return replace(found, line=_line_in(reference.target, call.key, reference, where) or found.line)
     return None
+
+
+def _line_in(original: object, key: tuple[str, int], reference: Reference, where: str) -> str:
+    """The line of the original that makes a call: what passes write has none."""
+    if not isinstance(original, nn.Module):
+        return ""
+    call = _watched(original, reference.reruns(where, original).own).get(key)
+    return "" if call is None else call.line
 
 
 def _watched(root: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int], ModuleCall]:
