@@ -210,7 +210,7 @@ class Artifact:
         notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
-        values: makes the file give the named ones of its values, where the exporter can.
+        values: makes the file give the named ones of its values, or all for None, where the exporter can.
         parts: makes the modules in the file callable one by one, where it has them.
     """
 
@@ -224,7 +224,7 @@ class Artifact:
     notes: tuple[str, ...] = ()
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
-    values: Callable[[Path, str, Collection[str]], FileValues] | None = field(
+    values: Callable[[Path, str, Collection[str] | None], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
     parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)

@@ -71,8 +71,8 @@ class OnnxExporter(Exporter):
         return _LoadedOnnx(path, torch.device(device))
 
     @staticmethod
-    def values(path: Path, device: str, names: Collection[str]) -> FileValues:
-        """The file, ready to give the named ones of its values."""
+    def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
+        """The file, ready to give the named ones of its values; None names all."""
         return OnnxValues(path, torch.device(device), names)
 
     def _proven(

@@ -114,8 +114,12 @@ class FileValues(Protocol):
 class FileParts(Protocol):
     """A file that holds the model's modules, which can be called one by one."""
 
-    def part(self, path: str, number: int) -> Callable[[torch.Tensor], Any] | None:
-        """What the file computes at the how-manieth call of a module, from 1 on; None where it doesn't take one tensor."""
+    def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
+        """What the file computes at the how-manieth call of a module, from 1 on; None where it doesn't take one tensor.
+
+        Args:
+            alone: whether the tensor is all that the module is given in that call.
+        """
 
 
 def program_of(exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str]) -> Program:

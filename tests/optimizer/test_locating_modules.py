@@ -149,12 +149,55 @@ def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path
     assert caught.value.figures["artifacts"][0]["divergence"]["call"] == number
 
 
+class Branching(nn.Module):
+    """Goes by the values, which a trace can't; what it asks for beside the tensor is no default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.scaled = Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.scaled(self.first(x), 2.0)
+        if bool((x.sum() > 1e6).item()):
+            y = -y
+        return self.head(y)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return self.inner(x) * by
+
+
+@pytest.mark.parametrize("path", ["first", "scaled.inner", "head"])
+def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkeypatch, path):
+    def spoil(file):
+        with torchscript_allowed(), torch.no_grad():
+            module = torch.jit.load(file)
+            dict(module.named_parameters())[f"model.model.{path}.weight"].mul_(1.01)
+            module.save(file)
+
+    spoiling(monkeypatch, TorchScriptExporter, spoil)
+    torch.manual_seed(0)
+    model = enliven(Branching()).eval()
+    with pytest.raises(ParityError, match=rf"It first differs at {path} \(test_locating_modules\.py:") as caught:
+        export(model, example_inputs=torch.randn(2, 4), output=tmp_path / "net", formats=["torchscript"])
+    (artifact,) = caught.value.figures["artifacts"]
+    assert artifact["route"] == "script"
+
+
 def test_a_torchscript_file_that_is_right_differs_nowhere(net, tmp_path):
     fast = optimize(net, example_inputs=(X,))
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
     reference = Reference.measure(net, Samples((X,)), batch_sizes=[2, 3], draws=1)
     parts = TorchScriptExporter.parts(bundle.path / "model.torchscript.pt", "cpu")
-    assert all(parts.part(*key) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)])
-    assert parts.part("shared", 3) is None
-    assert parts.part("blocks.1.two", 1) is None, "it was folded, and the file computes nothing there"
+    assert all(
+        parts.part(*key, alone=True) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)]
+    )
+    assert parts.part("shared", 3, alone=True) is None
+    assert parts.part("blocks.1.two", 1, alone=True) is None, "it was folded, and the file computes nothing there"
     assert first_wrong_part(reference, fast, parts, [where for where, _ in reference.calls()]) is None
