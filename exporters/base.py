@@ -212,6 +212,7 @@ class Artifact:
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
         values: makes the file give the named ones of its values, or all for None, where the exporter can.
         parts: makes the modules in the file callable one by one, where it has them.
+        source: the program that a file was compiled from which gives no values itself, ready to give all of its own.
     """
 
     format: str
@@ -228,6 +229,7 @@ class Artifact:
         default=None, kw_only=True, repr=False, compare=False
     )
     parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)
+    source: Callable[[str], FileValues] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """The artifact, ready to run on "cpu" or "cuda"."""

@@ -17,6 +17,7 @@ from exporters.errors import RouteRefused
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.proof import Evidence, refusing
+from exporters.steps import Program, program_of
 
 # Where a node came from: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
@@ -26,8 +27,9 @@ _FIXED = re.compile(
 )
 
 
-def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgram:
-    """The adapter as torch.export takes it, on the first call, without traces of this machine and of the user's data.
+def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program | None]:
+    """The adapter as torch.export takes it, on the first call, without traces of this machine and of the user's data; and its
+    steps with their places, where they can be computed one by one.
 
     `strict` reads the model's byte code in place of running it: it takes `len(x)` of an open batch, which Python wants as
     a number, and fewer other things.
@@ -54,8 +56,9 @@ def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgra
                 f"the model fixes dim {dim} of input `{name}` to {size}, and it must be open"
             ) from refusal
         raise
+    steps = program_of(program, evidence.adapter.model)
     _drop_traces(program)
-    return program
+    return program, steps
 
 
 def named_dims(spec: TensorSpec) -> dict[int, str]:

@@ -50,7 +50,7 @@ class OnnxExporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
-        programs: dict[str, Program] = {}
+        programs: dict[str, Program | None] = {}
         captures: dict[str, Callable[[Path], _Captured]] = {
             "dynamo": lambda _: _dynamo(evidence, request.opset, optimize=True),
             "dynamo-unoptimized": lambda _: _dynamo(evidence, request.opset, optimize=False),
@@ -62,9 +62,7 @@ class OnnxExporter(Exporter):
 
         artifact = first_right(self, evidence, [route(name) for name in captures], directory)
         inputs, outputs = _read_specs(artifact.path, evidence)
-        return replace(
-            artifact, inputs=inputs, outputs=outputs, program=programs.get(artifact.route), values=self.values
-        )
+        return replace(artifact, inputs=inputs, outputs=outputs, program=programs[artifact.route], values=self.values)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
@@ -81,12 +79,11 @@ class OnnxExporter(Exporter):
         capture: Callable[[Path], _Captured],
         evidence: Evidence,
         folder: Path,
-        programs: dict[str, Program],
+        programs: dict[str, Program | None],
     ) -> tuple[Path, ...]:
         with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
             model, conditions, program = capture(folder)
-            if program is not None:
-                programs[route] = program
+            programs[route] = program
             _strip(model)
             _name_open_dims(model, evidence)
         with refusing("the file can't be written"):

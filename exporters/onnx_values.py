@@ -28,6 +28,7 @@ class OnnxValues:
 
     Attributes:
         names: those of the asked values that the file computes.
+        outputs: the names of its outputs.
     """
 
     def __init__(self, path: Path, device: torch.device, names: Collection[str] | None) -> None:
@@ -36,6 +37,7 @@ class OnnxValues:
         self._model = onnx.load(path, load_external_data=False)
         computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
         self.names = computed if names is None else computed & frozenset(names)
+        self.outputs = tuple(value.name for value in self._model.graph.output)
         self._sessions: dict[int, ort.InferenceSession] = {}
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:

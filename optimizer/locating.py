@@ -238,6 +238,11 @@ def _nowhere(artifact: Artifact) -> str:
         return "each part of the file gives what follows from its inputs"
     if artifact.parts is not None:
         return "each module of the file that takes one tensor gives what it should"
+    if artifact.source is not None:
+        return (
+            "a package of machine code has no values to look at, and the program that it was compiled from is right, so that it"
+            " was made wrong by the compiler, or written to since"
+        )
     return f"a file of the format {artifact.format} gives nothing but its outputs"
 
 
@@ -269,12 +274,14 @@ def _in_file(
 ) -> Divergence | None:
     if artifact.parts is not None:
         return first_wrong_part(reference, exported, artifact.parts(artifact.path, device), wheres)
-    if artifact.values is None:
-        return None
 
     def inputs(call: Call) -> tuple[torch.Tensor, ...]:
         return tuple(flatten(call.args, call.kwargs))
 
+    if artifact.source is not None:
+        return first_module_without_value(reference, exported, artifact.source(device), inputs, wheres)
+    if artifact.values is None:
+        return None
     if (program := artifact.program) is not None:
         names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
         calls = dict(reference.calls())
@@ -282,9 +289,8 @@ def _in_file(
         if (found := first_divergence(program, artifact.values(artifact.path, device, names), given)) is not None:
             return found
     # What the file was made from isn't known, or is wrong itself.
-    outputs = [spec.name for spec in artifact.outputs]
     everything = artifact.values(artifact.path, device, None)
-    return first_module_without_value(reference, exported, everything, outputs, inputs, wheres)
+    return first_module_without_value(reference, exported, everything, inputs, wheres)
 
 
 def named_first(reference: Reference, measurement: Measurement) -> list[str]:

@@ -102,9 +102,10 @@ class _Watch:
         return result
 
     def _line(self) -> str:
-        """The innermost line of a user's file between here and the call around this one."""
+        """The innermost line of a user's file between here and the call of the root: what torch's own containers call has
+        that of the container's call."""
         frame = sys._getframe(1)
-        end = self._frames[-1] if self._frames else frame
+        end = self._frames[0] if self._frames else frame
         while frame is not end and frame.f_back is not None:
             if is_users(frame.f_code.co_filename):
                 return source_line(frame.f_code.co_filename, frame.f_lineno)

@@ -28,7 +28,6 @@ def first_module_without_value(
     reference: Reference,
     exported: nn.Module,
     values: FileValues,
-    outputs: Sequence[str],
     flatten: Callable[[Call], Sequence[torch.Tensor]],
     wheres: Sequence[str],
 ) -> Divergence | None:
@@ -37,7 +36,6 @@ def first_module_without_value(
     Args:
         exported: the module that the file was made from.
         values: the file, ready to give all its values.
-        outputs: the names of its outputs.
         flatten: gives the file's inputs at a call.
     """
     calls = dict(reference.calls())
@@ -46,7 +44,7 @@ def first_module_without_value(
         seen = values.run(given)
         runs = reference.of(exported, where).reruns(where, exported)
         own, truth, off = (watched_calls(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
-        four = _BesideFile(own, truth, off, _Found(seen, given, outputs).calls(own), stopped=bool(seen.error))
+        four = _BesideFile(own, truth, off, _Found(seen, given, values.outputs).calls(own), stopped=bool(seen.error))
         key = first_wrong_call(ROOT, four)
         if key is not None:
             found = divergence_at(key, four, exported, where)

@@ -95,6 +95,23 @@ def test_the_line_is_that_of_the_call(net):
     assert f"blocks.1.second ({line}, Conv2d)" in fast.report.passes[0].reason
 
 
+def test_the_line_of_what_a_container_of_torchs_own_calls_is_that_of_the_containers_call():
+    torch.manual_seed(0)
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 4, 1)
+            self.tail = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1)), nn.Flatten())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.stem(x)
+            return self.tail(y)
+
+    fast = optimize(enliven(Holding()).eval(), [ScaleUnseen("tail.0.1")], example_inputs=(X,))
+    assert f"tail.0.1 ({line_with('return self.tail(y)')}, Conv2d)" in fast.report.passes[0].reason
+
+
 def test_what_folds_change_on_the_way_is_no_fault(net):
     fast = optimize(net, ["fold-conv-bn"], example_inputs=(X,))
     assert fast.report.passes[0].status == "applied"
