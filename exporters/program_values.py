@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from exporters.steps import Seen, computes, computing, constants_of, writes
+from exporters.program_writes import written_by
+from exporters.steps import Seen, computes, computing, constants_of
 
 
 class ProgramValues:
@@ -21,14 +22,14 @@ class ProgramValues:
     def __init__(
         self, program: torch.export.ExportedProgram, device: str, names: Collection[str] | None = None
     ) -> None:
-        nodes = [node for node in program.graph.nodes if computes(node) or writes(node)]
+        nodes = [node for node in program.graph.nodes if computes(node) or written_by(node)]
         computed = frozenset(str(node.name) for node in nodes)
         self.names = computed if names is None else computed & frozenset(names)
         self.outputs = tuple(str(name) for name in program.graph_signature.user_outputs)
         self._inputs = [str(name) for name in program.graph_signature.user_inputs]
         self._constants = constants_of(program)
         self._nodes = [(str(node.name), computing(node)) for node in nodes]
-        self._writes = any(writes(node) for node in nodes)
+        self._writes = any(written_by(node) for node in nodes)
         self._device = device
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from exporters.program_writes import writes_are_unseen, written_by
+
 _TORCH = Path(torch.__file__).parent
 _OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimizer", "passes"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -135,7 +137,7 @@ def program_of(
     Args:
         output_names: those of the file; None where they are the program's.
     """
-    if any(writes(node) for node in exported.graph.nodes):
+    if not writes_are_unseen(exported.graph.nodes):
         return None
     names = [str(name) for name in exported.graph_signature.user_outputs]
     outputs = {} if output_names is None else dict(zip(names, output_names, strict=True))
@@ -168,11 +170,6 @@ def computes(node: Any) -> bool:
     return node.op == "call_function" and (bool(node.users) or node.meta.get("val") is not None)
 
 
-def writes(node: Any) -> bool:
-    """Whether a node of an exported program writes to what it is given."""
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-
-
 def computing(node: Any) -> Callable[[Mapping[str, Any]], Any]:
     """Computes a node of an exported program from the values by name that it reads."""
     kind = type(node)
@@ -188,11 +185,16 @@ def computing(node: Any) -> Callable[[Mapping[str, Any]], Any]:
 
 def _step(node: Any, model: nn.Module) -> Step:
     tags = getattr(node.target, "tags", ())
+    written, compute = written_by(node), computing(node)
+
+    def beside(values: Mapping[str, Any]) -> Any:
+        return compute({**values, **{name: values[name].clone() for name in written}})
+
     return Step(
         name=node.name,
         place=_place(node, model),
         inputs=tuple(read.name for read in node.all_input_nodes),
-        compute=computing(node),
+        compute=beside if written else compute,
         is_tensor=isinstance(node.meta.get("val"), torch.Tensor),
         repeats=torch.Tag.nondeterministic_seeded not in tags,
     )
