@@ -30,6 +30,7 @@ from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
+from exporters.program_values import ProgramValues
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.writing import write_archive
 
@@ -58,7 +59,7 @@ class AotiExporter(Exporter):
             if programs:
                 # Compiling takes minutes, and a file that was wrong for the one program is wrong for the other.
                 raise RouteRefused("the model was captured without it")
-            programs.append(captured(evidence, strict=strict))
+            programs.append(captured(evidence, strict=strict)[0])
             return self._compiled(programs[0], evidence, folder)
 
         routes = (
@@ -66,7 +67,11 @@ class AotiExporter(Exporter):
             Route("aotinductor-strict", partial(compiled, strict=True)),
         )
         artifact = first_right(self, evidence, routes, directory)
-        return replace(artifact, notes=(*artifact.notes, f"Made for {_place(_metadata(artifact.path))}."))
+        return replace(
+            artifact,
+            notes=(*artifact.notes, f"Made for {_place(_metadata(artifact.path))}."),
+            source=partial(ProgramValues, programs[0]),
+        )
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:

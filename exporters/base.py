@@ -236,8 +236,9 @@ class Artifact:
         opset: version of the ONNX operator set that the file has; None for other formats.
         metadata: what the file says of itself.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
-        values: makes the file give the named ones of its values, where the exporter can.
+        values: makes the file give the named ones of its values, or all for None, where the exporter can.
         parts: makes the modules in the file callable one by one, where it has them.
+        source: the program that a file was compiled from which gives no values itself, ready to give all of its own.
     """
 
     format: str
@@ -252,10 +253,11 @@ class Artifact:
     opset: int | None = field(default=None, kw_only=True)
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
-    values: Callable[[Path, str, Collection[str]], FileValues] | None = field(
+    values: Callable[[Path, str, Collection[str] | None], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
     parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)
+    source: Callable[[str], FileValues] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """The artifact, ready to run on "cpu" or "cuda"."""

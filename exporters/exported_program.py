@@ -20,6 +20,7 @@ from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
 from exporters.proof import Evidence, Shapes, refusing
+from exporters.steps import Program, program_of
 
 # Where a node came from: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
@@ -33,8 +34,9 @@ _FIXED = (
 )
 
 
-def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgram:
-    """The adapter as torch.export takes it, on the first call, without traces of this machine and of the user's data.
+def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program | None]:
+    """The adapter as torch.export takes it, on the first call, without traces of this machine and of the user's data; and its
+    steps with their places, where they can be computed one by one.
 
     `strict` reads the model's byte code in place of running it: it takes `len(x)` of an open batch, which Python wants as
     a number, and fewer other things.
@@ -58,8 +60,9 @@ def captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgra
         # A trace sees more of what a capture fails at: the line, and whether it goes by values or by the batch.
         conditions_of(evidence, traced_with_decisions(evidence.adapter, evidence.inputs[0])[1])
         raise
+    steps = program_of(program, evidence.adapter.model)
     _drop_traces(program)
-    return program
+    return program, steps
 
 
 @contextmanager

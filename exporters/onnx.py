@@ -51,7 +51,7 @@ class OnnxExporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
-        programs: dict[str, Program] = {}
+        programs: dict[str, Program | None] = {}
         captures: dict[str, Callable[[Path], _Captured]] = {
             "dynamo": lambda _: _dynamo(evidence, request.opset, optimize=True),
             "dynamo-unoptimized": lambda _: _dynamo(evidence, request.opset, optimize=False),
@@ -69,7 +69,7 @@ class OnnxExporter(Exporter):
             inputs=inputs,
             outputs=outputs,
             opset=_opset(header),
-            program=programs.get(artifact.route),
+            program=programs[artifact.route],
             values=self.values,
         )
 
@@ -86,8 +86,8 @@ class OnnxExporter(Exporter):
         return {entry.key: entry.value for entry in header.metadata_props}
 
     @staticmethod
-    def values(path: Path, device: str, names: Collection[str]) -> FileValues:
-        """The file, ready to give the named ones of its values."""
+    def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
+        """The file, ready to give the named ones of its values; None names all."""
         return OnnxValues(path, torch.device(device), names)
 
     def _proven(
@@ -97,12 +97,11 @@ class OnnxExporter(Exporter):
         request: ExportRequest,
         evidence: Evidence,
         folder: Path,
-        programs: dict[str, Program],
+        programs: dict[str, Program | None],
     ) -> tuple[Path, ...]:
         with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
             model, conditions, program = capture(folder)
-            if program is not None:
-                programs[route] = program
+            programs[route] = program
             _strip(model)
             keep_pads(model)
             _name_open_dims(model, evidence)

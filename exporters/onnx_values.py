@@ -21,21 +21,23 @@ _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxValues:
-    """A file, ready to give the named ones of its values.
+    """A file, ready to give the named ones of its values, or all.
 
     All of them are held at once while a run is looked at: as much memory as the model takes for one call without freeing
     anything.
 
     Attributes:
         names: those of the asked values that the file computes.
+        outputs: the names of its outputs.
     """
 
-    def __init__(self, path: Path, device: torch.device, names: Collection[str]) -> None:
+    def __init__(self, path: Path, device: torch.device, names: Collection[str] | None) -> None:
         self._folder = path.parent
         self._device = torch.device(device.type, device.index or 0)
         self._model = onnx.load(path, load_external_data=False)
-        computed = [name for node in self._model.graph.node for name in node.output]
-        self.names = frozenset(names) & frozenset(computed)
+        computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
+        self.names = computed if names is None else computed & frozenset(names)
+        self.outputs = tuple(value.name for value in self._model.graph.output)
         self._sessions: dict[int, ort.InferenceSession] = {}
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +21,10 @@ from exporters.exported_program import captured, conditions_of_program, guards_i
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
+from exporters.program_values import ProgramValues
 from exporters.proof import Evidence, Route, dtype_name, first_right, gather, prove, prove_beyond, refusing
 from exporters.pt2_contents import refuse_unsafe
+from exporters.steps import FileValues, Program
 from exporters.writing import write_archive
 
 
@@ -33,27 +36,35 @@ class Pt2Exporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
-        routes = (
-            Route("export", partial(self._exported, evidence, strict=False)),
-            Route("export-strict", partial(self._exported, evidence, strict=True)),
-        )
-        return first_right(self, evidence, routes, directory)
+        programs: dict[str, Program | None] = {}
+
+        def route(name: str, *, strict: bool) -> Route:
+            def write(folder: Path) -> tuple[Path, ...]:
+                program, programs[name] = captured(evidence, strict=strict)
+                return self._exported(program, evidence, folder)
+
+            return Route(name, write)
+
+        routes = (route("export", strict=False), route("export-strict", strict=True))
+        artifact = first_right(self, evidence, routes, directory)
+        return replace(artifact, program=programs[artifact.route], values=self.values)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
-        refuse_unsafe(path)
         with silent():
-            program = torch.export.load(str(path))
-            if torch.device(device).type != "cpu":
-                program = move_to_device_pass(program, device)
-            return _LoadedProgram(program, device)
+            return _LoadedProgram(_read(path, device), device)
 
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
         return read_extra_file(path)
 
-    def _exported(self, evidence: Evidence, folder: Path, *, strict: bool) -> tuple[Path, ...]:
-        program = captured(evidence, strict=strict)
+    @staticmethod
+    def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
+        """The file, ready to give the named ones of its values; None names all."""
+        with silent():
+            return ProgramValues(_read(path, device), device, names)
+
+    def _exported(self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
         conditions = conditions_of_program(program, evidence)
         device = str(evidence.device)
         guards = take_guards(program)
@@ -69,6 +80,12 @@ class Pt2Exporter(Exporter):
         with undisturbed(evidence.adapter), silent():
             prove(evidence, loaded)
         return (path,)
+
+
+def _read(path: Path, device: str) -> torch.export.ExportedProgram:
+    refuse_unsafe(path)
+    program = torch.export.load(str(path))
+    return program if torch.device(device).type == "cpu" else move_to_device_pass(program, device)
 
 
 def _of_ranks(program: torch.export.ExportedProgram) -> list[str]:

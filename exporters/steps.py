@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from exporters.program_writes import writes_are_unseen, written_by
+
 _TORCH = Path(torch.__file__).parent
 _OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimizer", "passes"))
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -107,6 +109,10 @@ class FileValues(Protocol):
     def names(self) -> Collection[str]:
         """The names of the values that it can give."""
 
+    @property
+    def outputs(self) -> Sequence[str]:
+        """The names of those that are the file's outputs, in its order."""
+
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
         """The values for these inputs."""
 
@@ -114,16 +120,37 @@ class FileValues(Protocol):
 class FileParts(Protocol):
     """A file that holds the model's modules, which can be called one by one."""
 
-    def part(self, path: str, number: int) -> Callable[[torch.Tensor], Any] | None:
-        """What the file computes at the how-manieth call of a module, from 1 on; None where it doesn't take one tensor."""
+    def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
+        """What the file computes at the how-manieth call of a module, from 1 on; None where it doesn't take one tensor.
+
+        Args:
+            alone: whether the tensor is all that the module is given in that call.
+        """
 
 
-def program_of(exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str]) -> Program:
-    """The steps of an exported program of an adapter around `model`.
+def program_of(
+    exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str] | None = None
+) -> Program | None:
+    """The steps of an exported program of an adapter around `model`; None where one writes to what others read, which can't
+    be computed again by itself.
 
     Args:
-        output_names: those of the file.
+        output_names: those of the file; None where they are the program's.
     """
+    if not writes_are_unseen(exported.graph.nodes):
+        return None
+    names = [str(name) for name in exported.graph_signature.user_outputs]
+    outputs = {} if output_names is None else dict(zip(names, output_names, strict=True))
+    return Program(
+        inputs=tuple(str(name) for name in exported.graph_signature.user_inputs),
+        constants=constants_of(exported),
+        steps=tuple(_step(node, model) for node in exported.graph.nodes if computes(node)),
+        in_file=outputs,
+    )
+
+
+def constants_of(exported: torch.export.ExportedProgram) -> dict[str, Any]:
+    """The weights, buffers and other tensors of an exported program, by the names that its steps read them by."""
     signature = exported.graph_signature
     by_target = {**exported.state_dict, **exported.constants}
     held = {
@@ -131,23 +158,20 @@ def program_of(exported: torch.export.ExportedProgram, model: nn.Module, output_
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
-    constants: dict[str, Any] = {name: by_target[target] for name, target in held.items()}
-    steps: list[Step] = []
-    for node in exported.graph.nodes:
-        if node.op == "get_attr":
-            constants[node.name] = getattr(exported.graph_module, node.target)
-        elif node.op == "call_function":
-            steps.append(_step(node, model))
-    outputs = zip(signature.user_outputs, output_names, strict=True)
-    return Program(
-        inputs=tuple(str(name) for name in signature.user_inputs),
-        constants=constants,
-        steps=tuple(steps),
-        in_file={str(name): given for name, given in outputs},
-    )
+    attributes = {node.name: node.target for node in exported.graph.nodes if node.op == "get_attr"}
+    return {
+        **{name: by_target[target] for name, target in held.items()},
+        **{name: getattr(exported.graph_module, target) for name, target in attributes.items()},
+    }
 
 
-def _step(node: Any, model: nn.Module) -> Step:
+def computes(node: Any) -> bool:
+    """Whether a node of an exported program gives something: some only see to it that a dtype or size is as it was."""
+    return node.op == "call_function" and (bool(node.users) or node.meta.get("val") is not None)
+
+
+def computing(node: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """Computes a node of an exported program from the values by name that it reads."""
     kind = type(node)
 
     def compute(values: Mapping[str, Any]) -> Any:
@@ -156,12 +180,21 @@ def _step(node: Any, model: nn.Module) -> Step:
         )
         return node.target(*args, **kwargs)
 
+    return compute
+
+
+def _step(node: Any, model: nn.Module) -> Step:
     tags = getattr(node.target, "tags", ())
+    written, compute = written_by(node), computing(node)
+
+    def beside(values: Mapping[str, Any]) -> Any:
+        return compute({**values, **{name: values[name].clone() for name in written}})
+
     return Step(
         name=node.name,
         place=_place(node, model),
         inputs=tuple(read.name for read in node.all_input_nodes),
-        compute=compute,
+        compute=beside if written else compute,
         is_tensor=isinstance(node.meta.get("val"), torch.Tensor),
         repeats=torch.Tag.nondeterministic_seeded not in tags,
     )

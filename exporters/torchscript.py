@@ -55,12 +55,11 @@ class TorchScriptExporter(Exporter):
             return self._proven(module, evidence, folder)
 
         artifact = first_right(self, evidence, (Route("trace", traced), Route("script", scripted)), directory)
-        # What was scripted has forwards of other arguments, with defaults.
-        return replace(artifact, parts=self.parts) if artifact.route == "trace" else artifact
+        return replace(artifact, parts=self.parts)
 
     @staticmethod
     def parts(path: Path, device: str) -> FileParts:
-        """The modules of a traced file, to be called one by one."""
+        """The modules of a file, to be called one by one."""
         with torchscript_allowed():
             return _Parts(torch.jit.load(str(path), map_location=device).eval())
 
@@ -108,19 +107,25 @@ class _Parts:
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         # The checks of the inputs, the adapter, the model.
         self._model = module.model.model
+        # A scripted adapter is generated, and has no class that the model's file knows.
+        self._traced = module.model.original_name == Adapter.__name__
 
-    def part(self, path: str, number: int) -> Callable[[torch.Tensor], Any] | None:
-        """A module's further calls are methods of their own: `forward1` is the second."""
+    def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
+        """In a trace a module's further calls are methods of their own (`forward1` is the second), of tensors alone."""
         module = self._model
         for name in path.split(".") if path else ():
             if not hasattr(module, name):
                 return None
             module = getattr(module, name)
-        method = getattr(module, f"forward{number - 1}" if number > 1 else "forward", None)
+        method = getattr(module, f"forward{number - 1}" if self._traced and number > 1 else "forward", None)
         if method is None:
             return None
-        arguments = method.schema.arguments[1:]
-        return method if [str(each.type) for each in arguments] == ["Tensor"] else None
+        first, *others = method.schema.arguments[1:] or (None,)
+        if first is None or str(first.type) != "Tensor":
+            return None
+        # A scripted forward has the model's own arguments: what isn't given is what it is by default in both.
+        left_out = alone and not self._traced and all(each.has_default_value() for each in others)
+        return method if left_out or (self._traced and not others) else None
 
 
 def _script(adapter: Adapter) -> torch.jit.ScriptModule:

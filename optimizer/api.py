@@ -7,8 +7,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from optimizer.verify import factor_between
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
+from optimizer.wrong_pass import pass_to_blame
 from passes.base import Context, Pass, device_of
 from passes.graph.casts import root_cast
 from passes.graph.forward import prepare_forwards
@@ -173,7 +175,8 @@ def _optimized(
     prepare_forwards(copy.root)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
-    attach(copy.root, Provenance(original, report, sources, pipeline.precisions))
+    sizes = None if batch_sizes is None else tuple(batch_sizes)
+    attach(copy.root, Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes))
     if mode == "inference":
         copy.root.__dict__["train"] = StaysInEval(copy.root)
     return copy.root
@@ -314,6 +317,16 @@ def export(
     notes += apart
     rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
 
+    inputs = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs}
+
+    def is_wrong(module: nn.Module) -> bool:
+        seen = judge(reference.compare(module), atol=atol, rtol=rtol, factor=factor, names=names)
+        return seen.verdict == "failed"
+
+    @cache
+    def blamed() -> str:
+        return _blamed(provenance, _on_device(exported, home), home, is_wrong, seed, inputs)
+
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}
@@ -338,7 +351,8 @@ def export(
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
             if found is not None:
                 entry |= found.to_json()
-                remarks[exporter.name] = " ".join(filter(None, (str(found), remarks.get(exporter.name))))
+                sentences = (str(found), blamed(), remarks.get(exporter.name))
+                remarks[exporter.name] = " ".join(filter(None, sentences))
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))
         _raise_unless_ok(reports, remarks, entries)
@@ -667,6 +681,42 @@ def _factor(reference: Reference, home: torch.device, target: torch.device) -> t
         f"the original was run on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) may be"
         f" off by {factor:g} times its noise"
     ]
+
+
+def _blamed(
+    provenance: Provenance | None,
+    exported: nn.Module,
+    device: torch.device,
+    is_wrong: Callable[[nn.Module], bool],
+    seed: int,
+    inputs: Mapping[str, Any],
+) -> str:
+    """A sentence on the pass that made the exported module wrong; "" where none did.
+
+    Args:
+        exported: on the device, where the passes are run again.
+    """
+    if provenance is None or (original := provenance.original) is None:
+        return ""
+
+    def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
+        if passes is None:
+            return is_wrong(exported)
+        with warnings.catch_warnings():
+            # They were given when it was made.
+            warnings.simplefilter("ignore")
+            made = optimize(
+                original,
+                passes,
+                **inputs,
+                mode=provenance.report.mode,
+                device=device,
+                batch_sizes=provenance.batch_sizes,
+                seed=seed,
+            )
+        return is_wrong(_exportable(made, device))
+
+    return pass_to_blame(provenance.applied, is_wrong_with)
 
 
 def _measured(

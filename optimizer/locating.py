@@ -24,7 +24,9 @@ from exporters.base import Artifact
 from exporters.steps import FileValues, Place, Program, Seen, Step
 from optimizer.divergence import Divergence, Off, how_far_off
 from optimizer.float64 import off_by_one_ulp, raised, random_signs
+from optimizer.inputs import Call
 from optimizer.locating_modules import first_wrong_module, first_wrong_part
+from optimizer.locating_values import first_module_without_value
 from optimizer.observe import Flatten
 from optimizer.preserve import random_state
 from optimizer.reference import Reference
@@ -227,9 +229,21 @@ def located(
             found = first_wrong_module(reference, exported, wheres)
         return found
 
-    if artifact.program is None and artifact.parts is None:
-        return _looked_for(find, f"what a file was made from can't be told on the way {artifact.route!r}")
-    return _looked_for(find, "each part of the file gives what follows from its inputs")
+    return _looked_for(find, _nowhere(artifact))
+
+
+def _nowhere(artifact: Artifact) -> str:
+    """Why nothing is found in a file, as a clause."""
+    if artifact.values is not None:
+        return "each part of the file gives what follows from its inputs"
+    if artifact.parts is not None:
+        return "each module of the file that takes one tensor gives what it should"
+    if artifact.source is not None:
+        return (
+            "a package of machine code has no values to look at, and the program that it was compiled from is right, so that it"
+            " was made wrong by the compiler, or written to since"
+        )
+    return f"a file of the format {artifact.format} gives nothing but its outputs"
 
 
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
@@ -258,15 +272,25 @@ def _in_file(
     flatten: Flatten,
     device: str,
 ) -> Divergence | None:
-    program, values = artifact.program, artifact.values
     if artifact.parts is not None:
         return first_wrong_part(reference, exported, artifact.parts(artifact.path, device), wheres)
-    if program is None or values is None:
+
+    def inputs(call: Call) -> tuple[torch.Tensor, ...]:
+        return tuple(flatten(call.args, call.kwargs))
+
+    if artifact.source is not None:
+        return first_module_without_value(reference, exported, artifact.source(device), inputs, wheres)
+    if artifact.values is None:
         return None
-    names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
-    calls = dict(reference.calls())
-    flat = ((where, tuple(flatten(calls[where].args, calls[where].kwargs))) for where in wheres)
-    return first_divergence(program, values(artifact.path, device, names), flat)
+    if (program := artifact.program) is not None:
+        names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
+        calls = dict(reference.calls())
+        given = ((where, inputs(calls[where])) for where in wheres)
+        if (found := first_divergence(program, artifact.values(artifact.path, device, names), given)) is not None:
+            return found
+    # What the file was made from isn't known, or is wrong itself.
+    everything = artifact.values(artifact.path, device, None)
+    return first_module_without_value(reference, exported, everything, inputs, wheres)
 
 
 def named_first(reference: Reference, measurement: Measurement) -> list[str]:

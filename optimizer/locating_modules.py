@@ -36,6 +36,7 @@ class ModuleCall:
 
     Attributes:
         line: where it is called, such as "modeling_resnet.py:66"; "" where that isn't known.
+        alone: whether it is given one tensor and nothing else.
         reads: the calls whose outputs it is given as they are.
         children: the calls that it makes, in order.
     """
@@ -44,6 +45,7 @@ class ModuleCall:
     number: int
     line: str
     kind: str
+    alone: bool
     reads: frozenset[tuple[str, int]]
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -78,9 +80,11 @@ class _Watch:
             self._numbers.clear()
         path = self._paths[id(module)]
         self._numbers[path] += 1
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
-        made = ModuleCall(path, self._numbers[path], self._line(), type(module).__name__, reads, _copies(given))
+        number, kind = self._numbers[path], type(module).__name__
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        made = ModuleCall(path, number, self._line(), kind, alone, reads, _copies(given))
         self.calls[made.key] = made
         if self._open:
             self._open[-1].children.append(made)
@@ -91,16 +95,17 @@ class _Watch:
         finally:
             self._open.pop()
             self._frames.pop()
-        gave = _tensors(result)
+        gave = tensors_in(result)
         made.outputs = _copies(gave)
         for tensor in gave:
             self._givers.setdefault(id(tensor), (tensor, set()))[1].add(made.key)
         return result
 
     def _line(self) -> str:
-        """The innermost line of a user's file between here and the call around this one."""
+        """The innermost line of a user's file between here and the call of the root: what torch's own containers call has
+        that of the container's call."""
         frame = sys._getframe(1)
-        end = self._frames[-1] if self._frames else frame
+        end = self._frames[0] if self._frames else frame
         while frame is not end and frame.f_back is not None:
             if is_users(frame.f_code.co_filename):
                 return source_line(frame.f_code.co_filename, frame.f_lineno)
@@ -119,12 +124,12 @@ def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: Seque
         return None
     for where in wheres:
         runs = reference.reruns(where, candidate)
-        own, truth, off = (_watched(original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
-        got = _watched(candidate, runs.candidate)
-        four = _Four(own, truth, off, got)
-        found = _first(("", 1), four)
+        own, truth, off = (watched_calls(original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        got = watched_calls(candidate, runs.candidate)
+        four = FourRuns(own, truth, off, got)
+        found = first_wrong_call(("", 1), four)
         if found is not None:
-            return _named(found, four, original, where)
+            return divergence_at(found, four, original, where)
     return None
 
 
@@ -136,27 +141,35 @@ def first_wrong_part(
     Each is called by itself, on what the module is given: an error in front of it doesn't show. Only modules that take one
     tensor are; an operation of a forward is found at the innermost of them around it.
     """
-    measured = reference.of(exported)
     for where in wheres:
-        runs = measured.reruns(where, exported)
-        own, truth, off = (_watched(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        runs = reference.of(exported, where).reruns(where, exported)
+        own, truth, off = (watched_calls(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
         # A call ends before the one that makes it: the innermost come first.
         for call in _in_order_of_ending(own["", 1]):
-            part = parts.part(*call.key) if len(call.inputs) == 1 else None
+            part = parts.part(*call.key, alone=call.alone) if len(call.inputs) == 1 else None
             if part is None or call.key not in truth or call.key not in off:
                 continue
             with torch.no_grad():
-                got = _copies(_tensors(part(call.inputs[0].clone())))
+                got = _copies(tensors_in(part(call.inputs[0].clone())))
             # What rounding in front of it does is in the noise: the call itself was given what the part is.
             noisy = replace(call, outputs=_farthest(call, truth[call.key], off[call.key]))
-            four = _Four(*({call.key: each} for each in (call, call, noisy, replace(call, outputs=got))))
+            four = FourRuns(*({call.key: each} for each in (call, call, noisy, replace(call, outputs=got))))
             worst = four.worst(call.key, "outputs")
             if worst is not None and worst.problem:
-                return _named(call.key, four, exported, where)
+                found = divergence_at(call.key, four, exported, where)
+                return replace(found, line=line_in(reference.target, call.key, reference, where) or found.line)
     return None
 
 
-def _watched(root: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int], ModuleCall]:
+def line_in(original: object, key: tuple[str, int], reference: Reference, where: str) -> str:
+    """The line of the original that makes a call: what passes write has none."""
+    if not isinstance(original, nn.Module):
+        return ""
+    call = watched_calls(original, reference.reruns(where, original).own).get(key)
+    return "" if call is None else call.line
+
+
+def watched_calls(root: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int], ModuleCall]:
     watch = _Watch(root)
     with one_at_a_time, as_run(root, "inference"), eager_only(), watch.watching():
         run()
@@ -164,7 +177,7 @@ def _watched(root: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int]
 
 
 @dataclass(frozen=True)
-class _Four:
+class FourRuns:
     """The calls of the original three times over, and those of the candidate."""
 
     own: dict[tuple[str, int], ModuleCall]
@@ -183,13 +196,13 @@ class _Four:
         return max(found, key=lambda one: (bool(one.problem), one.ratio))
 
 
-def _first(key: tuple[str, int], four: _Four) -> tuple[str, int] | None:
+def first_wrong_call(key: tuple[str, int], four: FourRuns) -> tuple[str, int] | None:
     """The innermost first wrong call at or below one; None where that one is right."""
     whole = four.worst(key, "outputs")
     if whole is None or not whole.problem:
         return None
     suspects: list[tuple[str, int]] = []
-    for child in four.got[key].children:
+    for child in four.got.get(key, four.own[key]).children:
         outputs, inputs = four.worst(child.key, "outputs"), four.worst(child.key, "inputs")
         if outputs is None:
             continue
@@ -198,10 +211,10 @@ def _first(key: tuple[str, int], four: _Four) -> tuple[str, int] | None:
             suspects = [suspect for suspect in suspects if suspect not in child.reads]
         elif inputs is None or not inputs.problem:
             suspects.append(child.key)
-    return (_first(suspects[0], four) or suspects[0]) if suspects else key
+    return (first_wrong_call(suspects[0], four) or suspects[0]) if suspects else key
 
 
-def _named(key: tuple[str, int], four: _Four, original: nn.Module, where: str) -> Divergence:
+def divergence_at(key: tuple[str, int], four: FourRuns, original: nn.Module, where: str) -> Divergence:
     call, worst = four.own[key], four.worst(key, "outputs")
     assert worst is not None
     return Divergence(
@@ -234,7 +247,7 @@ def _farthest(call: ModuleCall, *others: ModuleCall) -> list[torch.Tensor]:
     return outputs
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in leaves_of(opened(tree)).tensors()]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
 from optimizer.report import Report
+from passes.base import Pass
 from passes.graph.casts import Precision
 
 _ATTRIBUTE = "_optimize_export"
@@ -50,12 +51,22 @@ class Provenance:
         report: the record of what was done.
         sources: see `Source`.
         precisions: what the result computes in that is less precise than the original, which it is judged in kind for.
+        passes: those that were run, in order, which can be run again; none in what is read from a pickle.
+        batch_sizes: those that `optimize` was given.
     """
 
     original: nn.Module | None
     report: Report
     sources: tuple[Source, ...] = field(default=(), repr=False)
     precisions: tuple[Precision, ...] = ()
+    passes: tuple[Pass, ...] = field(default=(), repr=False)
+    batch_sizes: tuple[int, ...] | None = None
+
+    @property
+    def applied(self) -> tuple[Pass, ...]:
+        """The passes that changed something which is exported: what compiles isn't."""
+        pairs = zip(self.passes, self.report.passes, strict=True) if self.passes else ()
+        return tuple(item for item, record in pairs if record.status == "applied" and not item.is_barrier)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Provenance:
         return self

@@ -473,14 +473,16 @@ class Reference:
             candidate=plain(candidate),
         )
 
-    def of(self, target: nn.Module) -> Reference:
-        """The same measured of another module, at the same calls.
+    def of(self, target: nn.Module, where: str) -> Reference:
+        """The same measured of another module, for reruns of one of `calls`: at no further batch size.
 
         Raises:
-            LoadError: it raises at all of them.
+            LoadError: it raises there.
         """
         assert self._samples is not None
-        return Reference.measure(target, self._samples, batch_sizes=self.batch_sizes or None, draws=self._blank.draws)
+        kept = next(kept for kept in self._original.kept if kept.where == where)
+        sizes = None if kept.batch_size is None else [kept.batch_size]
+        return Reference.measure(target, self._samples, batch_sizes=sizes, draws=kept.draw + 1)
 
     @property
     def target(self) -> Callable[..., Any]:

@@ -163,7 +163,7 @@ class Report:
     """
 
     model: str
-    mode: str
+    mode: Literal["inference", "training"]
     device: str
     torch: str
     coverage: CoverageRecord

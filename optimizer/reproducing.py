@@ -27,32 +27,56 @@ _README = """# What is wrong with {file}
 {place}
 
 `inputs.safetensors` has the inputs of the call at {where}, `expected.safetensors` what the original gives there, in float64
-rounded once. `python reproduce.py` runs the file on them and shows by how much each output is off; it needs {needs} and
-safetensors, and ends with 1 where one is off by more than is allowed.
+rounded once. `python reproduce.py` runs the file on them and shows by how much each output is off; it needs {needs}
+and nothing else, and ends with 1 where one is off by more than is allowed.
 """
 
 _SCRIPT = '''"""Run {file} on the inputs beside it, and show how far its outputs are from those that are expected."""
 
+import json
 import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
+DEVICE = {device!r}
 INPUTS = {inputs!r}
 ALLOWED = {allowed!r}  # the largest error of each output, in the file's order
+
+
+DTYPES = {{
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+}}
+
+
+def read(name):
+    """The tensors of a safetensors file: the length of a header of JSON, the header, and the bytes that it speaks of."""
+    content = (HERE / name).read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    tensors = {{}}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            empty = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            raw = bytearray(content[first:last])
+            tensors[key] = torch.frombuffer(raw, dtype=empty.dtype).reshape(empty.shape).clone() if raw else empty
+    return tensors
 
 
 {run}
 
 def main():
-    given, expected = (load_file(HERE / f"{{name}}.safetensors") for name in ("inputs", "expected"))
+    given, expected = read("inputs.safetensors"), read("expected.safetensors")
     wrong = False
     for (name, allowed), got in zip(ALLOWED.items(), run([given[name] for name in INPUTS]), strict=True):
-        want = expected[name]
+        want, got = expected[name], got.cpu()
         same = got.shape == want.shape
-        error = float((got.double() - want.double()).abs().max()) if same and want.numel() else 0.0
+        wide = torch.complex128 if want.is_complex() else torch.float64
+        error = float((got.to(wide) - want.to(wide)).abs().max()) if same and want.numel() else 0.0
         bad = not same or not error <= allowed
         wrong = wrong or bad
         shapes = "" if same else f", its shape is {{list(got.shape)}} in place of {{list(want.shape)}}"
@@ -68,18 +92,36 @@ _RUN = {
     "onnx": """def run(tensors):
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(HERE / "{file}", providers=["CPUExecutionProvider"])
+    provider = "CPUExecutionProvider" if DEVICE == "cpu" else "CUDAExecutionProvider"
+    session = onnxruntime.InferenceSession(HERE / "{file}", providers=[provider])
     names = [each.name for each in session.get_inputs()]
     values = session.run(None, {{name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}})
     return [torch.from_numpy(value) for value in values]
 """,
     "torchscript": """def run(tensors):
     with torch.no_grad():
-        outputs = torch.jit.load(HERE / "{file}")(*tensors)
+        outputs = torch.jit.load(HERE / "{file}", map_location=DEVICE)(*(tensor.to(DEVICE) for tensor in tensors))
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 """,
+    "pt2": """def run(tensors):
+    from torch.export.passes import move_to_device_pass
+
+    program = torch.export.load(HERE / "{file}")
+    if DEVICE != "cpu":
+        program = move_to_device_pass(program, DEVICE)
+    with torch.no_grad():
+        outputs = program.module()(*(tensor.to(DEVICE) for tensor in tensors))
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+""",
+    "aoti": """def run(tensors):
+    from torch._inductor import aoti_load_package
+
+    with torch.no_grad():
+        outputs = aoti_load_package(str(HERE / "{file}"))(*(tensor.to(DEVICE) for tensor in tensors))
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+""",
 }
-_NEEDS = {"onnx": "torch, onnxruntime", "torchscript": "torch"}
+_NEEDS = {"onnx": "torch and onnxruntime", "torchscript": "torch", "pt2": "torch", "aoti": "torch"}
 
 
 def check_debug_folder(directory: str | Path | None) -> None:
@@ -118,7 +160,9 @@ def write_reproduction(
     run = _RUN[artifact.format].format(file=file)
     needs = _NEEDS[artifact.format]
     texts = {
-        "reproduce.py": _SCRIPT.format(file=file, inputs=list(given), allowed=allowed, run=run),
+        "reproduce.py": _SCRIPT.format(
+            file=file, device=torch.device(report.device).type, inputs=list(given), allowed=allowed, run=run
+        ),
         "README.md": _README.format(file=file, reason=report.reason, place=f"\n{located}", where=where, needs=needs),
     }
     try:

@@ -95,6 +95,23 @@ def test_the_line_is_that_of_the_call(net):
     assert f"blocks.1.second ({line}, Conv2d)" in fast.report.passes[0].reason
 
 
+def test_the_line_of_what_a_container_of_torchs_own_calls_is_that_of_the_containers_call():
+    torch.manual_seed(0)
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 4, 1)
+            self.tail = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1)), nn.Flatten())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.stem(x)
+            return self.tail(y)
+
+    fast = optimize(enliven(Holding()).eval(), [ScaleUnseen("tail.0.1")], example_inputs=(X,))
+    assert f"tail.0.1 ({line_with('return self.tail(y)')}, Conv2d)" in fast.report.passes[0].reason
+
+
 def test_what_folds_change_on_the_way_is_no_fault(net):
     fast = optimize(net, ["fold-conv-bn"], example_inputs=(X,))
     assert fast.report.passes[0].status == "applied"
@@ -149,12 +166,55 @@ def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path
     assert caught.value.figures["artifacts"][0]["divergence"]["call"] == number
 
 
+class Branching(nn.Module):
+    """Goes by the values, which a trace can't; what it asks for beside the tensor is no default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.scaled = Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.scaled(self.first(x), 2.0)
+        if bool((x.sum() > 1e6).item()):
+            y = -y
+        return self.head(y)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return self.inner(x) * by
+
+
+@pytest.mark.parametrize("path", ["first", "scaled.inner", "head"])
+def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkeypatch, path):
+    def spoil(file):
+        with torchscript_allowed(), torch.no_grad():
+            module = torch.jit.load(file)
+            dict(module.named_parameters())[f"model.model.{path}.weight"].mul_(1.01)
+            module.save(file)
+
+    spoiling(monkeypatch, TorchScriptExporter, spoil)
+    torch.manual_seed(0)
+    model = enliven(Branching()).eval()
+    with pytest.raises(ParityError, match=rf"It first differs at {path} \(test_locating_modules\.py:") as caught:
+        export(model, example_inputs=torch.randn(2, 4), output=tmp_path / "net", formats=["torchscript"])
+    (artifact,) = caught.value.figures["artifacts"]
+    assert artifact["route"] == "script"
+
+
 def test_a_torchscript_file_that_is_right_differs_nowhere(net, tmp_path):
     fast = optimize(net, example_inputs=(X,))
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
     reference = Reference.measure(net, Samples((X,)), batch_sizes=[2, 3], draws=1)
     parts = TorchScriptExporter.parts(bundle.path / "model.torchscript.pt", "cpu")
-    assert all(parts.part(*key) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)])
-    assert parts.part("shared", 3) is None
-    assert parts.part("blocks.1.two", 1) is None, "it was folded, and the file computes nothing there"
+    assert all(
+        parts.part(*key, alone=True) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)]
+    )
+    assert parts.part("shared", 3, alone=True) is None
+    assert parts.part("blocks.1.two", 1, alone=True) is None, "it was folded, and the file computes nothing there"
     assert first_wrong_part(reference, fast, parts, [where for where, _ in reference.calls()]) is None

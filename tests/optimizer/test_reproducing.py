@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 
 import onnx
 import pytest
@@ -11,7 +12,7 @@ from spoiling import spoiling
 from tiny_models import enliven
 from torch import nn
 
-from exporters import OnnxExporter, TorchScriptExporter
+from exporters import AotiExporter, OnnxExporter, Pt2Exporter, TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export
 from optimizer.errors import ParityError, UsageError
@@ -49,11 +50,37 @@ def spoil_torchscript(path):
         module.save(path)
 
 
-FORMATS = {"onnx": (OnnxExporter, spoil_onnx), "torchscript": (TorchScriptExporter, spoil_torchscript)}
+def spoil_pt2(path):
+    program = torch.export.load(path)
+    with torch.no_grad():
+        program.state_dict["model.first.bias"].mul_(2)
+    torch.export.save(program, path)
+
+
+def spoil_aoti(path):
+    """Write another bias into the machine code."""
+    bias = net().first.bias.detach()
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    (library,) = (name for name in records if name.endswith(".so"))
+    assert records[library].count(bias.numpy().tobytes()) == 1
+    records[library] = records[library].replace(bias.numpy().tobytes(), (bias * 2).numpy().tobytes())
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+FORMATS = {
+    "onnx": (OnnxExporter, spoil_onnx),
+    "torchscript": (TorchScriptExporter, spoil_torchscript),
+    "pt2": (Pt2Exporter, spoil_pt2),
+}
 
 
 def reproduce(folder):
-    program = [sys.executable, "-W", "ignore", str(folder / "reproduce.py")]
+    """Run the program where safetensors can't be imported."""
+    without = "import runpy, sys; sys.modules['safetensors'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    program = [sys.executable, "-W", "ignore", "-c", without, str(folder / "reproduce.py")]
     return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False, cwd=folder.parent)
 
 
@@ -86,6 +113,29 @@ def test_the_program_says_right_of_a_file_that_is(tmp_path, monkeypatch, name):
     file = FORMATS[name][0].file_name
     (tmp_path / "debug" / name / file).write_bytes((right / file).read_bytes())
     done = reproduce(tmp_path / "debug" / name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp_path, monkeypatch):
+    right: list[bytes] = []
+
+    def spoil(path):
+        right.append(path.read_bytes())
+        spoil_aoti(path)
+
+    spoiling(monkeypatch, AotiExporter, spoil)
+    with pytest.raises(
+        ParityError, match=r"the program that it was compiled from is right, so that it was made"
+    ) as caught:
+        export(net(), example_inputs=X, output=tmp_path / "net", formats=["aoti"], debug_dir=tmp_path / "debug")
+    assert caught.value.figures["artifacts"][0]["divergence"] is None
+    folder = tmp_path / "debug" / "aoti"
+    done = reproduce(folder)
+    assert done.returncode == 1, done.stderr
+    assert all(line.endswith("wrong") for line in done.stdout.splitlines())
+    (folder / AotiExporter.file_name).write_bytes(right[0])
+    done = reproduce(folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,0 +1,180 @@
+"""Where a program of torch.export first differs: faults are planted in files that are right, and in what is captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from spoiling import spoiling
+from tiny_models import enliven
+from torch import nn
+from torch.nn import functional
+
+from exporters import ExportRequest, Pt2Exporter
+from exporters.program_values import ProgramValues
+from exporters.steps import program_of
+from optimizer import export
+from optimizer.errors import ParityError
+from optimizer.inputs import Samples
+from optimizer.locating import first_divergence, judged_values
+from optimizer.locating_values import first_module_without_value
+from optimizer.reference import Reference
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = self.query(x), self.key(x)
+        mixed = functional.scaled_dot_product_attention(query, key, self.value(x))
+        return self.norm(functional.dropout(x, 0.5, self.training) + mixed.to(torch.float32))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.norm(self.conv(x)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        pooled = x.mean(1)
+        return {"logits": self.head(pooled), "pooled": pooled}
+
+
+class Writing(nn.Module):
+    """Writes to what it computed: into a part of it, which what was computed before is seen to change by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden[:, :2].mul_(0.5)
+        return self.second(hidden.relu_())
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(kind()).eval()
+
+
+X = torch.randn(2, 3, 18, generator=torch.Generator().manual_seed(0))
+
+
+def line_with(text: str) -> str:
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+    return f"{Path(__file__).name}:{number}"
+
+
+def scaled(name: str):
+    def spoil(path: Path) -> None:
+        program = torch.export.load(path)
+        with torch.no_grad():
+            program.state_dict[f"model.{name}"].mul_(1.01)
+        torch.export.save(program, path)
+
+    return spoil
+
+
+def found_in(model: nn.Module, inputs: torch.Tensor, folder: Path, monkeypatch, spoil) -> dict:
+    spoiling(monkeypatch, Pt2Exporter, spoil)
+    with pytest.raises(ParityError) as caught:
+        export(model, example_inputs=inputs, output=folder / "net", formats=["pt2"])
+    (artifact,) = caught.value.figures["artifacts"]
+    assert artifact["divergence"] is not None, artifact["divergence_note"]
+    return artifact["divergence"]
+
+
+PLACES = {
+    "conv.weight": ("conv", "conv1d", "x = self.norm(self.conv(x)).transpose(1, 2)"),
+    "norm.bias": ("norm", "batch_norm", "x = self.norm(self.conv(x)).transpose(1, 2)"),
+    "blocks.1.key.weight": ("blocks.1.key", "linear", "query, key = self.query(x), self.key(x)"),
+    "blocks.0.norm.weight": (
+        "blocks.0.norm",
+        "layer_norm",
+        "return self.norm(functional.dropout(x, 0.5, self.training) + mixed.to(torch.float32))",
+    ),
+    "head.weight": ("head", "linear", 'return {"logits": self.head(pooled), "pooled": pooled}'),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_weight_that_is_off_by_a_percent_is_found_at_its_operation(tmp_path, monkeypatch, name):
+    found = found_in(made(Net), X, tmp_path, monkeypatch, scaled(name))
+    module, operation, line = PLACES[name]
+    assert (found["module"], found["operation"], found["line"]) == (module, operation, line_with(line))
+    assert found["error"] > 100 * found["noise"]
+    assert found["also"] == []
+
+
+def test_another_argument_of_an_operation_is_found(tmp_path, monkeypatch):
+    def spoil(path: Path) -> None:
+        program = torch.export.load(path)
+        node = next(each for each in program.graph.nodes if each.name == "layer_norm_1")
+        node.args = (*node.args[:4], 0.1)
+        torch.export.save(program, path)
+
+    found = found_in(made(Net), X, tmp_path, monkeypatch, spoil)
+    assert (found["module"], found["operation"]) == ("blocks.1.norm", "layer_norm")
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_program_that_writes_to_its_values_is_found_by_module(tmp_path, monkeypatch, name):
+    """Its operations can't be computed again by themselves."""
+    inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    found = found_in(made(Writing), inputs, tmp_path, monkeypatch, scaled(f"{name}.weight"))
+    assert (found["module"], found["operation"]) == (name, "Linear")
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Net, (3, 18)), (Writing, (4,))])
+def test_a_file_that_is_right_differs_nowhere(tmp_path, kind, shape):
+    model = made(kind)
+    calls = [torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch)) for batch in (2, 3, 1)]
+    artifact = Pt2Exporter().export(ExportRequest(model, tuple(((x,), {}) for x in calls)), tmp_path)
+    values = artifact.values(artifact.path, "cpu", None)
+    assert (artifact.program is None) == (kind is Writing)
+    if artifact.program is not None:
+        judged = list(judged_values(artifact.program, values.run((calls[1],)), (calls[1],)))
+        assert len(judged) > 15
+        assert max(each.off.ratio for each in judged) < 2
+        assert first_divergence(artifact.program, values, [("here", (x,)) for x in calls]) is None
+    reference = Reference.measure(model, Samples((calls[0],)), batch_sizes=[2, 3], draws=1)
+    wheres = [where for where, _ in reference.calls()]
+    assert first_module_without_value(reference, model, values, lambda call: call.args, wheres) is None
+
+
+def test_a_capture_that_is_wrong_is_found_by_module():
+    """What a file of machine code was compiled from, which gives no values of its own."""
+    model = made(Net)
+    wrong = made(Net)
+    with torch.no_grad():
+        wrong.blocks[1].value.weight.mul_(1.01)
+    reference = Reference.measure(model, Samples((X,)), batch_sizes=[2], draws=1)
+    values = ProgramValues(torch.export.export(wrong, (X,)), "cpu")
+    found = first_module_without_value(reference, model, values, lambda call: call.args, ["batch size 2, draw 0"])
+    assert (found.module, found.line) == (
+        "blocks.1.value",
+        line_with("mixed = functional.scaled_dot_product_attention(query, key, self.value(x))"),
+    )
+
+
+def test_what_raises_is_where_the_values_end():
+    model = made(Net)
+    exported = torch.export.export(model, (X,))
+    node = next(each for each in exported.graph.nodes if each.name == "transpose")
+    node.args = (node.args[0], 1, 7)
+    program = program_of(torch.export.export(model, (X,)), nn.Sequential(model))
+    seen = ProgramValues(exported, "cpu").run((X,))
+    assert seen.stopped_at == ("transpose",)
+    assert "conv1d" in seen.values
+    found = first_divergence(program, ProgramValues(exported, "cpu"), [("here", (X,))])
+    assert (found.operation, found.problem) == ("transpose", "raises at here")

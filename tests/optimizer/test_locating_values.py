@@ -1,0 +1,158 @@
+"""Where a file first differs of which it isn't known what its values are: those by the old ONNX exporter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from spoiling import spoiling
+from tiny_models import enliven
+from torch import nn
+
+import exporters.onnx
+from exporters import OnnxExporter
+from exporters.errors import RouteRefused
+from optimizer import export, optimize
+from optimizer.errors import ParityError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.one(self.first(x)))
+        return torch.relu(self.two(self.second(y)) + x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.shared = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks(self.stem(x)).mean((2, 3))
+        return self.head(self.norm(self.shared(self.shared(y))))
+
+
+X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(Net()).eval()
+
+
+@pytest.fixture(autouse=True)
+def old_exporter(monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RouteRefused("not today")
+
+    monkeypatch.setattr(exporters.onnx, "_dynamo", refuse)
+
+
+def found_in(net: nn.Module, folder: Path, monkeypatch, spoil, passes=None) -> dict:
+    """What an export says of a file that was spoilt."""
+
+    def spoil_file(path: Path) -> None:
+        model = onnx.load(path)
+        spoil(model.graph)
+        onnx.save(model, path)
+
+    spoiling(monkeypatch, OnnxExporter, spoil_file)
+    fast = optimize(net, passes, example_inputs=X)
+    with pytest.raises(ParityError) as caught:
+        export(fast, example_inputs=X, output=folder / "net", formats=["onnx"])
+    (artifact,) = caught.value.figures["artifacts"]
+    assert artifact["route"] == "torchscript"
+    assert artifact["divergence"] is not None, artifact["divergence_note"]
+    return artifact["divergence"]
+
+
+def scale(graph: onnx.GraphProto, node: str, index: int = 1) -> None:
+    """Scale one weight of a node by 1 %."""
+    name = next(each for each in graph.node if each.name == node).input[index]
+    tensor = next(each for each in graph.initializer if each.name == name)
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(values * values.dtype.type(1.01), name))
+
+
+def line_with(text: str) -> str:
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+    return f"{Path(__file__).name}:{number}"
+
+
+STEM = "y = self.blocks(self.stem(x)).mean((2, 3))"
+HEAD = "return self.head(self.norm(self.shared(self.shared(y))))"
+PLACES = {
+    "/model/stem/Conv": ("stem", STEM),
+    "/model/blocks/blocks.0/first/Conv": ("blocks.0.first", "y = torch.relu(self.one(self.first(x)))"),
+    "/model/blocks/blocks.2/second/Conv": ("blocks.2.second", "return torch.relu(self.two(self.second(y)) + x)"),
+    "/model/shared/Gemm": ("shared", HEAD),
+    "/model/norm/LayerNormalization": ("norm", HEAD),
+    "/model/head/Gemm": ("head", HEAD),
+}
+
+
+@pytest.mark.parametrize("passes", [None, ()], ids=["optimized", "as it is"])
+@pytest.mark.parametrize("node", PLACES)
+def test_a_weight_that_is_off_by_a_percent_is_found_at_its_module(net, tmp_path, monkeypatch, node, passes):
+    found = found_in(net, tmp_path, monkeypatch, lambda graph: scale(graph, node), passes)
+    module, line = PLACES[node]
+    assert (found["module"], found["line"]) == (module, line_with(line))
+    assert found["error"] > 100 * found["noise"]
+
+
+def test_an_operation_between_modules_is_found_at_the_module_around_it(net, tmp_path, monkeypatch):
+    def spoil(graph: onnx.GraphProto) -> None:
+        node = next(each for each in graph.node if each.name == "/model/blocks/blocks.1/Add")
+        graph.initializer.append(helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.01]))
+        at, output = list(graph.node).index(node), node.output[0]
+        node.output[0] = "unscaled"
+        graph.node.insert(at + 1, helper.make_node("Mul", ["unscaled", "scale"], [output], name="planted"))
+
+    found = found_in(net, tmp_path, monkeypatch, spoil)
+    assert (found["module"], found["operation"]) == ("blocks.1", "Block")
+
+
+def test_a_second_call_of_a_module_is_told_from_the_first(net, tmp_path, monkeypatch):
+    def spoil(graph: onnx.GraphProto) -> None:
+        node = next(each for each in graph.node if each.name == "/model/shared_1/Gemm")
+        node.attribute.append(helper.make_attribute("alpha", 1.01))
+        del node.attribute[next(n for n, each in enumerate(node.attribute) if each.name == "alpha")]
+
+    found = found_in(net, tmp_path, monkeypatch, spoil)
+    assert (found["module"], found["call"]) == ("shared", 2)
+
+
+def test_a_batch_that_is_a_constant_is_found_where_the_file_raises(net, tmp_path, monkeypatch):
+    def spoil(graph: onnx.GraphProto) -> None:
+        node = next(each for each in graph.node if each.name == "/model/blocks/blocks.1/first/Conv")
+        at, output = list(graph.node).index(node), node.output[0]
+        node.output[0] = "unshaped"
+        graph.initializer.append(helper.make_tensor("sizes", onnx.TensorProto.INT64, [4], [2, 4, 6, 6]))
+        graph.node.insert(at + 1, helper.make_node("Reshape", ["unshaped", "sizes"], [output], name="planted"))
+
+    found = found_in(net, tmp_path, monkeypatch, spoil)
+    assert found["module"] == "blocks.1", "what its convolution gives is there, and right"
+    assert found["problem"] == f"the file raises there at {found['where']}"
+
+
+def test_an_output_that_is_changed_behind_all_modules_is_found_at_the_model(net, tmp_path, monkeypatch):
+    def spoil(graph: onnx.GraphProto) -> None:
+        node, output = graph.node[-1], graph.output[0].name
+        node.output[0] = "right"
+        graph.node.append(helper.make_node("Neg", ["right"], [output], name="planted"))
+
+    found = found_in(net, tmp_path, monkeypatch, spoil)
+    assert (found["module"], found["operation"]) == ("", "Net")

@@ -1,0 +1,125 @@
+"""The pass that makes a result wrong is named, also where that shows at a batch size that `optimize` doesn't compare at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import export, optimize
+from optimizer.errors import ParityError
+from optimizer.wrong_pass import pass_to_blame
+from passes import GraphPass, Pass
+from passes.graph.rewriter import Rewriter, TensorRef
+
+
+class Late(nn.Module):
+    """Adds something to the rows from the fifth on: nothing, until `extra` is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.ones_like(x[:, :1]).cumsum(0)
+        return x + torch.relu(rows - 4) * self.extra
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(4, 4), Late(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.late(self.first(x)))
+
+
+@dataclass(frozen=True)
+class Set(GraphPass):
+    """Put another tensor in the place of one, and name no region that could be compared."""
+
+    name: ClassVar[str] = "set"
+    module: str = "late"
+    tensor: str = "extra"
+    add: float = 1.0
+
+    def rewrite(self, graph: Rewriter) -> None:
+        module = graph.program.root.get_submodule(self.module)
+        with graph.change(self.module, "set", ()) as change:
+            graph.set_tensor(change, TensorRef(module, self.tensor), getattr(module, self.tensor).detach() + self.add)
+
+
+@dataclass(frozen=True)
+class Harmless(Set):
+    """Put an equal tensor in the place of one."""
+
+    name: ClassVar[str] = "harmless"
+    module: str = "first"
+    tensor: str = "weight"
+    add: float = 0.0
+
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    model = enliven(Net()).eval()
+    with torch.no_grad():
+        model.late.extra.zero_()
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_pass_that_shows_at_a_larger_batch_alone_is_named_when_a_file_fails(net, tmp_path, place):
+    passes: list[Pass] = [Harmless(), Harmless("last"), Harmless("last", "bias")]
+    fast = optimize(net, [*passes[:place], Set(), *passes[place:]], example_inputs=X)
+    assert {record.status for record in fast.report.passes} == {"applied"}, "it shows at neither of the two batch sizes"
+    with pytest.raises(ParityError, match=r"The pass set brings it in: without it, and those behind it, the") as caught:
+        export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript", "onnx"])
+    assert "It first differs at late (test_wrong_pass.py:" in str(caught.value)
+
+
+def test_a_call_of_the_users_own_that_alone_shows_it_is_enough_for_the_pass_to_be_taken_back(net):
+    many = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    passes = [Harmless(), Set(), Harmless("last")]
+    fast = optimize(net, passes, example_inputs=X, further_inputs=[((many,), {})])
+    assert [record.status for record in fast.report.passes] == ["applied", "rolled-back", "applied"]
+    assert "at batch size 6" in fast.report.passes[1].reason
+    assert "It first differs at late (test_wrong_pass.py:" in fast.report.passes[1].reason
+
+
+def test_a_result_that_was_written_to_is_no_passs_fault(net, tmp_path):
+    fast = optimize(net, [Harmless(), Harmless("last")], example_inputs=X)
+    with torch.no_grad():
+        fast.last.weight.mul_(1.01)
+    with pytest.raises(ParityError, match=r"Run again, the passes make no such result: this one was written to"):
+        export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript"])
+
+
+def test_where_no_pass_changed_anything_none_is_named(net, tmp_path):
+    fast = optimize(net, [], example_inputs=X)
+    fast.last.weight = nn.Parameter(net.last.weight.detach() * 1.01)
+    with pytest.raises(ParityError, match=r"It first differs at last ") as caught:
+        export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript"])
+    assert str(caught.value).endswith("at batch size 8, draw 1.")
+
+
+def test_what_is_so_without_any_pass_is_said_to_be():
+    assert pass_to_blame([Harmless()], lambda _: True) == "It is so without any pass."
+
+
+def test_a_search_that_raises_says_so():
+    def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
+        if passes is None:
+            return True
+        raise RuntimeError("no memory left")
+
+    told = pass_to_blame([Harmless()], is_wrong_with)
+    assert told == "Which pass brings it in isn't known: looking for it raised RuntimeError: no memory left."
