@@ -227,8 +227,9 @@ def _conditions_along(
 ) -> Iterator[Condition]:
     inputs = {(index, dim): evidence.line(index, dim) for index, dim in evidence.open_dims}
     if evidence.steps:
-        # Where all grow together a size inside may be their product. It was followed along each of them.
-        followed = (decisions[index] for index in of_sizes if _is_of_input_sizes(decisions[index]))
+        # Where all grow together a size inside may be their product. It was followed along each of them, and so was what
+        # goes by one size alone.
+        followed = (decisions[index] for index in of_sizes if _is_of_several_inputs_sizes(decisions[index], evidence))
         conditions = (_condition([decision], evidence, evidence.batches, inputs) for decision in followed)
         yield from (condition for condition in conditions if condition is not None)
         return
@@ -275,6 +276,13 @@ def _is_of_input_sizes(decision: Decision) -> bool:
     sizes = _sizes_in(decision.expression)
     known = bool(sizes) and all(size.input is not None for size in sizes) and not _has_unknown(decision.expression)
     return known and isinstance(decision.outcome, bool)
+
+
+def _is_of_several_inputs_sizes(decision: Decision, evidence: Evidence) -> bool:
+    """Whether it is such a yes or no that goes by two open sizes or more."""
+    places = {size.input for size in _sizes_in(decision.expression) if size.input in evidence.open_dims}
+    names = {evidence.input_specs[place[0]].shape[place[1]] for place in places if place is not None}
+    return len(names) > 1 and _is_of_input_sizes(decision)
 
 
 def _same(trace: Sequence[Decision], first: Sequence[Decision], index: int, evidence: Evidence) -> Decision:

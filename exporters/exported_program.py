@@ -123,7 +123,7 @@ def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evide
     return tuple(
         replace(condition, along=number)
         for number, view in enumerate(evidence.along)
-        for condition in _conditions_along(_lines(view, symbols), environment, names)
+        for condition in _conditions_along(_lines(view, symbols), environment, names, several=bool(view.steps))
     )
 
 
@@ -138,14 +138,17 @@ def _lines(evidence: Evidence, symbols: Mapping[Any, tuple[int, int]]) -> dict[A
     return lines
 
 
-def _conditions_along(lines: Mapping[Any, Line], environment: Any, names: Mapping[Any, str]) -> Iterator[Condition]:
+def _conditions_along(
+    lines: Mapping[Any, Line], environment: Any, names: Mapping[Any, str], *, several: bool
+) -> Iterator[Condition]:
+    """The relations and ranges of the sizes that grow; `several` leaves out those of one size alone."""
     growing = {symbol for symbol, line in lines.items() if line.slope}
     for relation in environment.get_axioms():
         # What holds sizes that come from data was checked in the run, and is no branch.
-        if relation.free_symbols <= lines.keys() and relation.free_symbols & growing:
+        if relation.free_symbols <= lines.keys() and len(relation.free_symbols & growing) > several:
             yield _relation(relation, lines, names)
     for symbol, bounds in environment.var_to_range.items():
-        if symbol in growing:
+        if symbol in growing and not several:
             yield _range(bounds, lines[symbol])
 
 

@@ -7,6 +7,7 @@ is tried. How close the numbers must be is not judged here.
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import re
 import shutil
@@ -41,10 +42,17 @@ _MOST_RAISED = 4
 # Conditions that were only found beyond those of the capture: the first of them show a path that goes wrong.
 _MOST_FURTHER = 16
 
+# Of so many open sizes any two or more are 1 at once.
+_MOST_AT_ONE = 4
+
 # Bytes of one input that is made only to look at a batch that no call has.
 LARGEST_TRIAL = 64 * 2**20
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class _TooLarge(RouteRefused):
+    """Inputs that would be too large to make."""
 
 
 # Of all inputs of a call.
@@ -194,7 +202,7 @@ class Evidence:
         shapes = self.shapes_at(batch)
         for index in {index for index, _ in self.open_dims}:
             if made[index].element_size() * math.prod(shapes[index]) > LARGEST_TRIAL:
-                raise RouteRefused("such inputs are too large to compare the two", size=self.size)
+                raise _TooLarge("such inputs are too large to compare the two", size=self.size)
         for index, dim in self.open_dims:
             rows = made[index]
             if sum(other == index for other, _ in self.open_dims) == 1:
@@ -295,7 +303,26 @@ def prove_beyond(
     for number, view in enumerate(evidence.along):
         own = [condition for condition in conditions if condition.along == number]
         agreed += map(view.shapes_at, _proven_along(view, loaded, own, decided_at, errors))
+    for inputs in _several_at_one(evidence):
+        if _proven_on(evidence, loaded, inputs, errors):
+            agreed.append([tuple(tensor.shape) for tensor in inputs])
     return tuple(agreed)
+
+
+def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Inputs in which two or more of the sizes are 1, and the others as in the first call.
+
+    Conditions turn there that no size turns by itself: whether a map has more than one place.
+    """
+    views = [view for view in evidence.along if not view.steps][:_MOST_AT_ONE]
+    for count in range(2, len(views) + 1):
+        for chosen in itertools.combinations(views, count):
+            made = list(evidence.inputs[0])
+            for view in chosen:
+                shapes = view.shapes_at(1)
+                for index, dim in view.open_dims:
+                    made[index] = made[index].narrow(dim, 0, min(max(shapes[index][dim], 0), made[index].shape[dim]))
+            yield tuple(made)
 
 
 def _proven_along(
@@ -332,8 +359,11 @@ def _proven_where_it_breaks(
             continue
         tried.add(batch)
         try:
-            answers = _prove_at(evidence, loaded, batch, errors)
+            answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors)
         except RouteRefused as refusal:
+            if evidence.steps and isinstance(refusal, _TooLarge):
+                # Where all grow together that is soon so. Each was followed by itself.
+                break
             raise RouteRefused(
                 f"at {evidence.at(batch)} the model goes another way than the one that was captured, by {condition.what}:"
                 f" {refusal}",
@@ -348,9 +378,10 @@ def _proven_where_it_breaks(
     return answered
 
 
-def _prove_at(evidence: Evidence, loaded: LoadedArtifact, batch: int, errors: Sequence[float]) -> bool:
-    """Compare file and model at a batch that no call has; false where the model raises."""
-    inputs = evidence.inputs_at(batch)
+def _proven_on(
+    evidence: Evidence, loaded: LoadedArtifact, inputs: tuple[torch.Tensor, ...], errors: Sequence[float]
+) -> bool:
+    """Compare file and model on inputs that no call has; false where the model raises."""
     expected = _answers(evidence.adapter, inputs)
     if expected is not None:
         _compare(evidence, loaded, inputs, expected, errors)
@@ -623,20 +654,19 @@ def _directions(open_dims: _OpenDims, named: Collection[str]) -> tuple[Direction
         dims_of.setdefault(symbol if symbol in named else BATCH, []).append(place)
     if len(dims_of) < 2:
         return ()
-    calls_of: dict[frozenset[int], list[tuple[int, int]]] = {}
-    for dims in dims_of.values():
+    changed: dict[str, frozenset[int]] = {}
+    for name, dims in dims_of.items():
         sizes = [open_dims[place][1] for place in dims]
-        changed = frozenset(call for each in sizes for call, size in enumerate(each) if size != each[0])
-        calls_of.setdefault(changed, []).extend(dims)
+        changed[name] = frozenset(call for each in sizes for call, size in enumerate(each) if size != each[0])
     found = []
-    for changed, dims in calls_of.items():
-        alone = changed - frozenset().union(*(other for other in calls_of if other != changed))
+    for name, calls in changed.items():
+        alone = calls.difference(*(changed[other] for other in changed if other != name))
         if not alone:
-            raise StructureError(f"The size {open_dims[dims[0]][0]} changes by itself in none of the calls.")
-        found.append(Direction((0, *sorted(alone)), tuple(dims)))
-    shared = frozenset().union(*(one & other for one in calls_of for other in calls_of if one != other))
+            raise StructureError(f"The size {name} changes by itself in none of the calls.")
+        found.append(Direction((0, *sorted(alone)), tuple(dims_of[name])))
+    shared = frozenset(call for one, other in itertools.combinations(changed.values(), 2) for call in one & other)
     if shared:
-        together = tuple(place for changed, dims in calls_of.items() if shared <= changed for place in dims)
+        together = tuple(place for name, dims in dims_of.items() if shared <= changed[name] for place in dims)
         found.append(Direction((0, *sorted(shared)), together, tuple(range(1, len(shared) + 2))))
     return tuple(found)
 

@@ -194,7 +194,8 @@ def _every_call(outputs: Sequence[tuple[Document, Document]], frames: box.Box | 
     table = _table(frames, "parity of", "output", "batch size", "draw", "largest error", *_FIGURES)
     for artifact, output in outputs:
         for call in output.get("calls", ()):
-            size = "-" if call["batch_size"] is None else str(call["batch_size"])
+            rows = "-" if call["batch_size"] is None else str(call["batch_size"])
+            size = ", ".join([rows, *(f"{name} {size}" for name, size in call.get("sizes", {}).items())])
             error, figures = _number(call["max_error"]), _figures(call)
             table.add_row(artifact["format"], Text(str(output["name"])), size, str(call["draw"]), error, *figures)
     return table

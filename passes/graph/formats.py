@@ -39,7 +39,7 @@ def _untraced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     A trace follows the sizes that a tensor tells it, and not the strides beside them. But what goes by the format decides
     no value, whatever the sizes are.
     """
-    if not torch._C._is_tracing():
+    if torch.compiler.is_compiling() or not torch._C._is_tracing():
         return tensor.shape
     tracer: Any = torch._C
     state = tracer._get_tracing_state()

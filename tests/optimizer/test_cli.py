@@ -240,6 +240,21 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--output", " "], "--output names no folder: give one, or leave the option out."),
         (["m.py", "--weights", ""], "--weights names no file: give one, or leave the option out."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
+        *(
+            (
+                ["m.py", "--dynamic", text],
+                f"--dynamic {text!r} opens nothing: give an input and its dims, such as --dynamic",
+            )
+            for text in ("x", "x:", ":0", "")
+        ),
+        (["m.py", "--dynamic", "x:-1"], "'-1' is no dim; dims are whole numbers from 0, the first, on."),
+        (["m.py", "--dynamic", "x:a"], "'a' is no dim; dims are whole numbers from 0, the first, on."),
+        (["m.py", "--dynamic", "x:0,,1"], "has an empty entry"),
+        (["m.py", "--dynamic", "x:0="], "'' is no name of a size; give a word such as 2=time."),
+        (["m.py", "--dynamic", "x:0=a b"], "'a b' is no name of a size; give a word such as 2=time."),
+        (["m.py", "--dynamic", "x:0,0"], "--dynamic names dim 0 of x twice."),
+        (["m.py", "--dynamic", "x:0", "--dynamic", "x:0=n"], "--dynamic names dim 0 of x twice."),
+        (["--verify", "b", "--dynamic", "x:0"], "--verify doesn't go with --dynamic."),
         (["m.py", "--require-gpu", "--device", "cpu"], "--require-gpu and --device cpu contradict each other."),
         (["m.py", "--formats", "onnx,onnx"], "--formats has onnx twice."),
         (["m.py", "--output-names", "a,,b"], "has an empty entry"),

@@ -1,0 +1,383 @@
+"""Files with several open dims: each is right at sizes that no call has, or refused with the place."""
+
+import re
+
+import onnx
+import pytest
+import torch
+from exportable_models import floats
+from tiny_models import enliven
+from torch import nn
+
+from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
+from exporters.aoti import missing_compiler
+from exporters.proof import gather
+
+FORMATS = ("torchscript", "onnx", "pt2")
+
+
+class Text(nn.Module):
+    """Attention over tokens, with a mask and a table of positions that is longer than any call."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(13, 8), nn.Embedding(200, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids, mask):
+        hidden = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        hidden = hidden + self.attention(hidden, hidden, hidden, key_padding_mask=mask == 0, need_weights=False)[0]
+        return self.head(hidden), hidden[:, 0]
+
+
+class Convolutional(nn.Module):
+    """As many places out as in: the sizes are asked for on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        small = self.up(torch.relu(self.down(x)))
+        return nn.functional.interpolate(small, size=x.shape[2:], mode="nearest")
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0])
+
+
+class Cross(nn.Module):
+    """Two lengths that have nothing to do with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, memory):
+        scores = self.queries(x) @ self.keys(memory).transpose(1, 2)
+        return scores.softmax(2) @ memory
+
+
+class Whole(nn.Module):
+    def forward(self, x, y):
+        return (x * 2 + y).cumsum(1), x.sum(1)
+
+
+class OnLength(nn.Module):
+    """Another way for more than sixteen steps."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.head, self.factor = nn.Linear(3, 3), factor
+
+    def forward(self, x):
+        if x.shape[1] > 16:
+            x = x * self.factor
+        return self.head(x)
+
+
+class Cut(nn.Module):
+    """A Python loop over the length, one module below."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Steps()
+        # Scripting takes a loop; a forward of the instance is traced or nothing.
+        vars(self.inner)["forward"] = self.inner.over
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+class Steps(nn.Module):
+    def over(self, x):
+        return torch.stack([x[:, step] * step for step in range(x.shape[1])], 1)
+
+
+def ids(*shape):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) % 11
+
+
+# name -> (model, call of (batch, first, second size), open dims, the names of the two further sizes)
+MODELS = {
+    "text": (
+        Text,
+        lambda n, t, _: (ids(n, t), (ids(n, t) != 4).long()),
+        {"ids": {0: "batch", 1: "time"}, "mask": {0: "batch", 1: "time"}},
+        ("time", None),
+    ),
+    "convolutional": (
+        Convolutional,
+        lambda n, h, w: (floats(n, 2, h, w, seed=h),),
+        {"x": {0: "batch", 2: "height", 3: "width"}},
+        ("height", "width"),
+    ),
+    "recurrent": (
+        Recurrent,
+        lambda n, t, _: (floats(n, t, 3, seed=t),),
+        {"x": {0: "batch", 1: "time"}},
+        ("time", None),
+    ),
+    "cross": (
+        Cross,
+        lambda n, q, k: (floats(n, q, 4, seed=q), floats(n, k, 4, seed=k)),
+        {"x": {0: "batch", 1: "queries"}, "memory": {0: "batch", 1: "keys"}},
+        ("queries", "keys"),
+    ),
+    "whole": (
+        Whole,
+        lambda n, t, _: (ids(n, t), ids(n, t) * 3),
+        {"x": {0: "batch", 1: "time"}, "y": {0: "batch", 1: "time"}},
+        ("time", None),
+    ),
+    "on_length": (
+        lambda: OnLength(2.0),
+        lambda n, t, _: (floats(n, t, 3, seed=t),),
+        {"x": {1: "time"}},
+        ("time", None),
+    ),
+    "harmless": (lambda: OnLength(1.0), lambda n, t, _: (floats(n, t, 3, seed=t),), {"x": {1: "time"}}, ("time", None)),
+    "cut": (Cut, lambda n, t, _: (floats(n, t, 3, seed=t),), {"x": {0: "batch", 1: "time"}}, ("time", None)),
+}
+
+
+def request(name, **options):
+    """The calls that an export makes: each size by itself, then all together."""
+    make, call, dims, (_, second) = MODELS[name]
+    torch.manual_seed(0)
+    model = enliven(make()).eval()
+    opens_batch = any(0 in each for each in dims.values())
+    sizes = [(2, 8, 6)]
+    sizes += [(3, 8, 6), (5, 8, 6), (1, 8, 6)] if opens_batch else []
+    sizes += [(2, 12, 6), (2, 4, 6)]
+    sizes += [(2, 8, 7), (2, 8, 3), (2, 8, 1)] if second else []
+    sizes += [(3, 12, 7), (4, 16, 8)] if opens_batch else []
+    calls = tuple((call(*size), {}) for size in sizes)
+    return ExportRequest(model, calls, open_dims=dims, **options), call
+
+
+def exported(name, format, folder):
+    asked, call = request(name)
+    return exporter_named(format).export(asked, folder), asked.model, call
+
+
+def refused(name, format, folder):
+    asked, _ = request(name)
+    with pytest.raises(ExportError) as caught:
+        exporter_named(format).export(asked, folder)
+    assert not list(folder.iterdir())
+    return str(caught.value)
+
+
+def assert_right(artifact, model, inputs):
+    expected = Adapter(model, inputs).run(inputs)
+    got = artifact.load()(*inputs)
+    for ours, theirs in zip(expected, got, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), inputs[0].shape
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["text", "convolutional", "cross", "whole"])
+def test_a_file_is_right_at_sizes_that_no_call_has(name, format, tmp_path):
+    artifact, model, call = exported(name, format, tmp_path)
+    _, _, dims, _ = MODELS[name]
+    for spec in artifact.inputs:
+        assert {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)} == dims[spec.name]
+    for sizes in [(1, 1, 1), (2, 17, 5), (7, 3, 11), (3, 33, 2)]:
+        assert_right(artifact, model, call(*sizes))
+
+
+@pytest.mark.parametrize("format", ["torchscript", "onnx"])
+def test_a_recurrent_net_is_open_in_time(format, tmp_path):
+    artifact, model, call = exported("recurrent", format, tmp_path)
+    assert artifact.inputs[0].shape == ("batch", "time", 3)
+    for sizes in [(1, 1, 1), (2, 40, 1), (7, 3, 1)]:
+        assert_right(artifact, model, call(*sizes))
+
+
+def test_a_recurrent_net_that_torch_unrolls_is_refused_with_the_line(tmp_path):
+    sentence = refused("recurrent", "pt2", tmp_path)
+    assert "the model fixes dim 1 of input `x` to 8, and it must be open" in sentence
+    assert "`return self.head(self.cells(x)[0])` in the model's forward (test_open_dims.py:" in sentence
+    assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")
+
+
+def test_the_names_are_in_the_onnx_file(tmp_path):
+    artifact, _, _ = exported("convolutional", "onnx", tmp_path)
+    (image,) = onnx.load(artifact.path).graph.input
+    dims = [dim.dim_param or dim.dim_value for dim in image.type.tensor_type.shape.dim]
+    assert dims == ["batch", 2, "height", "width"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+def test_a_compiled_package_is_right_at_sizes_that_no_call_has(tmp_path):
+    artifact, model, call = exported("cross", "aoti", tmp_path)
+    assert [spec.shape for spec in artifact.inputs] == [("batch", "queries", 4), ("batch", "keys", 4)]
+    for sizes in [(1, 1, 1), (2, 17, 5), (7, 3, 11)]:
+        assert_right(artifact, model, call(*sizes))
+    with pytest.raises(ValueError, match="Input `memory` of the file is"):
+        artifact.load()(floats(2, 5, 4), floats(3, 5, 4))
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_a_branch_on_the_length_is_refused_where_it_turns(format, tmp_path):
+    sentence = refused("on_length", format, tmp_path)
+    assert "at time = 17 the model goes another way than the one that was captured, by " in sentence
+    assert "output `output` is wrong on inputs of [2, 17, 3]" in sentence
+    assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")
+
+
+def test_a_branch_on_the_length_is_kept_by_a_script(tmp_path):
+    artifact, model, call = exported("on_length", "torchscript", tmp_path)
+    assert artifact.route == "script"
+    assert "at time = 17 the model goes another way" in dict(artifact.refused)["trace"]
+    for sizes in [(2, 16, 0), (2, 17, 0), (2, 40, 0)]:
+        assert_right(artifact, model, call(*sizes))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_branch_on_the_length_that_makes_no_difference_is_proven(format, tmp_path):
+    artifact, model, call = exported("harmless", format, tmp_path)
+    assert not artifact.refused
+    assert artifact.inputs[0].shape == (2, "time", 3)
+    for sizes in [(2, 16, 0), (2, 17, 0), (2, 40, 0)]:
+        assert_right(artifact, model, call(*sizes))
+
+
+@pytest.mark.parametrize("format", ["torchscript", "onnx"])
+def test_a_length_that_goes_into_python_is_refused_with_module_and_line(format, tmp_path):
+    sentence = refused("cut", format, tmp_path)
+    assert "the model takes a size that goes with `time` into Python at `return torch.stack([x[:, step]" in sentence
+    assert re.search(r"in module `inner` \(test_open_dims\.py:\d+\)", sentence)
+    assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")
+
+
+def test_sizes_that_only_turn_when_they_grow_together_are_found(tmp_path):
+    class Square(nn.Module):
+        def forward(self, x, y):
+            return x * 2 if min(x.shape[1], y.shape[1]) > 30 else x
+
+    sizes = [(8, 8), (12, 8), (4, 8), (8, 12), (8, 4), (9, 9), (10, 10)]
+    calls = tuple(((floats(2, one, seed=one), floats(2, other)), {}) for one, other in sizes)
+    open_dims = {"x": {1: "first"}, "y": {1: "second"}}
+    with pytest.raises(ExportError) as caught:
+        exporter_named("pt2").export(ExportRequest(Square().eval(), calls, False, open_dims), tmp_path)
+    assert "at first = 31 and second = 31 the model goes another way" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("open_dims", "sizes", "sentence"),
+    [
+        ({"input": {1: "time"}}, [(2, 4), (3, 5)], "Input `input` changes dim 0 between the calls, which isn't open."),
+        (
+            {"input": {0: "batch", 1: "time"}},
+            [(2, 4), (3, 4)],
+            "Dim 1 of input `input` is open and has one size in all calls.",
+        ),
+        (
+            {"input": {1: "time"}},
+            [(2, 1), (2, 5)],
+            "Dim 1 of input `input` has the size 1 in the first call; tracing needs two",
+        ),
+        ({"input": {0: "n", 1: "n"}}, [(2, 4), (3, 5)], "Dims of the size n have other sizes in the same call."),
+        (
+            {"input": {0: "batch", 1: "time"}},
+            [(2, 4), (3, 5)],
+            "The size batch changes by itself in none of the calls.",
+        ),
+    ],
+)
+def test_calls_that_do_not_show_the_open_dims_are_refused(open_dims, sizes, sentence):
+    calls = tuple(((floats(*size),), {}) for size in sizes)
+    with pytest.raises(StructureError) as caught:
+        gather(ExportRequest(nn.Identity(), calls, open_dims=open_dims))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_each_size_is_looked_at_by_itself_and_all_together():
+    asked, _ = request("convolutional")
+    views = gather(asked).along
+    assert [view.size for view in views] == ["batch", "height", "width", "batch"]
+    assert [view.batches for view in views] == [(2, 3, 5, 1), (8, 12, 4), (6, 7, 3, 1), (1, 2, 3)]
+    assert views[1].shapes_at(20) == [(2, 2, 20, 6)]
+    assert views[3].shapes_at(5) == [(6, 2, 24, 10)]
+    assert [view.at(5) for view in views] == [
+        "a batch of 5",
+        "height = 5",
+        "width = 5",
+        "batch = 6, height = 24 and width = 10",
+    ]
+    assert [tuple(tensor.shape) for tensor in views[3].inputs_at(5)] == [(6, 2, 24, 10)]
+
+
+# ------------------------------------------------------------------------------------------- the batch that can't be open
+
+
+class Stacked(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.inner = rows
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+class OverRows(nn.Module):
+    def forward(self, x):
+        return torch.stack([row * (index + 1) for index, row in enumerate(x)])
+
+
+class InPython(nn.Module):
+    def forward(self, x):
+        return x.reshape(int(x.shape[0]), 3, -1).sum(2)
+
+
+class InTheShape(nn.Module):
+    """What comes out has the shape of the example's, whatever the batch."""
+
+    def forward(self, x):
+        return x.reshape(2, -1, 3)[:, : x.shape[0]].sum(2)
+
+
+def batches(*sizes):
+    return tuple(((floats(size, 6, seed=size),), {}) for size in sizes)
+
+
+def baked(rows):
+    model = Stacked(rows()).eval()
+    # Scripting takes a loop; a forward of the instance is traced or nothing.
+    vars(model.inner)["forward"] = rows.forward.__get__(model.inner)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("rows", "format"), [*((OverRows, format) for format in FORMATS), (InPython, "torchscript"), (InTheShape, "pt2")]
+)
+def test_a_batch_that_is_baked_in_is_told_with_the_way_out(rows, format, tmp_path):
+    model, exporter = baked(rows), exporter_named(format)
+    with pytest.raises(ExportError) as caught:
+        exporter.export(ExportRequest(model, batches(2, 4, 6)), tmp_path)
+    assert re.search(r" at `return .*` in module `inner` \(test_open_dims\.py:\d+\)", str(caught.value))
+    assert str(caught.value).endswith(" Fix the batch with --static-batch (static_batch=True).")
+    for size in (1, 2, 3, 5, 8):
+        fixed = exporter.export(ExportRequest(model, batches(size), dynamic_batch=False), tmp_path)
+        assert_right(fixed, model, batches(size)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "format"), [(InPython, "onnx"), (InPython, "pt2"), (InTheShape, "torchscript"), (InTheShape, "onnx")]
+)
+def test_a_batch_that_only_looks_baked_in_is_open(rows, format, tmp_path):
+    model = baked(rows)
+    artifact = exporter_named(format).export(ExportRequest(model, batches(2, 4, 6)), tmp_path)
+    assert artifact.inputs[0].shape == ("batch", 6)
+    for size in (2, 4, 6, 8) if rows is InTheShape else (1, 2, 3, 5, 8):
+        assert_right(artifact, model, batches(size)[0][0])

@@ -1,0 +1,443 @@
+"""`dynamic`: what it may say, the inputs that are drawn for it, and bundles with several open dims."""
+
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import export, open_bundle, verify_bundle
+from optimizer.cli import main
+from optimizer.dynamic import OpenDims, open_dims
+from optimizer.errors import ExportFailed, ParityError, UsageError
+from optimizer.inputs import Samples
+from optimizer.options import parse_dynamic
+from optimizer.parity import Reference
+from optimizer.sizes import Taken, ladder
+
+X, MASK, LENGTHS = torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 3])
+INPUTS = {"x": X, "mask": MASK, "lengths": LENGTHS}
+
+
+def declared(dynamic, **options):
+    return open_dims(dynamic, INPUTS, first=X, **options)
+
+
+# ------------------------------------------------------------------------------------------------------ what it may say
+
+
+@pytest.mark.parametrize(
+    ("texts", "read"),
+    [
+        ([], None),
+        (["x:0,2"], {"x": {0: None, 2: None}}),
+        (["x:0=batch,2=time"], {"x": {0: "batch", 2: "time"}}),
+        (["x: 0 = batch , 2"], {"x": {0: "batch", 2: None}}),
+        (["x:0", "mask:1=time"], {"x": {0: None}, "mask": {1: "time"}}),
+        (["x:0", "x:1"], {"x": {0: None, 1: None}}),
+        (["a:b:1"], {"a:b": {1: None}}),
+    ],
+)
+def test_the_option_is_read(texts, read):
+    assert parse_dynamic(texts) == read
+
+
+def test_dims_without_a_name_get_one():
+    assert declared({"x": (0, 1)}).of == {"x": {0: "batch", 1: "x_dim_1"}}
+    assert declared({"x": [1], "lengths": (0,)}).of == {"x": {1: "x_dim_1"}, "lengths": {0: "batch"}}
+    assert declared({"x": {1: None, 2: "width"}}).of == {"x": {1: "x_dim_1", 2: "width"}}
+    assert declared(None) == OpenDims()
+
+
+def test_equal_sizes_share_no_name_unless_they_are_given_one():
+    apart = declared({"x": (0, 1), "mask": (0, 1)})
+    assert apart.of == {"x": {0: "batch", 1: "x_dim_1"}, "mask": {0: "batch", 1: "mask_dim_1"}}
+    assert apart.given == {"x_dim_1": 5, "mask_dim_1": 5}
+    one = declared({"x": {0: "n", 1: "time"}, "mask": {0: "n", 1: "time"}})
+    assert (one.batch, one.given) == ("n", {"time": 5})
+    assert one.places("time") == "dim 1 of x, dim 1 of mask"
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "sentence"),
+    [
+        ({}, "dynamic opens nothing: name the dims of an input, such as {'x': (0, 2)}, or leave it out."),
+        ((0, 1), "dynamic is a dict such as {'x': (0, 2)} or {'x': {0: 'batch', 2: 'time'}}, not (0, 1)."),
+        ({"y": (0,)}, "dynamic names y, and the inputs in the files are x, mask, lengths."),
+        ({"x": ()}, "dynamic names no dim of x: name one such as 0, or leave x out."),
+        ({"x": 0}, "dynamic gives each input a tuple of dims, or a dict of dims with names, not 0."),
+        ({"x": "01"}, "dynamic gives each input a tuple of dims, or a dict of dims with names, not '01'."),
+        ({0: (0,)}, "dynamic gives each input a tuple of dims, or a dict of dims with names, not (0,)."),
+        ({"x": (3,)}, "dynamic names dim 3 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2."),
+        ({"x": (-1,)}, "dynamic names dim -1 of x: dims are counted from 0, the first one, on."),
+        ({"x": (0, 0)}, "dynamic names dim 0 of x twice."),
+        ({"x": (True,)}, "dynamic names a dim of x by True: dims are whole numbers from 0 on."),
+        ({"x": {1: "two words"}}, "dynamic names the size of dim 1 of x 'two words': give a word such as time."),
+        (
+            {"x": {1: "time"}, "lengths": {0: "time"}},
+            "dynamic calls the size of dim 0 of lengths time, which is 2 there and 5 in dim 1 of x of the example inputs.",
+        ),
+        (
+            {"x": {0: "batch", 1: "batch"}},
+            "dynamic calls the size of dim 1 of x batch, which is 5 there and 2 in the batch of the example inputs.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_told(dynamic, sentence):
+    with pytest.raises(UsageError) as caught:
+        declared(dynamic)
+    assert str(caught.value) == sentence
+
+
+def test_a_batch_is_open_or_fixed():
+    with pytest.raises(UsageError, match=r"static_batch fixes the batch, and dynamic opens dim 0 of mask: give one"):
+        declared({"mask": (0, 1)}, static_batch=True)
+    assert declared({"mask": (1,)}, static_batch=True).given == {"mask_dim_1": 5}
+
+
+def test_a_scalar_and_an_empty_dim_have_no_size_to_change():
+    with pytest.raises(UsageError, match=r"names dim 0 of s, which is \[\] in the example inputs: it has none"):
+        open_dims({"s": (0,)}, {"s": torch.tensor(1.0)}, first=None)
+    with pytest.raises(UsageError, match=r"names dim 1 of e, which is empty in the example inputs: \[2, 0\]"):
+        open_dims({"e": (1,)}, {"e": torch.ones(2, 0)}, first=None)
+
+
+def test_one_tensor_for_two_inputs_has_one_declaration():
+    inputs = {"q": X, "k": X}
+    with pytest.raises(UsageError, match="q and k are one tensor in the example inputs, and dynamic opens other dims"):
+        open_dims({"q": (0, 1)}, inputs, first=X)
+    dims = {0: "batch", 1: "time"}
+    assert open_dims({"q": dims, "k": dims}, inputs, first=X).given == {"time": 5}
+
+
+# --------------------------------------------------------------------------------------------------------------- samples
+
+
+def opened(dynamic, args=(X, MASK), names=("x", "mask")):
+    samples = Samples(args)
+    inputs = dict(zip(names, samples.given.args, strict=True))
+    return samples.opened(open_dims(dynamic, inputs, first=samples.first), inputs)
+
+
+def shapes(call):
+    return [tuple(tensor.shape) for tensor in call.args]
+
+
+def test_every_dim_of_a_size_grows_with_it():
+    samples = opened({"x": {0: "batch", 1: "time"}, "mask": {0: "batch", 1: "time"}})
+    assert shapes(samples.at(2, sizes=(("time", 9),))) == [(2, 9, 4), (2, 9)]
+    assert shapes(samples.at(3, sizes=(("time", 1),))) == [(3, 1, 4), (3, 1)]
+    assert shapes(samples.at(3)) == [(3, 5, 4), (3, 5)]
+    assert samples.at(2, sizes=(("time", 5),)).args[0] is samples.given.args[0]
+
+
+def test_slices_that_belong_together_stay_together():
+    ids = torch.arange(10).reshape(2, 5)
+    samples = opened({"x": {1: "time"}, "mask": {1: "time"}}, (ids, ids * 10))
+    for size in (1, 3, 5, 12):
+        call = samples.at(2, sizes=(("time", size),))
+        assert torch.equal(call.args[1], call.args[0] * 10)
+        assert set(call.args[0][0].tolist()) <= set(ids[0].tolist())
+    assert len(set(samples.at(2, sizes=(("time", 8),)).args[0][0].tolist())) == 5
+
+
+def test_floats_are_drawn_in_the_new_shape():
+    samples = opened({"x": {1: "time"}}, (X,), ("x",))
+    drawn = samples.at(2, sizes=(("time", 200),)).args[0]
+    assert drawn.unique().numel() > 0.9 * drawn.numel()
+    assert abs(drawn.mean() - X.mean()) < 0.1
+    assert torch.equal(drawn, samples.at(2, sizes=(("time", 200),)).args[0])
+
+
+def test_a_dim_0_that_is_not_open_stays():
+    samples = opened({"x": (1,)})
+    assert samples.dynamic
+    assert shapes(samples.at(7)) == [(2, 5, 4), (7, 5)]
+    assert not torch.equal(samples.at(2, 1).args[0], X)
+    assert not opened({"x": (1,), "mask": (1,)}).dynamic
+
+
+def test_a_function_knows_the_batch_and_is_resized():
+    samples = Samples(lambda batch, generator: (torch.randn(batch, 5, 4, generator=generator),))
+    inputs = {"x": samples.given.args[0]}
+    samples = samples.opened(open_dims({"x": (0, 1)}, inputs, first=samples.first), inputs)
+    assert shapes(samples.at(3, sizes=(("x_dim_1", 8),))) == [(3, 8, 4)]
+    moved = samples.to("cpu")
+    assert torch.equal(moved.at(3, sizes=(("x_dim_1", 8),)).args[0], samples.at(3, sizes=(("x_dim_1", 8),)).args[0])
+
+
+def test_a_function_whose_other_sizes_go_with_the_batch_is_told():
+    samples = Samples(lambda batch, generator: (torch.ones(batch, batch + 3),))
+    inputs = {"x": samples.given.args[0]}
+    samples = samples.opened(open_dims({"x": (0, 1)}, inputs, first=samples.first), inputs)
+    with pytest.raises(UsageError, match="gives x_dim_1 the size 6 at one batch size and 5 at another"):
+        samples.at(3, sizes=(("x_dim_1", 9),))
+
+
+# ----------------------------------------------------------------------------------------------------------------- sizes
+
+
+def test_other_sizes_are_smaller_ones_and_larger_ones_and_one():
+    assert ladder(12) == (13, 1, 24, 6, 18, 11, 36, 48)
+    assert ladder(1) == (2, 3, 4)
+
+
+def test_what_is_traced_has_no_size_of_one():
+    taken = Taken(2, {"time": 1, "width": 6}, {"time": [2, 3, 4], "width": [7, 1, 12, 3]})
+    assert taken.bases() == (("time", 2), ("width", 6))
+    assert (taken.others("time"), taken.others("width")) == ([3, 4, 1], [3, 7, 1])
+    assert taken.steps(2, (1, 2, 5)) == (3, {"time": 1, "width": 1})
+    assert Taken(2, {"time": 8}, {"time": [4, 1]}).steps(2, (2,)) == (0, {"time": 0})
+
+
+class Table(nn.Module):
+    """Positions up to eight; more of them raise."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.places = nn.Embedding(8, 4)
+
+    def forward(self, x):
+        return self.inner(x) + self.places(torch.arange(x.shape[1]))
+
+
+class Baked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = Five()
+
+    def forward(self, x):
+        return self.head(x) + 1
+
+
+class Five(nn.Module):
+    def forward(self, x):
+        return x.reshape(x.shape[0], 5, 4).sum(2)
+
+
+def measured(model, dynamic, args=(X,)):
+    return Reference.measure(
+        enliven(model).eval(), opened(dynamic, args, ("x", "mask")[: len(args)]), batch_sizes=(2, 3)
+    )
+
+
+def test_the_original_is_run_at_several_sizes_of_each_and_at_some_of_all():
+    reference = measured(nn.Linear(4, 3), {"x": {0: "batch", 1: "time"}})
+    assert reference.batch_sizes == (2, 3)
+    assert reference.taken.alone == {"time": [6, 1, 10, 2]}
+    assert reference.taken.together == [(3, (("time", 6),)), (4, (("time", 7),))]
+    where = [where for where, _ in reference.calls()]
+    assert "batch size 2, time 10, draw 0" in where
+    assert "batch size 4, time 7, draw 0" in where
+    golden = [(entry.batch_size, dict(entry.sizes)) for entry in reference.golden_entries()]
+    assert golden == [(2, {}), (3, {}), (2, {"time": 6}), (2, {"time": 1})]
+
+
+def test_sizes_that_the_original_does_not_take_are_left_out_and_told():
+    reference = measured(Table(), {"x": {0: "batch", 1: "time"}})
+    assert reference.taken.alone == {"time": [6, 1, 2, 7]}
+    notes = reference.compare(reference.target).notes
+    assert "time was looked at in the sizes 1, 2, 5, 6, 7." in notes
+    (raised,) = [note for note in notes if note.startswith("The original raises at time 10, which was left out: ")]
+    assert "`return self.inner(x) + self.places(torch.arange(x.shape[1]))` in the model's forward" in raised
+
+
+# --------------------------------------------------------------------------------------------------------------- bundles
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        return self.inner(x).masked_fill(mask.unsqueeze(2) == 0, 0.0)
+
+
+def scores():
+    torch.manual_seed(0)
+    return enliven(Scores()).eval()
+
+
+TIME = {"x": {0: "batch", 1: "time"}, "mask": {0: "batch", 1: "time"}}
+
+
+def test_a_bundle_is_compared_and_verified_at_other_sizes(tmp_path):
+    bundle = export(scores(), example_inputs=(X, MASK), output=tmp_path / "net", formats=("torchscript",), dynamic=TIME)
+    (artifact,) = bundle.artifacts
+    assert [spec.shape for spec in artifact.inputs] == [("batch", "time", 4), ("batch", "time")]
+    assert artifact.outputs[0].shape == ("batch", "time", 3)
+    calls = bundle.manifest["artifacts"][0]["parity"]["outputs"][0]["calls"]
+    assert {call["sizes"]["time"] for call in calls if "sizes" in call} == {1, 2, 6, 7, 10}
+    assert [call.get("sizes") for call in bundle.manifest["golden"]["calls"]][-2:] == [{"time": 6}, {"time": 1}]
+    report = verify_bundle(open_bundle(tmp_path / "net").path)
+    assert report.ok
+    assert report.artifacts[0].calls == 5
+
+
+def test_a_file_that_is_wrong_at_one_length_alone_is_not_published(tmp_path, monkeypatch):
+    from exporters.torchscript import TorchScriptExporter
+
+    right = TorchScriptExporter.load
+
+    def load(path, device):
+        loaded = right(path, device)
+        if ".export-" in str(path):
+            return loaded
+
+        class Spoilt:
+            placement, settings = None, {}
+            device = loaded.device
+
+            def __call__(self, *tensors):
+                outputs = loaded(*tensors)
+                return tuple(output + (tensors[0].shape[1] == 10) for output in outputs)
+
+        return Spoilt()
+
+    monkeypatch.setattr(TorchScriptExporter, "load", staticmethod(load))
+    with pytest.raises(ParityError, match=r"at batch size 2, time 10, draw 0"):
+        export(scores(), example_inputs=(X, MASK), output=tmp_path / "net", formats=("torchscript",), dynamic=TIME)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fixed_batch_with_an_open_length(tmp_path):
+    dims = {"x": {1: "time"}, "mask": {1: "time"}}
+    bundle = export(
+        scores(),
+        example_inputs=(X, MASK),
+        output=tmp_path / "net",
+        formats=("torchscript",),
+        dynamic=dims,
+        static_batch=True,
+    )
+    assert [spec.shape for spec in bundle.artifacts[0].inputs] == [(2, "time", 4), (2, "time")]
+    assert bundle.manifest["parity"]["batch_sizes"] == [2]
+    loaded = bundle.artifacts[0].load()
+    assert loaded(torch.randn(2, 9, 4), torch.ones(2, 9, dtype=torch.long))[0].shape == (2, 9, 3)
+    with pytest.raises(Exception, match=r"Input x of this file is \[2, time, 4\]"):
+        loaded(torch.randn(3, 9, 4), torch.ones(3, 9, dtype=torch.long))
+
+
+def test_inputs_that_nothing_is_said_of_keep_an_open_batch(tmp_path):
+    def by_sum(size):
+        return torch.randn(size, 7, 4), torch.ones(size, 5, dtype=torch.long)
+
+    class Sums(Scores):
+        def forward(self, x, mask):
+            return self.inner(x).sum(1) + mask.sum(1, keepdim=True)
+
+    bundle = export(
+        enliven(Sums()).eval(),
+        example_inputs=(X, MASK),
+        output=tmp_path / "net",
+        formats=("torchscript",),
+        dynamic={"x": {0: "rows", 1: "time"}},
+    )
+    assert [spec.shape for spec in bundle.artifacts[0].inputs] == [("rows", "time", 4), ("rows", 5)]
+    assert bundle.artifacts[0].load()(*by_sum(3))[0].shape == (3, 3)
+
+
+def test_a_length_that_the_model_fixes_is_told_with_module_and_line(tmp_path):
+    with pytest.raises(ExportFailed) as caught:
+        export(Baked().eval(), example_inputs=(X,), output=tmp_path / "net", formats=("onnx",), dynamic={"x": (0, 1)})
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        "dynamic opens dim 1 of x, and the model raises at every other size of it that was tried"
+    )
+    assert "`return x.reshape(x.shape[0], 5, 4).sum(2)` in module `head` (test_dynamic.py:" in sentence
+    assert sentence.endswith(": leave dim 1 of x out, or change that line.")
+    assert not list(tmp_path.iterdir())
+
+
+class TwoRows(nn.Module):
+    def forward(self, x):
+        return x.reshape(2, -1).sum(1) + x.reshape(2, 5, 4)[:, 0, 0]
+
+
+def test_a_batch_that_the_model_fixes_is_refused_where_it_is_asked_for_and_told_elsewhere(tmp_path):
+    with pytest.raises(ExportFailed, match=r"dynamic opens dim 0 of x, .* in the model's forward \(test_dynamic"):
+        export(TwoRows(), example_inputs=(X,), output=tmp_path / "net", formats=("torchscript",), dynamic={"x": (0,)})
+    for options in ({}, {"static_batch": True}):
+        bundle = export(
+            TwoRows(), example_inputs=(X,), output=tmp_path / "net", formats=("torchscript",), force=True, **options
+        )
+        assert bundle.artifacts[0].inputs[0].shape == (2, 5, 4)
+        told = [note for note in bundle.manifest["notes"] if note.startswith("the batch is fixed, as by static_batch")]
+        assert len(told) == (not options)
+        assert all("x.reshape(2, 5, 4)[:, 0, 0]` in the model's forward (test_dynamic.py:" in note for note in told)
+
+
+def test_a_batch_of_which_no_other_size_is_asked_for_is_told(tmp_path):
+    with pytest.raises(UsageError, match="and batch_sizes names no size of it beside that of the"):
+        export(
+            scores(),
+            example_inputs=(X, MASK),
+            output=tmp_path / "net",
+            formats=("onnx",),
+            batch_sizes=(2,),
+            dynamic=TIME,
+        )
+
+
+def test_nothing_is_run_for_what_makes_no_sense(tmp_path):
+    class Never(Scores):
+        def forward(self, x, mask):
+            raise AssertionError("it ran")
+
+    with pytest.raises(UsageError, match="dynamic names y, and the inputs in the files are x, mask"):
+        export(Never(), example_inputs=(X, MASK), output=tmp_path / "net", dynamic={"y": (0,)})
+    with pytest.raises(UsageError, match="dynamic names x, and the inputs in the files are a, b"):
+        export(Never(), example_inputs=(X, MASK), output=tmp_path / "net", input_names=("a", "b"), dynamic={"x": (0,)})
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        return self.inner(x) * mask.unsqueeze(2)
+
+model = Scores()
+example_inputs = (torch.randn(2, 5, 4), torch.ones(2, 5))
+"""
+
+
+def run(tmp_path, *arguments):
+    (tmp_path / "net.py").write_text(MODEL)
+    return main([str(tmp_path / "net.py"), "--formats", "torchscript", "--output", str(tmp_path / "net"), *arguments])
+
+
+def test_the_command_opens_the_dims_that_it_is_told(tmp_path, capsys):
+    dims = ("--dynamic", "x:0=batch,1=time", "--dynamic", "mask:0=batch,1=time")
+    assert run(tmp_path, *dims) == 0
+    assert "x[batch,time,4] mask[batch,time]" in capsys.readouterr().out
+    assert main(["--verify", str(tmp_path / "net")]) == 0
+    assert run(tmp_path, *dims, "--details", "--force") == 0
+    assert "2, time 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--dynamic", "ids:1"), "dynamic names ids, and the inputs in the files are x, mask."),
+        (
+            ("--dynamic", "x:7"),
+            "dynamic names dim 7 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2.",
+        ),
+        (
+            ("--dynamic", "x:0,1", "--static-batch"),
+            "static_batch fixes the batch, and dynamic opens dim 0 of x: give one of the two.",
+        ),
+    ],
+)
+def test_the_command_tells_before_any_work(arguments, sentence, tmp_path, capsys):
+    assert run(tmp_path, *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"optimize-export: error: {sentence}\n")
+    assert "optimize-export: optimize" not in said
