@@ -76,6 +76,14 @@ class Evidence:
         return eps if self.computes_in is None else max(eps, torch.finfo(self.computes_in).eps)
 
     @property
+    def half(self) -> torch.dtype | None:
+        """The half precision that the model computes in, or that something in it has; None for none."""
+        adapter = self.adapter
+        tensors = (*adapter.parameters(), *adapter.buffers(), *self.inputs[0], *self.outputs[0])
+        held = {self.computes_in, *(tensor.dtype for tensor in tensors)}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in held), None)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
@@ -387,9 +395,9 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
         routes_by_reason.setdefault(reason, []).append(tried)
     reasons = "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
     hint = ""
-    if evidence.computes_in is not None:
-        word = str(evidence.computes_in).removeprefix("torch.")
-        others = " in float16, or" if evidence.computes_in is torch.bfloat16 else ""
+    if (half := evidence.half) is not None:
+        word = str(half).removeprefix("torch.")
+        others = " in float16, or" if half is torch.bfloat16 else ""
         hint = (
             f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
             " float32."
