@@ -144,6 +144,7 @@ def gather(request: ExportRequest) -> Evidence:
 
     Raises:
         StructureError: the calls don't fit each other, or can't be left open in the way the request asks.
+        MetadataError: the metadata are none that a file can hold.
     """
     args, kwargs = request.calls[0]
     adapter = Adapter(request.model, args, kwargs, input_names=request.input_names, output_names=request.output_names)
