@@ -282,6 +282,7 @@ class Exporter(ABC):
         Raises:
             ExportError: no route gives a right file; nothing is left in the directory.
             StructureError: the calls don't fit each other, or hold what no file can.
+            MetadataError: the metadata are none that a file can hold.
             OSError: the directory can't be written to.
             Whatever the model itself raises when it is run.
         """

@@ -57,7 +57,12 @@ def _is_unicode(text: str) -> bool:
 def metadata_of(
     model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...], own: Mapping[str, str]
 ) -> dict[str, str]:
-    """All that a file says of itself, in the order of the keys: `own` is the user's part."""
+    """All that a file says of itself, in the order of the keys: `own` is the user's part.
+
+    Raises:
+        MetadataError: that part is none.
+    """
+    refuse_metadata(own)
     ours = {
         "program": f"optimize-export {_version()}",
         "torch": torch.__version__,

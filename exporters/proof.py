@@ -159,6 +159,14 @@ class Evidence:
         return eps if self.computes_in is None else max(eps, torch.finfo(self.computes_in).eps)
 
     @property
+    def half(self) -> torch.dtype | None:
+        """The half precision that the model computes in, or that something in it has; None for none."""
+        adapter = self.adapter
+        tensors = (*adapter.parameters(), *adapter.buffers(), *self.inputs[0], *self.outputs[0])
+        held = {self.computes_in, *(tensor.dtype for tensor in tensors)}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in held), None)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
@@ -225,6 +233,7 @@ def gather(request: ExportRequest) -> Evidence:
 
     Raises:
         StructureError: the calls don't fit each other, or can't be left open in the way the request asks.
+        MetadataError: the metadata are none that a file can hold.
     """
     args, kwargs = request.calls[0]
     adapter = Adapter(request.model, args, kwargs, input_names=request.input_names, output_names=request.output_names)
@@ -527,9 +536,9 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
         f"{' and '.join(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
     )
     hint = ""
-    if evidence.computes_in is not None:
-        word = str(evidence.computes_in).removeprefix("torch.")
-        others = " in float16, or" if evidence.computes_in is torch.bfloat16 else ""
+    if (half := evidence.half) is not None:
+        word = str(half).removeprefix("torch.")
+        others = " in float16, or" if half is torch.bfloat16 else ""
         hint = (
             f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
             " float32."
