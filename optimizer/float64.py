@@ -483,6 +483,9 @@ class RoundedMode(TorchDispatchMode):
     That is what rounding does to a model wherever it happens, in the backward pass too. Norms are taken apart:
     where the mean that a BatchNorm takes off is off by a unit, all rows are off the same way, and a gradient, which is a sum
     over them, by as much more. `calls` counts what was rounded.
+    What puts given numbers in computes none. And a number that stands for infinity, as in a mask, takes up all that is added
+    to it: it comes out of any kernel as it is. Were they rounded, a row of attention that is masked as a whole, where all
+    numbers are equal, would look at one place alone, and any error would be called rounding.
     """
 
     def __init__(self, seed: int) -> None:
@@ -500,6 +503,8 @@ class RoundedMode(TorchDispatchMode):
             with self:
                 return composed(*args, **kwargs)
         result = func(*args, **kwargs)
+        if func._schema.name.partition("::")[2].strip("_") in _PUT_IN:
+            return result
         results = result if isinstance(result, tuple | list) else (result,)
         for value, declared in zip(results, func._schema.returns, strict=False):
             is_view = declared.alias_info is not None and not declared.alias_info.is_write
@@ -510,8 +515,20 @@ class RoundedMode(TorchDispatchMode):
     def _round(self, value: torch.Tensor) -> None:
         self.calls += 1
         start = int(torch.randint(0, len(self._signs), (), generator=self._generator))
+        factor = _pattern(value, self._signs, start).mul_(torch.finfo(value.dtype).eps).add_(1)
         # A product, as infinity plus an offset of it is no number.
-        value.mul_(_pattern(value, self._signs, start).mul_(torch.finfo(value.dtype).eps).add_(1))
+        value.mul_(factor.masked_fill_(stands_for_infinity(value), 1))
+
+
+# Operators that put numbers in which others have computed, by their names in ATen.
+_PUT_IN = frozenset(
+    {"masked_fill", "masked_scatter", "where", "fill", "full", "full_like", "new_full", "scalar_tensor"}
+)
+
+
+def stands_for_infinity(value: torch.Tensor) -> torch.Tensor:
+    """Where a float tensor is half of its dtype's largest number or more, as masks are filled with `torch.finfo(…).min`."""
+    return value.detach().abs() >= torch.finfo(value.dtype).max / 2
 
 
 def random_signs(generator: torch.Generator) -> torch.Tensor:

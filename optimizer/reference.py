@@ -42,6 +42,7 @@ from optimizer.float64 import (
     RoundedMode,
     off_by_one_ulp,
     random_signs,
+    stands_for_infinity,
 )
 from optimizer.in_kind import computing_as, share
 from optimizer.inputs import Call, Samples, Sizes
@@ -161,7 +162,8 @@ class Reference:
         self._original = original
         self._blank = measured
         self._samples = samples
-        self._looked_closely = False
+        # The noises before many more samples were taken; None where that wasn't done.
+        self._few_samples: dict[str, OutputNoise] | None = None
         self._precision: Precision | None = None
         self.taken = Taken(None, {})
         self.noises = noises
@@ -267,8 +269,9 @@ class Reference:
         """
         moved = self._moved_in(candidate)
         # A region is judged by its noise alone: nobody gives a tolerance for one, nor looks at its figures.
+        # What more samples showed for another candidate is for those alone that are off by as little as that one was.
         comparison = Comparison(
-            self._noises_less(moved),
+            self._noises_less(moved, self._few_samples or self.noises),
             flat=flatten is not None,
             in_detail=self._samples is not None,
             slices=self.slices,
@@ -283,7 +286,7 @@ class Reference:
         seen = None if rows is None or comparison.problems else self._moved_rows(candidate, rows, flatten)
         if comparison.is_doubtful() or self._may_be_rounding(seen):
             self._look_closely()
-            comparison.noises = self._noises_less(moved)
+            comparison.noises = self._noises_less(moved, self.noises)
         return replace(comparison.finish(self._blank), rows=seen, settings=settings)
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
@@ -397,9 +400,9 @@ class Reference:
         Rounding in front of a division by something small (a BatchNorm over a few rows that hardly differ) has long tails:
         two or three samples of it may all be a tenth of what the next one is.
         """
-        if self._looked_closely:
+        if self._few_samples is not None:
             return
-        self._looked_closely = True
+        self._few_samples = dict(self.noises)
         with one_at_a_time:
             if self._precision is None:
                 seen = self._original.more_noise(self._samples)
@@ -415,8 +418,9 @@ class Reference:
                 noise_rms=max(noise.noise_rms, pool.rms),
             )
 
-    def _noises_less(self, moved: MovedBiases) -> dict[str, OutputNoise]:
-        return self.noises | {name: self._noise_less(name, bias) for name, bias in moved.means.items()}
+    def _noises_less(self, moved: MovedBiases, noises: Mapping[str, OutputNoise]) -> dict[str, OutputNoise]:
+        less = {name: self._noise_less(name, bias, noises[name]) for name, bias in moved.means.items()}
+        return {**noises, **less}
 
     def _moved_in(self, candidate: Callable[..., Any]) -> MovedBiases:
         """The biases that the candidate says to have in its running means, with the values that the original has."""
@@ -439,9 +443,8 @@ class Reference:
                 found.problems.append(f"{mean_path} isn't the original's less {bias_path}, and stands for it")
         return found
 
-    def _noise_less(self, name: str, bias: torch.Tensor) -> OutputNoise:
+    def _noise_less(self, name: str, bias: torch.Tensor, noise: OutputNoise) -> OutputNoise:
         """The noise of a running mean that is kept less a bias: at least the rounding of that number."""
-        noise = self.noises[name]
         rest = [wide(kept.truth.values[name]) - bias for kept in self._original.kept if name in kept.truth.values]
         pool = Pool()
         for values in rest:
@@ -883,7 +886,11 @@ class Original:
         def perturb(tensor: torch.Tensor) -> torch.Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
                 return tensor
-            return off_by_one_ulp(tensor.detach(), signs).requires_grad_(tensor.requires_grad)
+            value = tensor.detach()
+            off = off_by_one_ulp(value, signs)
+            if value.layout is torch.strided and not value.is_nested:
+                off = torch.where(stands_for_infinity(value), value, off)
+            return off.requires_grad_(tensor.requires_grad)
 
         args, kwargs = rebuild((call.args, call.kwargs), perturb)
         mode = PerturbedMode(seed, written=self._written_parameters())

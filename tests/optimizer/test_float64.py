@@ -416,6 +416,25 @@ def test_rounding_leaves_alone_what_is_no_number_and_what_is_drawn():
     assert kept.to_dense().tolist() == [True, False, False, False]
 
 
+def test_rounding_leaves_alone_what_stands_for_infinity_and_what_is_put_in():
+    numbers, hidden = torch.linspace(-1.0, 1.0, 16), torch.arange(16) % 2 == 0
+    lowest = torch.full((16,), torch.finfo(torch.float32).min)
+    with RoundedMode(0):
+        # A row of scores that is masked as a whole.
+        added, times = numbers + lowest, lowest * 1
+        filled = lowest.masked_fill(hidden, -1e9)
+        chosen = torch.where(hidden, -1e9, lowest)
+        full = torch.full((16,), -1e9)
+        # What isn't as large is rounded.
+        large = numbers + 1e30
+    for value in (added, times):
+        assert torch.equal(value, lowest)
+    for value in (filled, chosen):
+        assert value.unique().tolist() == [lowest[0].item(), -1e9]
+    assert full.unique().tolist() == [-1e9]
+    assert len(large.unique()) > 1
+
+
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3)])
 def test_a_norm_is_rounded_inside(layer):
     """A mean that is off moves all rows alike, by as much as the numbers are larger than their differences."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from optimizer import optimize
-from optimizer.difference import Slices, slice_noise
+from optimizer.difference import Pool, Slices, slice_noise
 from optimizer.errors import LoadError, UsageError
 from optimizer.inputs import Samples
 from optimizer.parity import (
@@ -30,6 +30,7 @@ from optimizer.parity import (
     compare_golden,
     judge,
 )
+from optimizer.reference import Original
 
 
 class ConvNet(nn.Module):
@@ -652,6 +653,80 @@ def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
         if found == 3:
             return
     raise AssertionError("few samples were enough everywhere: nothing was tried")
+
+
+class PaddedAttention(nn.Module):
+    """Attention in which the padded positions look at nothing: all their scores are equal."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.hidden = hidden
+
+    def forward(self, x, mask):
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        scores = scores.masked_fill(~(mask[:, :, None] & mask[:, None]), self.hidden)
+        return scores.softmax(-1) @ self.value(x)
+
+
+def judged_off(model, inputs, times):
+    """The verdict on a candidate that is off by so many times the noise of few samples, and the noise after it."""
+    reference = Reference.measure(model, Samples(inputs))
+    (name,) = reference.noises
+    before = reference.noises[name].noise
+    report = judge(reference.compare(lambda *args: model(*args) + times * before))
+    return report.verdict, before, reference.noises[name].noise
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -1e9])
+def test_positions_that_look_at_nothing_excuse_no_error(hidden):
+    torch.manual_seed(0)
+    model = enliven(PaddedAttention(hidden)).eval()
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    verdict, before, after = judged_off(model, (torch.randn(2, 6, 8), mask), 20)
+    assert verdict == "failed"
+    assert before < 1e-4
+    assert after < 4 * before, "more samples were taken, and say the same"
+
+
+def test_a_mask_among_the_inputs_excuses_no_error():
+    class Added(PaddedAttention):
+        def forward(self, x, mask):
+            scores = self.query(x) @ self.key(x).transpose(1, 2)
+            return (scores + mask).softmax(-1) @ self.value(x)
+
+    torch.manual_seed(0)
+    model = enliven(Added(None)).eval()
+    mask = torch.zeros(2, 6, 6)
+    mask[1, :, 4:] = mask[1, 4:] = torch.finfo(torch.float32).min
+    verdict, before, after = judged_off(model, (torch.randn(2, 6, 8), mask), 20)
+    assert verdict == "failed"
+    assert before < 1e-4
+    assert after < 4 * before
+
+
+def test_what_many_samples_show_for_one_candidate_excuses_no_other(monkeypatch):
+    torch.manual_seed(0)
+    model = enliven(nn.Linear(4, 4)).eval()
+    reference = Reference.measure(model, Samples((torch.randn(2, 4),)))
+    (name,) = reference.noises
+    before = reference.noises[name].noise
+    tail = Pool()
+    tail.add(torch.full((8,), 100 * before, dtype=torch.float64), of=torch.ones(8))
+    monkeypatch.setattr(Original, "more_noise", lambda *args: {name: tail})
+
+    def verdict(times):
+        def candidate(x):
+            return model(x) + times * before
+
+        return judge(reference.compare(candidate)).verdict
+
+    assert verdict(300) == "failed"
+    assert reference.noises[name].noise == before, "so large an error is none of rounding, and nothing was sampled"
+    assert verdict(20) == "ok"
+    assert reference.noises[name].noise > before
+    assert verdict(300) == "failed"
+    assert verdict(20) == "ok"
 
 
 class OwnDtype(nn.Module):
