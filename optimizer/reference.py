@@ -477,15 +477,18 @@ class Reference:
         )
 
     def of(self, target: nn.Module, where: str) -> Reference:
-        """The same measured of another module, for reruns of one of `calls`: at no further batch size.
+        """The same measured of another module at one of `calls` alone, for reruns of it.
 
         Raises:
             LoadError: it raises there.
         """
         assert self._samples is not None
         kept = next(kept for kept in self._original.kept if kept.where == where)
-        sizes = None if kept.batch_size is None else [kept.batch_size]
-        return Reference.measure(target, self._samples, batch_sizes=sizes, draws=kept.draw + 1)
+        mode: Mode = "inference"
+        original = Original(target, mode, self._samples.seed)
+        with one_at_a_time, as_run(target, mode) as settings:
+            original.run(kept.batch_size, kept.draw, self._call(kept), label=kept.label, sizes=kept.sizes)
+        return original.finish(self._samples, settings, kept.draw + 1)
 
     @property
     def target(self) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
-from optimizer import export, open_bundle, verify_bundle
+from optimizer import export, open_bundle, optimize, verify_bundle
 from optimizer.cli import main
 from optimizer.dynamic import OpenDims, open_dims
 from optimizer.errors import ExportFailed, ParityError, UsageError
@@ -299,6 +299,41 @@ def test_a_file_that_is_wrong_at_one_length_alone_is_not_published(tmp_path, mon
     with pytest.raises(ParityError, match=r"at batch size 2, time 10, draw 0"):
         export(scores(), example_inputs=(X, MASK), output=tmp_path / "net", formats=("torchscript",), dynamic=TIME)
     assert not list(tmp_path.iterdir())
+
+
+class FromTheNinthOn(nn.Module):
+    """Adds something to the steps from the ninth on: nothing, until `extra` is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x + torch.relu(torch.ones_like(x[..., :1]).cumsum(1) - 8) * self.extra
+
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(4, 4), FromTheNinthOn(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.late(self.first(x)))
+
+
+@pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
+def test_what_shows_at_one_length_alone_is_found_where_it_is(format, tmp_path):
+    torch.manual_seed(0)
+    model = enliven(Late()).eval()
+    with torch.no_grad():
+        model.late.extra.zero_()
+    fast = optimize(model, [], example_inputs=X)
+    fast.late.extra = nn.Parameter(torch.ones(4))
+    where = r"at batch size 2, time 10, draw 0.* It first differs at late \(test_dynamic\.py:"
+    with pytest.raises(ParityError, match=where):
+        export(
+            fast, example_inputs=X, output=tmp_path / "net", formats=[format], dynamic={"x": {0: "batch", 1: "time"}}
+        )
 
 
 def test_a_fixed_batch_with_an_open_length(tmp_path):
