@@ -209,6 +209,7 @@ class Artifact:
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
+        unoptimized: the same where the runtime does nothing to the graph of its own; None where it never does.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
         values: makes the file give the named ones of its values, or all for None, where the exporter can.
         parts: makes the modules in the file callable one by one, where it has them.
@@ -224,6 +225,9 @@ class Artifact:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
+    unoptimized: Callable[[Path, str], LoadedArtifact] | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
     values: Callable[[Path, str, Collection[str] | None], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False

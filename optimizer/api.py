@@ -30,7 +30,7 @@ from optimizer.bundle import (
 from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
-from optimizer.locating import Located, located, named_first
+from optimizer.locating import Located, fault_of_runtime, located, named_first
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
@@ -300,6 +300,10 @@ def export(
         seen = judge(reference.compare(module), atol=atol, rtol=rtol, factor=factor, names=names)
         return seen.verdict == "failed"
 
+    def is_right(artifact: Artifact) -> bool:
+        measurement, _ = _measured(artifact, reference, adapter, target, None)
+        return judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names).verdict != "failed"
+
     @cache
     def blamed() -> str:
         return _blamed(provenance, _on_device(exported, home), home, is_wrong, seed, inputs)
@@ -326,7 +330,7 @@ def export(
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
             if found is not None:
                 entry |= found.to_json()
-                told = (str(found), blamed(), remarks.get(exporter.name))
+                told = (str(found), fault_of_runtime(artifact, is_right), blamed(), remarks.get(exporter.name))
                 remarks[exporter.name] = " ".join(filter(None, told))
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -252,6 +252,23 @@ def located_module(reference: Reference, measurement: Measurement, candidate: nn
     return _looked_for(
         lambda: first_wrong_module(reference, candidate, wheres), "no module gives anything else than the original's"
     )
+
+
+def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -> str:
+    """A sentence on whether an artifact that fails is right where its runtime does nothing to the graph; "" where it never does.
+
+    Raises no more than `located`.
+    """
+    if artifact.unoptimized is None:
+        return ""
+    try:
+        right = is_right(replace(artifact, loader=artifact.unoptimized))
+    except Exception as error:  # as above
+        logger.debug("the run without optimizations raised", exc_info=True)
+        return f"Run without the runtime's graph optimizations, it raised {type(error).__name__}: {quote(error)}."
+    if right:
+        return "Without the runtime's graph optimizations the file is right: they are at fault, and not the file."
+    return "Without the runtime's graph optimizations it is wrong too."
 
 
 def _looked_for(find: Callable[[], Divergence | None], nowhere: str) -> Located:
