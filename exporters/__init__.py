@@ -11,6 +11,7 @@ from exporters.errors import (
     StructureError,
     UnknownFormat,
     UnsafeFile,
+    WrongFile,
 )
 from exporters.onnx import OnnxExporter
 from exporters.pt2 import Pt2Exporter
@@ -36,6 +37,7 @@ __all__ = [
     "TorchScriptExporter",
     "UnknownFormat",
     "UnsafeFile",
+    "WrongFile",
     "exporter_named",
     "exporter_names",
     "load_artifact",

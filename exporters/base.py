@@ -153,6 +153,8 @@ class ExportRequest:
         input_names, output_names: names in place of the derived ones, one per tensor.
         opset: version of the ONNX operator set; None is the exporter's default. Other formats don't read it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
+        place_of: where a file that was refused differs from the model at these inputs of it, a clause: "first differs at …";
+            "" where that isn't known. It is asked where every route was refused.
     """
 
     model: nn.Module
@@ -162,6 +164,7 @@ class ExportRequest:
     output_names: tuple[str, ...] | None = None
     opset: int | None = None
     computes_in: torch.dtype | None = None
+    place_of: Callable[[Artifact, tuple[torch.Tensor, ...]], str] | None = None
 
 
 @dataclass(frozen=True)

@@ -60,16 +60,18 @@ class OnnxExporter(Exporter):
         def route(name: str) -> Route:
             return Route(name, lambda folder: self._proven(name, captures[name], evidence, folder, programs))
 
-        artifact = first_right(self, evidence, [route(name) for name in captures], directory)
-        inputs, outputs = _read_specs(artifact.path, evidence)
-        return replace(
-            artifact,
-            inputs=inputs,
-            outputs=outputs,
-            program=programs[artifact.route],
-            values=self.values,
-            unoptimized=self.load_unoptimized,
-        )
+        def known(artifact: Artifact) -> Artifact:
+            inputs, outputs = _read_specs(artifact.path, evidence)
+            return replace(
+                artifact,
+                inputs=inputs,
+                outputs=outputs,
+                program=programs[artifact.route],
+                values=self.values,
+                unoptimized=self.load_unoptimized,
+            )
+
+        return first_right(self, request, evidence, [route(name) for name in captures], directory, known)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition, Line, breaks, line_through
-from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
+from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError, WrongFile
 from exporters.isolation import silent, undisturbed
 
 # Largest error, relative to the largest value of the output, that rounding could explain.
@@ -40,6 +40,10 @@ _MOST_FURTHER = 16
 
 # Bytes of one input that is made only to look at a batch that no call has.
 LARGEST_TRIAL = 64 * 2**20
+
+# Bytes of a wrong file that is kept while the other routes are tried, so that its place can be told: a larger one may need
+# the room.
+_LARGEST_KEPT = 2**30
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -229,10 +233,13 @@ def _proven_where_it_breaks(
         try:
             answers = _prove_at(evidence, loaded, batch, errors)
         except RouteRefused as refusal:
-            raise RouteRefused(
+            reason = (
                 f"at a batch of {batch} the model goes another way than the one that was captured, by {condition.what}:"
                 f" {refusal}"
-            ) from refusal
+            )
+            if isinstance(refusal, WrongFile):
+                raise WrongFile(reason, refusal.inputs, refusal.output) from refusal
+            raise RouteRefused(reason) from refusal
         if answers:
             answered.append(batch)
         else:
@@ -271,16 +278,19 @@ def _compare(
 ) -> Sequence[torch.Tensor]:
     """What the file gives, where it is what the model gives; `errors` are how far each output was off at the calls."""
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-    with refusing(f"the file fails on inputs of {sizes}"):
-        outputs = loaded(*clones(inputs))
+    try:
+        with refusing(f"the file fails on inputs of {sizes}"):
+            outputs = loaded(*clones(inputs))
+    except RouteRefused as refusal:
+        raise WrongFile(str(refusal), inputs) from refusal
     if len(outputs) != len(expected):
-        raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
+        raise WrongFile(f"the file gives {len(outputs)} outputs, the model {len(expected)}", inputs)
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
         allowed = evidence.rounding(ours.dtype)
         if errors is not None:
             allowed = _allowed_beyond(evidence, ours.dtype, errors[index])
         if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
-            raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
+            raise WrongFile(f"output `{name}` is wrong on inputs of {sizes}: {problem}", inputs, name)
     return outputs
 
 
@@ -351,46 +361,87 @@ class Route:
     write: Callable[[Path], tuple[Path, ...]]
 
 
-def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route], directory: Path) -> Artifact:
+def first_right(
+    exporter: Exporter,
+    request: ExportRequest,
+    evidence: Evidence,
+    routes: Sequence[Route],
+    directory: Path,
+    known: Callable[[Artifact], Artifact] = lambda artifact: artifact,
+) -> Artifact:
     """The artifact of the first route that isn't refused; its files are moved into `directory` when they are proven.
+
+    Args:
+        known: adds to an artifact what the exporter knows of how it was made, also to one whose route was refused.
 
     Raises:
         ExportError: every route was refused.
         OSError: a file couldn't be written.
     """
-    refused: list[tuple[str, str]] = []
-    for route in routes:
-        with _staging(directory) as staging:
-            try:
-                written = route.write(staging)
-            except RouteRefused as refusal:
-                refused.append((route.name, str(refusal)))
-                continue
-            files = tuple(path.replace(directory / path.name) for path in written)
-        return Artifact(
-            exporter.name,
-            files[0],
-            files,
-            route.name,
-            tuple(refused),
-            evidence.input_specs,
-            evidence.output_specs,
-            evidence.notes,
-            loader=exporter.load,
+    refused: list[tuple[str, RouteRefused]] = []
+
+    def made(route: Route, files: Sequence[Path]) -> Artifact:
+        reasons = tuple((name, str(refusal)) for name, refusal in refused)
+        specs = (evidence.input_specs, evidence.output_specs)
+        artifact = Artifact(
+            exporter.name, files[0], tuple(files), route.name, reasons, *specs, evidence.notes, loader=exporter.load
         )
+        return known(artifact)
+
+    with ExitStack() as until_told:
+        wrong: tuple[Artifact, WrongFile] | None = None
+        for route in routes:
+            with ExitStack() as stack:
+                staging = stack.enter_context(_staging(directory))
+                try:
+                    written = route.write(staging)
+                except RouteRefused as refusal:
+                    if wrong is None and isinstance(refusal, WrongFile) and _size(staging) <= _LARGEST_KEPT:
+                        wrong = made(route, [staging / exporter.file_name]), refusal
+                        until_told.push(stack.pop_all())
+                    refused.append((route.name, refusal))
+                    continue
+                files = [path.replace(directory / path.name) for path in written]
+            return made(route, files)
+        place = _place(request, *wrong) if wrong is not None else ""
+    raise ExportError(
+        f"The model can't be exported to {exporter.name} ({_reasons(refused)}).{_shared(refused)}{place}{_hint(evidence)}"
+    )
+
+
+def _reasons(refused: Sequence[tuple[str, RouteRefused]]) -> str:
     routes_by_reason: dict[str, list[str]] = {}
-    for tried, reason in refused:
-        routes_by_reason.setdefault(reason, []).append(tried)
-    reasons = "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
-    hint = ""
-    if evidence.computes_in is not None:
-        word = str(evidence.computes_in).removeprefix("torch.")
-        others = " in float16, or" if evidence.computes_in is torch.bfloat16 else ""
-        hint = (
-            f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
-            " float32."
-        )
-    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{hint}")
+    for tried, refusal in refused:
+        routes_by_reason.setdefault(str(refusal), []).append(tried)
+    return "; ".join(f"{' and '.join(tried)}: {reason}" for reason, tried in routes_by_reason.items())
+
+
+def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
+    """A sentence on where a wrong file first differs; "" where nobody can tell."""
+    place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
+    return f" The file by way of {artifact.route!r} {place}." if place else ""
+
+
+def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
+    """A sentence on the one output that all ways get wrong, each in words of its own."""
+    outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
+    several = len({str(refusal) for _, refusal in refused}) > 1
+    return f" Every way gives another `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
+
+
+def _hint(evidence: Evidence) -> str:
+    if evidence.computes_in is None:
+        return ""
+    word = str(evidence.computes_in).removeprefix("torch.")
+    others = " in float16, or" if evidence.computes_in is torch.bfloat16 else ""
+    return (
+        f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
+        " float32."
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager

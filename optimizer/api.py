@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from optimizer.bundle import (
 from optimizer.collection import rare_collection
 from optimizer.errors import DeviceError, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
-from optimizer.locating import Located, fault_of_runtime, located, named_first
+from optimizer.locating import Located, fault_of_runtime, located, named_first, place_in_refused
 from optimizer.manifest import plain, to_json_text
 from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
@@ -288,6 +288,14 @@ def export(
     request = _request(exported, samples, reference, static_batch, input_names, output_names)
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    place_of = partial(
+        place_in_refused,
+        reference=reference,
+        exported=exported,
+        flatten=adapter.flatten_inputs,
+        device=target.type,
+    )
+    request = replace(request, place_of=place_of)
     names = _names_in_files(reference, adapter)
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     factor, apart = _factor(reference, home, target)
