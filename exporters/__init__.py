@@ -13,6 +13,7 @@ from exporters.errors import (
     UnknownFormat,
     UnknownOpset,
     UnsafeFile,
+    WrongFile,
 )
 from exporters.onnx import OnnxExporter
 from exporters.pt2 import Pt2Exporter
@@ -40,6 +41,7 @@ __all__ = [
     "UnknownFormat",
     "UnknownOpset",
     "UnsafeFile",
+    "WrongFile",
     "exporter_named",
     "exporter_names",
     "load_artifact",

@@ -66,12 +66,12 @@ class AotiExporter(Exporter):
             Route("aotinductor", partial(compiled, strict=False)),
             Route("aotinductor-strict", partial(compiled, strict=True)),
         )
-        artifact = first_right(self, evidence, routes, directory)
-        return replace(
-            artifact,
-            notes=(*artifact.notes, f"Made for {_place(_metadata(artifact.path))}."),
-            source=partial(ProgramValues, programs[0]),
-        )
+
+        def known(artifact: Artifact) -> Artifact:
+            notes = (*artifact.notes, f"Made for {_place(_metadata(artifact.path))}.")
+            return replace(artifact, notes=notes, source=partial(ProgramValues, programs[0]))
+
+        return first_right(self, request, evidence, routes, directory, known)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:

@@ -175,6 +175,8 @@ class ExportRequest:
             don't read it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
         metadata: what the user has the file say of itself, beside what is written anyway (`exporters.metadata`).
+        place_of: where a file that was refused differs from the model at these inputs of it, a clause: "first differs at …";
+            "" where that isn't known. It is asked where every route was refused.
     """
 
     model: nn.Module
@@ -186,6 +188,7 @@ class ExportRequest:
     opset: int | None = None
     computes_in: torch.dtype | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    place_of: Callable[[Artifact, tuple[torch.Tensor, ...]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,7 @@ class Artifact:
         inputs, outputs: the file's signature.
         notes: sentences about what couldn't be checked, and what the file was made for.
         loader: the exporter's `load`.
+        unoptimized: the same where the runtime does nothing to the graph of its own; None where it never does.
         opset: version of the ONNX operator set that the file has; None for other formats.
         metadata: what the file says of itself.
         program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
@@ -252,6 +256,9 @@ class Artifact:
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
     opset: int | None = field(default=None, kw_only=True)
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    unoptimized: Callable[[Path, str], LoadedArtifact] | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
     values: Callable[[Path, str, Collection[str] | None], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False

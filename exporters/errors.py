@@ -6,11 +6,14 @@ ExporterError
 ├── MetadataError        a key or text that a file can't say of itself, or that can't be read
 ├── StructureError       a call whose arguments or outputs don't have the structure that was exported
 ├── RouteRefused         one route to a format didn't give a right file; the exporter goes on with the next one
+│   └── WrongFile        the file that it gave computes something else than the model, or raises where that doesn't
 ├── ExportError          every route to a format failed; the message names each route with its reason
 ├── UnsafeFile           a file holds what could run code of whoever made it, beside what it computes
 ├── OtherMachine         a file made for one device and processor was loaded on another
 └── ProviderFallback     nodes of an ONNX session run on the CPU where the GPU was asked for
 """
+
+import torch
 
 
 class ExporterError(Exception):
@@ -42,6 +45,20 @@ class RouteRefused(ExporterError):
     def __init__(self, message: str, *, size: str = "") -> None:
         super().__init__(message)
         self.size = size
+
+
+class WrongFile(RouteRefused):
+    """The file that one route gave computes something else than the model, or raises where that doesn't.
+
+    Attributes:
+        inputs: the file's inputs at which it does.
+        output: the name of the output that is wrong; "" where the file raises, or gives another number of them.
+    """
+
+    def __init__(self, message: str, inputs: tuple[torch.Tensor, ...], output: str = "", *, size: str = "") -> None:
+        super().__init__(message, size=size)
+        self.inputs = inputs
+        self.output = output
 
 
 class ExportError(ExporterError):

@@ -61,21 +61,29 @@ class OnnxExporter(Exporter):
         def route(name: str) -> Route:
             return Route(name, lambda folder: self._proven(name, captures[name], request, evidence, folder, programs))
 
-        artifact = first_right(self, evidence, [route(name) for name in captures], directory)
-        header = onnx.load(artifact.path, load_external_data=False)
-        inputs, outputs = _read_specs(header.graph, evidence)
-        return replace(
-            artifact,
-            inputs=inputs,
-            outputs=outputs,
-            opset=_opset(header),
-            program=programs[artifact.route],
-            values=self.values,
-        )
+        def known(artifact: Artifact) -> Artifact:
+            header = onnx.load(artifact.path, load_external_data=False)
+            inputs, outputs = _read_specs(header.graph, evidence)
+            return replace(
+                artifact,
+                inputs=inputs,
+                outputs=outputs,
+                opset=_opset(header),
+                program=programs[artifact.route],
+                values=self.values,
+                unoptimized=self.load_unoptimized,
+            )
+
+        return first_right(self, request, evidence, [route(name) for name in captures], directory, known)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
         return _LoadedOnnx(path, torch.device(device))
+
+    @staticmethod
+    def load_unoptimized(path: Path, device: str) -> LoadedArtifact:
+        """The file as it is: onnxruntime merges no operations of it."""
+        return _LoadedOnnx(path, torch.device(device), optimize=False)
 
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
@@ -303,12 +311,14 @@ def _session_for_proof(path: Path) -> LoadedArtifact:
 
 
 class _LoadedOnnx:
-    def __init__(self, path: Path, device: torch.device, *, log_severity: int = 3) -> None:
+    def __init__(self, path: Path, device: torch.device, *, log_severity: int = 3, optimize: bool = True) -> None:
         self._target = torch.device(device.type, device.index or 0)
         self.device = device.type
         options = ort.SessionOptions()
         options.log_severity_level = log_severity
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if not optimize:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
         assigned = _assigned_nodes(self._session)
         self.placement = None if assigned is None else _count(assigned)

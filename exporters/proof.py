@@ -12,8 +12,8 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition, Line, breaks, line_through
-from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError
+from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError, WrongFile
 from exporters.isolation import silent, undisturbed
 from exporters.lists import lists_as_long_as_a_size
 from exporters.metadata import metadata_of
@@ -47,6 +47,10 @@ _MOST_AT_ONE = 4
 
 # Bytes of one input that is made only to look at a batch that no call has.
 LARGEST_TRIAL = 64 * 2**20
+
+# Bytes of a wrong file that is kept while the other routes are tried, so that its place can be told: a larger one may need
+# the room.
+_LARGEST_KEPT = 2**30
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -373,11 +377,13 @@ def _proven_where_it_breaks(
             if evidence.steps and isinstance(refusal, _TooLarge):
                 # Where all grow together that is soon so. Each was followed by itself.
                 break
-            raise RouteRefused(
+            reason = (
                 f"at {evidence.at(batch)} the model goes another way than the one that was captured, by {condition.what}:"
-                f" {refusal}",
-                size=evidence.size,
-            ) from refusal
+                f" {refusal}"
+            )
+            if isinstance(refusal, WrongFile):
+                raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
+            raise RouteRefused(reason, size=evidence.size) from refusal
         if answers:
             answered.append(batch)
         else:
@@ -417,16 +423,19 @@ def _compare(
 ) -> Sequence[torch.Tensor]:
     """What the file gives, where it is what the model gives; `errors` are how far each output was off at the calls."""
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-    with refusing(f"the file fails on inputs of {sizes}"):
-        outputs = loaded(*clones(inputs))
+    try:
+        with refusing(f"the file fails on inputs of {sizes}"):
+            outputs = loaded(*clones(inputs))
+    except RouteRefused as refusal:
+        raise WrongFile(str(refusal), inputs) from refusal
     if len(outputs) != len(expected):
-        raise RouteRefused(f"the file gives {len(outputs)} outputs, the model {len(expected)}")
+        raise WrongFile(f"the file gives {len(outputs)} outputs, the model {len(expected)}", inputs)
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
         allowed = evidence.rounding(ours.dtype)
         if errors is not None:
             allowed = _allowed_beyond(evidence, ours.dtype, errors[index])
         if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
-            raise RouteRefused(f"output `{name}` is wrong on inputs of {sizes}: {problem}")
+            raise WrongFile(f"output `{name}` is wrong on inputs of {sizes}: {problem}", inputs, name)
     return outputs
 
 
@@ -497,44 +506,81 @@ class Route:
     write: Callable[[Path], tuple[Path, ...]]
 
 
-def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route], directory: Path) -> Artifact:
+def first_right(
+    exporter: Exporter,
+    request: ExportRequest,
+    evidence: Evidence,
+    routes: Sequence[Route],
+    directory: Path,
+    known: Callable[[Artifact], Artifact] = lambda artifact: artifact,
+) -> Artifact:
     """The artifact of the first route that isn't refused; its files are moved into `directory` when they are proven.
+
+    Args:
+        known: adds to an artifact what the exporter knows of how it was made, also to one whose route was refused.
 
     Raises:
         ExportError: every route was refused.
         OSError: a file couldn't be written.
     """
-    refused: list[tuple[str, str]] = []
-    sizes: dict[str, None] = {}
-    for route in routes:
-        with _staging(directory) as staging:
-            try:
-                written = route.write(staging)
-            except RouteRefused as refusal:
-                refused.append((route.name, str(refusal)))
-                sizes |= {refusal.size: None}
-                continue
-            files = tuple(path.replace(directory / path.name) for path in written)
-        return Artifact(
-            exporter.name,
-            files[0],
-            files,
-            route.name,
-            tuple(refused),
-            evidence.input_specs,
-            evidence.output_specs,
-            evidence.notes,
-            loader=exporter.load,
+    refused: list[tuple[str, RouteRefused]] = []
+
+    def made(route: Route, files: Sequence[Path]) -> Artifact:
+        reasons = tuple((name, str(refusal)) for name, refusal in refused)
+        specs = (evidence.input_specs, evidence.output_specs)
+        artifact = Artifact(
+            exporter.name, files[0], tuple(files), route.name, reasons, *specs, evidence.notes, loader=exporter.load
         )
+        return known(artifact)
+
+    with ExitStack() as until_told:
+        wrong: tuple[Artifact, WrongFile] | None = None
+        for route in routes:
+            with ExitStack() as stack:
+                staging = stack.enter_context(_staging(directory))
+                try:
+                    written = route.write(staging)
+                except RouteRefused as refusal:
+                    if wrong is None and isinstance(refusal, WrongFile) and _size(staging) <= _LARGEST_KEPT:
+                        wrong = made(route, [staging / exporter.file_name]), refusal
+                        until_told.push(stack.pop_all())
+                    refused.append((route.name, refusal))
+                    continue
+                files = [path.replace(directory / path.name) for path in written]
+            return made(route, files)
+        place = _place(request, *wrong) if wrong is not None else ""
+    lists = list(lists_as_long_as_a_size(evidence))
+    reasons = _reasons(refused, [clause for _, clause in lists])
+    hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
+    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}")
+
+
+def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]) -> str:
     routes_by_reason: dict[str, list[str]] = {}
-    for tried, reason in refused:
-        routes_by_reason.setdefault(reason, []).append(tried)
-    for size, clause in lists_as_long_as_a_size(evidence):
-        sizes |= {size: None}
+    for tried, refusal in refused:
+        routes_by_reason.setdefault(str(refusal), []).append(tried)
+    for clause in clauses:
         routes_by_reason.setdefault(clause, [])
-    reasons = "; ".join(
+    return "; ".join(
         f"{' and '.join(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
     )
+
+
+def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
+    """A sentence on where a wrong file first differs; "" where nobody can tell."""
+    place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
+    return f" The file by way of {artifact.route!r} {place}." if place else ""
+
+
+def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
+    """A sentence on the one output that all ways get wrong, each in words of its own."""
+    outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
+    several = len({str(refusal) for _, refusal in refused}) > 1
+    return f" Every way gives another `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
+
+
+def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
+    """What a user can do, with a space in front of each sentence."""
     hint = ""
     if (half := evidence.half) is not None:
         word = str(half).removeprefix("torch.")
@@ -543,8 +589,11 @@ def first_right(exporter: Exporter, evidence: Evidence, routes: Sequence[Route],
             f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
             " float32."
         )
-    hint += "".join(dict.fromkeys(map(evidence.way_out, sizes)))
-    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{hint}")
+    return hint + "".join(dict.fromkeys(map(evidence.way_out, sizes)))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager

@@ -36,18 +36,24 @@ class Pt2Exporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
-        programs: dict[str, Program | None] = {}
+        programs: dict[str, tuple[torch.export.ExportedProgram, Program | None]] = {}
 
         def route(name: str, *, strict: bool) -> Route:
             def write(folder: Path) -> tuple[Path, ...]:
-                program, programs[name] = captured(evidence, strict=strict)
-                return self._exported(program, evidence, folder)
+                programs[name] = captured(evidence, strict=strict)
+                return self._exported(programs[name][0], evidence, folder)
 
             return Route(name, write)
 
+        def known(artifact: Artifact) -> Artifact:
+            program, steps = programs[artifact.route]
+            if not artifact.path.exists():
+                # Refused before it was written: what is wrong is the capture.
+                return replace(artifact, source=partial(ProgramValues, program))
+            return replace(artifact, program=steps, values=self.values)
+
         routes = (route("export", strict=False), route("export-strict", strict=True))
-        artifact = first_right(self, evidence, routes, directory)
-        return replace(artifact, program=programs[artifact.route], values=self.values)
+        return first_right(self, request, evidence, routes, directory, known)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:

@@ -54,8 +54,10 @@ class TorchScriptExporter(Exporter):
                 module = _script(evidence.adapter)
             return self._proven(module, evidence, folder)
 
-        artifact = first_right(self, evidence, (Route("trace", traced), Route("script", scripted)), directory)
-        return replace(artifact, parts=self.parts)
+        routes = (Route("trace", traced), Route("script", scripted))
+        return first_right(
+            self, request, evidence, routes, directory, lambda artifact: replace(artifact, parts=self.parts)
+        )
 
     @staticmethod
     def parts(path: Path, device: str) -> FileParts:

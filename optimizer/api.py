@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from optimizer.collection import rare_collection
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
-from optimizer.locating import Located, located, named_first
+from optimizer.locating import Located, fault_of_runtime, located, named_first, place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
 from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
@@ -311,6 +311,14 @@ def export(
     )
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    place_of = partial(
+        place_in_refused,
+        reference=reference,
+        exported=exported,
+        flatten=adapter.flatten_inputs,
+        device=target.type,
+    )
+    request = replace(request, place_of=place_of)
     names = _names_in_files(reference, adapter)
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     factor, apart = _factor(reference, home, target)
@@ -322,6 +330,10 @@ def export(
     def is_wrong(module: nn.Module) -> bool:
         seen = judge(reference.compare(module), atol=atol, rtol=rtol, factor=factor, names=names)
         return seen.verdict == "failed"
+
+    def is_right(artifact: Artifact) -> bool:
+        measurement, _ = _measured(artifact, reference, adapter, target, None)
+        return judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names).verdict != "failed"
 
     @cache
     def blamed() -> str:
@@ -351,7 +363,7 @@ def export(
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
             if found is not None:
                 entry |= found.to_json()
-                sentences = (str(found), blamed(), remarks.get(exporter.name))
+                sentences = (str(found), fault_of_runtime(artifact, is_right), blamed(), remarks.get(exporter.name))
                 remarks[exporter.name] = " ".join(filter(None, sentences))
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -246,12 +246,57 @@ def _nowhere(artifact: Artifact) -> str:
     return f"a file of the format {artifact.format} gives nothing but its outputs"
 
 
+def place_in_refused(
+    artifact: Artifact,
+    tensors: Sequence[torch.Tensor],
+    *,
+    reference: Reference,
+    exported: nn.Module,
+    flatten: Flatten,
+    device: str,
+) -> str:
+    """Where a file that its exporter refused first differs at these inputs of it, a clause; "" where that isn't found.
+
+    Raises no more than `located`.
+    """
+
+    def find() -> Divergence | None:
+        known = ((where, tuple(flatten(call.args, call.kwargs))) for where, call in reference.calls())
+        wheres = [
+            where for where, given in known if all(same_values(*pair) for pair in zip(given, tensors, strict=True))
+        ]
+        if wheres:
+            return _in_file(artifact, reference, exported, wheres[:1], flatten, device)
+        sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        return _in_steps(artifact, [(f"inputs of {sizes}", tensors)], device)
+
+    found = _looked_for(find, "").divergence
+    return "" if found is None else str(found)
+
+
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
     """Where a module that failed against the reference first differs; raises no more than `located`."""
     wheres = named_first(reference, measurement)
     return _looked_for(
         lambda: first_wrong_module(reference, candidate, wheres), "no module gives anything else than the original's"
     )
+
+
+def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -> str:
+    """A sentence on whether an artifact that fails is right where its runtime does nothing to the graph; "" where it never does.
+
+    Raises no more than `located`.
+    """
+    if artifact.unoptimized is None:
+        return ""
+    try:
+        right = is_right(replace(artifact, loader=artifact.unoptimized))
+    except Exception as error:  # as above
+        logger.debug("the run without optimizations raised", exc_info=True)
+        return f"Run without the runtime's graph optimizations, it raised {type(error).__name__}: {quote(error)}."
+    if right:
+        return "Without the runtime's graph optimizations the file is right: they are at fault, and not the file."
+    return "Without the runtime's graph optimizations it is wrong too."
 
 
 def _looked_for(find: Callable[[], Divergence | None], nowhere: str) -> Located:
@@ -282,15 +327,22 @@ def _in_file(
         return first_module_without_value(reference, exported, artifact.source(device), inputs, wheres)
     if artifact.values is None:
         return None
-    if (program := artifact.program) is not None:
-        names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
-        calls = dict(reference.calls())
-        given = ((where, inputs(calls[where])) for where in wheres)
-        if (found := first_divergence(program, artifact.values(artifact.path, device, names), given)) is not None:
-            return found
+    calls = dict(reference.calls())
+    if (found := _in_steps(artifact, ((where, inputs(calls[where])) for where in wheres), device)) is not None:
+        return found
     # What the file was made from isn't known, or is wrong itself.
     everything = artifact.values(artifact.path, device, None)
     return first_module_without_value(reference, exported, everything, inputs, wheres)
+
+
+def _in_steps(
+    artifact: Artifact, calls: Iterable[tuple[str, Sequence[torch.Tensor]]], device: str
+) -> Divergence | None:
+    program, values = artifact.program, artifact.values
+    if program is None or values is None:
+        return None
+    names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
+    return first_divergence(program, values(artifact.path, device, names), calls)
 
 
 def named_first(reference: Reference, measurement: Measurement) -> list[str]:

@@ -9,6 +9,7 @@ inside of it the first again.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from optimizer.reference import Reference, as_run
 from optimizer.structure import leaves_of
 from passes.graph.interception import intercepted_calls
 from passes.graph.recording import opened
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -128,8 +131,9 @@ def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: Seque
         got = watched_calls(candidate, runs.candidate)
         four = FourRuns(own, truth, off, got)
         found = first_wrong_call(("", 1), four)
-        if found is not None:
-            return divergence_at(found, four, original, where)
+        worst = None if found is None else four.worst(found, "outputs")
+        if found is not None and worst is not None:
+            return divergence_at(own[found], worst, original, where)
     return None
 
 
@@ -149,16 +153,24 @@ def first_wrong_part(
             part = parts.part(*call.key, alone=call.alone) if len(call.inputs) == 1 else None
             if part is None or call.key not in truth or call.key not in off:
                 continue
-            with torch.no_grad():
-                got = _copies(tensors_in(part(call.inputs[0].clone())))
             # What rounding in front of it does is in the noise: the call itself was given what the part is.
             noisy = replace(call, outputs=_farthest(call, truth[call.key], off[call.key]))
-            four = FourRuns(*({call.key: each} for each in (call, call, noisy, replace(call, outputs=got))))
-            worst = four.worst(call.key, "outputs")
+            worst = _off_in_part(part, call, noisy)
             if worst is not None and worst.problem:
-                found = divergence_at(call.key, four, exported, where)
+                found = divergence_at(call, worst, exported, where)
                 return replace(found, line=line_in(reference.target, call.key, reference, where) or found.line)
     return None
+
+
+def _off_in_part(part: Callable[[torch.Tensor], Any], call: ModuleCall, noisy: ModuleCall) -> Off | None:
+    try:
+        with torch.no_grad():
+            got = replace(call, outputs=_copies(tensors_in(part(call.inputs[0].clone()))))
+    except Exception as error:  # what a file raises where the model doesn't is what is looked for
+        logger.debug("a part of the file raised", exc_info=True)
+        return Off(problem=f"raises {type(error).__name__}")
+    four = FourRuns(*({call.key: each} for each in (call, call, noisy, got)))
+    return four.worst(call.key, "outputs")
 
 
 def line_in(original: object, key: tuple[str, int], reference: Reference, where: str) -> str:
@@ -214,9 +226,8 @@ def first_wrong_call(key: tuple[str, int], four: FourRuns) -> tuple[str, int] | 
     return (first_wrong_call(suspects[0], four) or suspects[0]) if suspects else key
 
 
-def divergence_at(key: tuple[str, int], four: FourRuns, original: nn.Module, where: str) -> Divergence:
-    call, worst = four.own[key], four.worst(key, "outputs")
-    assert worst is not None
+def divergence_at(call: ModuleCall, worst: Off, original: nn.Module, where: str) -> Divergence:
+    """The divergence of a call of the original that is off like this."""
     return Divergence(
         module=call.path,
         call=call.number,

@@ -46,8 +46,9 @@ def first_module_without_value(
         own, truth, off = (watched_calls(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
         four = _BesideFile(own, truth, off, _Found(seen, given, values.outputs).calls(own), stopped=bool(seen.error))
         key = first_wrong_call(ROOT, four)
-        if key is not None:
-            found = divergence_at(key, four, exported, where)
+        worst = None if key is None else four.worst(key, "outputs")
+        if key is not None and worst is not None:
+            found = divergence_at(own[key], worst, exported, where)
             return replace(found, line=line_in(reference.target, key, reference, where) or found.line)
     return None
 

@@ -1,11 +1,12 @@
 import errno
+from dataclasses import replace
 
 import pytest
 import torch
 from exportable_models import Mlp, exportable, floats, mlp_calls
 from torch import nn
 
-from exporters import ExportError, ExportRequest, RouteRefused, StructureError
+from exporters import ExportError, ExportRequest, RouteRefused, StructureError, WrongFile
 from exporters.proof import Route, difference, first_right, gather, one_line, prove, refusing
 from exporters.torchscript import TorchScriptExporter
 
@@ -126,13 +127,18 @@ def _routes(outcomes):
     return [Route(f"route-{index}", write(outcome)) for index, outcome in enumerate(outcomes)]
 
 
+REQUEST = ExportRequest(Mlp(), mlp_calls(2, 3))
+
+
 @pytest.fixture(scope="module")
 def evidence():
-    return gather(ExportRequest(Mlp(), mlp_calls(2, 3)))
+    return gather(REQUEST)
 
 
 def test_the_first_right_route_is_taken(evidence, tmp_path):
-    artifact = first_right(TorchScriptExporter(), evidence, _routes([RouteRefused("no"), None, None]), tmp_path)
+    artifact = first_right(
+        TorchScriptExporter(), REQUEST, evidence, _routes([RouteRefused("no"), None, None]), tmp_path
+    )
     assert (artifact.route, artifact.refused) == ("route-1", (("route-0", "no"),))
     assert artifact.path == tmp_path / "model.bin"
     assert list(tmp_path.iterdir()) == [artifact.path]
@@ -142,6 +148,7 @@ def test_all_refused_is_one_sentence_and_leaves_nothing(evidence, tmp_path):
     with pytest.raises(ExportError) as caught:
         first_right(
             TorchScriptExporter(),
+            REQUEST,
             evidence,
             _routes([RouteRefused("no"), RouteRefused("no"), RouteRefused("never")]),
             tmp_path,
@@ -150,10 +157,62 @@ def test_all_refused_is_one_sentence_and_leaves_nothing(evidence, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def _asked(outcomes, evidence, folder, monkeypatch, answer="first differs at head"):
+    """The error of these outcomes, and what is asked for a place on the way, with the files that are there then."""
+    asked = []
+
+    def place_of(artifact, inputs):
+        asked.append((artifact.route, [path.read_bytes() for path in artifact.files], inputs))
+        return answer
+
+    monkeypatch.setattr(TorchScriptExporter, "file_name", "model.bin")
+    with pytest.raises(ExportError) as caught:
+        first_right(TorchScriptExporter(), replace(REQUEST, place_of=place_of), evidence, _routes(outcomes), folder)
+    assert not list(folder.iterdir())
+    return str(caught.value), asked
+
+
+def test_the_first_file_that_is_wrong_is_there_when_its_place_is_asked_for(evidence, tmp_path, monkeypatch):
+    outcomes = [RouteRefused("no"), WrongFile("off", (1,), "y"), WrongFile("off too", (2,), "z")]
+    message, asked = _asked(outcomes, evidence, tmp_path, monkeypatch)
+    assert asked == [("route-1", [b"x"], (1,))]
+    assert message == (
+        "The model can't be exported to torchscript (route-0: no; route-1: off; route-2: off too). The file by way of"
+        " 'route-1' first differs at head."
+    )
+
+
+def test_a_place_that_is_not_known_is_not_spoken_of(evidence, tmp_path, monkeypatch):
+    message, asked = _asked([WrongFile("off", (1,), "y")], evidence, tmp_path, monkeypatch, answer="")
+    assert len(asked) == 1
+    assert message == "The model can't be exported to torchscript (route-0: off)."
+
+
+def test_an_output_that_every_way_gets_wrong_is_named(evidence, tmp_path, monkeypatch):
+    outcomes = [WrongFile("off", (1,), "y"), WrongFile("off too", (2,), "y")]
+    message, _ = _asked(outcomes, evidence, tmp_path, monkeypatch)
+    assert "(route-0: off; route-1: off too). Every way gives another `y`. The file by" in message
+
+
+def test_a_large_file_that_is_wrong_makes_room_for_the_next(evidence, tmp_path, monkeypatch):
+    monkeypatch.setattr("exporters.proof._LARGEST_KEPT", 0)
+    message, asked = _asked([WrongFile("off", (1,), "y")], evidence, tmp_path, monkeypatch)
+    assert not asked
+    assert message == "The model can't be exported to torchscript (route-0: off)."
+
+
+def test_where_a_route_is_right_no_place_is_asked_for(evidence, tmp_path):
+    request = replace(REQUEST, place_of=lambda *_: pytest.fail("asked"))
+    routes = _routes([WrongFile("off", (1,), "y"), None])
+    artifact = first_right(TorchScriptExporter(), request, evidence, routes, tmp_path)
+    assert artifact.refused == (("route-0", "off"),)
+    assert list(tmp_path.iterdir()) == [artifact.path]
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "disk full"), KeyboardInterrupt(), MemoryError()])
 def test_what_is_no_refusal_passes_and_leaves_nothing(evidence, tmp_path, error):
     with pytest.raises(type(error)):
-        first_right(TorchScriptExporter(), evidence, _routes([error, None]), tmp_path)
+        first_right(TorchScriptExporter(), REQUEST, evidence, _routes([error, None]), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -270,6 +270,7 @@ def test_an_export_that_fails_says_where(tmp_path, monkeypatch):
     (artifact,) = caught.value.figures["artifacts"]
     assert artifact["divergence"]["module"] == "conv"
     assert artifact["divergence_note"] == ""
+    assert str(caught.value).endswith(" Without the runtime's graph optimizations it is wrong too.")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,6 +286,43 @@ def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert "isn't known: looking for it raised RuntimeError: no values today." in str(caught.value)
     assert caught.value.figures["artifacts"][0]["divergence"] is None
+
+
+class Optimizing:
+    """A file as a runtime gives it that optimizes it wrongly."""
+
+    def __init__(self, loaded) -> None:
+        self._loaded = loaded
+
+    def __getattr__(self, name: str):
+        return getattr(self._loaded, name)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(output * 1.01 for output in self._loaded(*tensors))
+
+
+def test_a_runtime_that_is_at_fault_is_told_from_the_file(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    load = OnnxExporter.load
+    monkeypatch.setattr(OnnxExporter, "load", staticmethod(lambda path, device: Optimizing(load(path, device))))
+    with pytest.raises(ParityError) as caught:
+        export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
+    assert str(caught.value).endswith(
+        "Where it first differs isn't known: each part of the file gives what follows from its inputs. Without the runtime's"
+        " graph optimizations the file is right: they are at fault, and not the file."
+    )
+
+
+def test_a_run_without_optimizations_that_raises_hides_nothing(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    spoiling(monkeypatch, OnnxExporter, scale_first_weight)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such setting")
+
+    monkeypatch.setattr(OnnxExporter, "load_unoptimized", broken)
+    with pytest.raises(ParityError, match=r"It first differs at conv .*it raised RuntimeError: no such setting\.$"):
+        export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
 
 
 def test_an_export_that_is_right_is_not_looked_into(tmp_path, monkeypatch):

@@ -1,0 +1,116 @@
+"""Where a file differs that its exporter refuses itself: each format is given a fault on its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from tiny_models import enliven
+from torch import nn
+
+import exporters.onnx
+import exporters.pt2
+import exporters.torchscript
+from exporters import ExportError
+from exporters.errors import RouteRefused
+from exporters.torchscript_deprecation import torchscript_allowed
+from optimizer import export
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x))
+        return self.second(torch.tanh(hidden))
+
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def line_with(text: str) -> str:
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+    return f"{Path(__file__).name}:{number}"
+
+
+def refused(folder: Path, name: str) -> str:
+    torch.manual_seed(0)
+    with pytest.raises(ExportError) as caught:
+        export(enliven(Net()), example_inputs=X, output=folder / "net", formats=[name])
+    assert list(folder.iterdir()) == []
+    return str(caught.value)
+
+
+def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
+    strip = exporters.onnx._strip
+
+    def spoil(model: ir.Model) -> None:
+        strip(model)
+        bias = model.graph.initializers["model.first.bias"]
+        bias.const_value = ir.tensor(bias.const_value.numpy() * 2)
+
+    monkeypatch.setattr(exporters.onnx, "_strip", spoil)
+    message = refused(tmp_path, "onnx")
+    place = f"first ({line_with('hidden = self.norm(self.first(x))')}, linear)"
+    assert f" The file by way of 'dynamo' first differs at {place}: off by " in message
+    assert message.startswith("The model can't be exported to onnx (dynamo")
+
+
+@pytest.mark.parametrize("way", ["trace", "script"])
+def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
+    save = exporters.torchscript._save
+
+    def spoil(module, path: Path) -> None:
+        save(module, path)
+        with torchscript_allowed(), torch.no_grad():
+            loaded = torch.jit.load(path)
+            dict(loaded.named_parameters())["model.model.second.weight"].mul_(2)
+            loaded.save(path)
+
+    def refuse(*_: object) -> None:
+        raise RouteRefused("no trace today")
+
+    monkeypatch.setattr(exporters.torchscript, "_save", spoil)
+    if way == "script":
+        monkeypatch.setattr(exporters.torchscript, "traced_with_decisions", refuse)
+    place = f"second ({line_with('return self.second(torch.tanh(hidden))')}, Linear)"
+    assert f" The file by way of '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
+
+
+def test_a_capture_that_is_wrong_before_it_is_written(tmp_path, monkeypatch):
+    captured = exporters.pt2.captured
+
+    def spoil(evidence, *, strict: bool):
+        program, steps = captured(evidence, strict=strict)
+        node = next(each for each in program.graph.nodes if each.name == "layer_norm")
+        node.args = (*node.args[:4], 10.0)
+        program.graph_module.recompile()
+        return program, steps
+
+    monkeypatch.setattr(exporters.pt2, "captured", spoil)
+    message = refused(tmp_path, "pt2")
+    place = f"norm ({line_with('hidden = self.norm(self.first(x))')}, LayerNorm)"
+    assert f" The file by way of 'export' first differs at {place}: off by " in message
+
+
+def test_a_search_that_raises_hides_nothing(tmp_path, monkeypatch):
+    strip = exporters.onnx._strip
+
+    def spoil(model: ir.Model) -> None:
+        strip(model)
+        bias = model.graph.initializers["model.first.bias"]
+        bias.const_value = ir.tensor(bias.const_value.numpy() * 2)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no values today")
+
+    monkeypatch.setattr(exporters.onnx, "_strip", spoil)
+    monkeypatch.setattr("optimizer.locating._in_file", broken)
+    message = refused(tmp_path, "onnx")
+    assert "output `output` is wrong on inputs of [2, 4]: its values are off by" in message
+    assert "first differs" not in message
