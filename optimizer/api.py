@@ -392,6 +392,7 @@ def export(
             "model": _describe(original, source),
             "input_structure": adapter.input_structure,
             "output_structure": adapter.output_structure,
+            **({"example_sizes": dict(dims.given)} if dims.given else {}),
             "artifacts": entries,
             "parity": {**_overall(reports, reference), "reference_device": describe_device(home)},
             "golden": golden,

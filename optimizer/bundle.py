@@ -84,6 +84,7 @@ _ORDER = (
     "model",
     "input_structure",
     "output_structure",
+    "example_sizes",
     "artifacts",
     "parity",
     "golden",

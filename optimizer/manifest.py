@@ -291,7 +291,7 @@ _manifest = _record(
         "golden": _golden,
         "files": _each(_file, at_least=1),
     },
-    {"coverage": _or_null(_object), "notes": _texts},
+    {"coverage": _or_null(_object), "notes": _texts, "example_sizes": _counts},
 )
 
 
@@ -549,7 +549,8 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         "",
     ]
     for artifact in manifest["artifacts"]:
-        lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(artifact), ""]
+        sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
+        lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(sized), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -575,8 +576,9 @@ def _example(artifact: Mapping[str, Any]) -> list[str]:
     return ["```python", *write(artifact), "```"] if write else []
 
 
-def _sizes(tensor: Mapping[str, Any]) -> str:
-    sizes = [2 if isinstance(size, str) else size for size in tensor["shape"]]
+def _sizes(tensor: Mapping[str, Any], artifact: Mapping[str, Any]) -> str:
+    """A shape that the artifact takes: an open dim has the size of the example inputs, the batch 2 rows."""
+    sizes = [artifact["example_sizes"].get(size, 2) if isinstance(size, str) else size for size in tensor["shape"]]
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
@@ -588,7 +590,7 @@ _NUMPY = frozenset(
 
 def _onnx_example(artifact: Mapping[str, Any]) -> list[str]:
     feeds = [
-        f'    "{t["name"]}": numpy.zeros({_sizes(t)}, dtype=numpy.{t["dtype"] + ("_" if t["dtype"] == "bool" else "")}),'
+        f'    "{t["name"]}": numpy.zeros({_sizes(t, artifact)}, dtype=numpy.{t["dtype"] + ("_" if t["dtype"] == "bool" else "")}),'
         for t in artifact["inputs"]
         if t["dtype"] in _NUMPY
     ]
@@ -633,7 +635,7 @@ def _torch_example(artifact: Mapping[str, Any], *load: str) -> list[str]:
         "import torch",
         "",
         *load,
-        *(f"{t['name']} = torch.zeros({_sizes(t)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]),
+        *(f"{t['name']} = torch.zeros({_sizes(t, artifact)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]),
         "with torch.inference_mode():",
         f"    outputs = model({', '.join(names)})",
     ]

@@ -615,6 +615,8 @@ class Original:
         batch = samples.batch_size if samples.batch_size in larger or not larger else larger[0]
         taken = Taken(batch, samples.sizes)
         self.base_batch = batch
+        if not self.kept:
+            return taken
         for name, given in samples.sizes.items():
             worked = taken.alone.setdefault(name, [])
             for size in ladder(given):

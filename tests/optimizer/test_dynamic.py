@@ -270,6 +270,8 @@ def test_a_bundle_is_compared_and_verified_at_other_sizes(tmp_path):
     calls = bundle.manifest["artifacts"][0]["parity"]["outputs"][0]["calls"]
     assert {call["sizes"]["time"] for call in calls if "sizes" in call} == {1, 2, 6, 7, 10}
     assert [call.get("sizes") for call in bundle.manifest["golden"]["calls"]][-2:] == [{"time": 6}, {"time": 1}]
+    assert bundle.manifest["example_sizes"] == {"time": 5}
+    assert "x = torch.zeros((2, 5, 4), dtype=torch.float32)" in (bundle.path / "README.md").read_text()
     report = verify_bundle(open_bundle(tmp_path / "net").path)
     assert report.ok
     assert report.artifacts[0].calls == 5

@@ -3,7 +3,8 @@ import torch
 from real_models import REAL_MODELS, at_batch
 from torch.utils import _pytree as pytree
 
-from optimizer import optimize
+from exporters.base import named_inputs
+from optimizer import export, optimize, verify_bundle
 
 # Modules with parameters that passes reach, and pairs that are folded, with example inputs and without.
 EXPECTED = {
@@ -48,3 +49,22 @@ def test_real_models(name, verified):
         for mine, theirs in zip(tensors(got), tensors(wanted), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
             assert theirs.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("bert", "torchscript"), ("bert", "onnx"), ("bert", "pt2"), ("resnet", "torchscript")]
+)
+def test_real_models_are_open_in_other_dims_than_the_batch(name, format, tmp_path):
+    model, args, kwargs = REAL_MODELS[name]()
+    fast = optimize(model, example_inputs=args, example_kwargs=kwargs)
+    dims = {0: "batch", 1: "time"} if name == "bert" else {0: "batch", 2: "height", 3: "width"}
+    dynamic = dict.fromkeys(named_inputs(model, args, kwargs), dims)
+    bundle = export(
+        fast, example_inputs=args, example_kwargs=kwargs, output=tmp_path / "net", formats=(format,), dynamic=dynamic
+    )
+    (artifact,) = bundle.artifacts
+    assert not artifact.refused
+    assert all(
+        [size for size in spec.shape if isinstance(size, str)] == list(dims.values()) for spec in artifact.inputs
+    )
+    assert verify_bundle(bundle.path).ok
