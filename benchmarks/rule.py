@@ -60,6 +60,7 @@ CAUGHT, PASSED, SAME, BELOW = "caught", "passed", "same", "below rounding"
 # How many places are tried for one of a kind that changes anything.
 _PLACES = 6
 _SHOWN = 160
+_NEXT_TO_NOTHING = 0.01
 
 Answers = list[tuple[torch.Tensor, ...]]
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
@@ -147,7 +148,21 @@ def drawn(name: str, draw: int) -> tuple[nn.Module, Call]:
     with torch.random.fork_rng():
         torch.manual_seed(draw)
         model, args, kwargs = made(name)
-    return (lively(model, draw) if draw else model), Call(args, kwargs)
+    if draw:
+        lively(model, draw)
+    _scale_up(model, draw)
+    return model, Call(args, kwargs)
+
+
+def _scale_up(model: nn.Module, draw: int) -> None:
+    """Give the scales of layers that start out with next to nothing (1e-5) the size that they have in a trained model: else
+    what their layers compute doesn't reach the output, and no fault there does."""
+    generator = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            same = parameter.dim() == 1 and len(parameter) > 1 and len(parameter.unique()) == 1
+            if same and 0 < parameter[0] < _NEXT_TO_NOTHING:
+                parameter.uniform_(0.2, 1.0, generator=generator)
 
 
 def another(call: Call, seed: int) -> Call:
