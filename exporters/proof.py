@@ -310,7 +310,8 @@ def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
 
     Conditions turn there that no size turns by itself: whether a map has more than one place.
     """
-    views = [view for view in evidence.along if not view.steps][:_MOST_AT_ONE]
+    views = [view for view in evidence.along if not view.steps and all(view.line(*place) for place in view.open_dims)]
+    views = views[:_MOST_AT_ONE]
     for count in range(2, len(views) + 1):
         for chosen in itertools.combinations(views, count):
             made = list(evidence.inputs[0])
