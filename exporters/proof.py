@@ -121,8 +121,10 @@ class Evidence:
     @property
     def growing(self) -> str:
         """What grows, for a message."""
-        sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
-        return _listed(list(sizes)) if self.steps else f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
+        if self.steps:
+            sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
+            return _listed(list(sizes))
+        return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
 
     def at(self, batch: int) -> str:
         """The sizes at a batch, for a message."""
