@@ -49,7 +49,7 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
     shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
     try:
-        with fixed_dims_told(evidence), undisturbed(evidence.adapter), silent():
+        with fixed_dims_told(evidence), undisturbed(evidence.adapter), silent(), _lstm_in_one_piece():
             if strict:
                 # What a model does in its first call alone (hooks that it installs under a lock) can't be read.
                 evidence.adapter.run(inputs)
@@ -63,6 +63,27 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
     steps = program_of(program, evidence.adapter.model)
     _drop_traces(program)
     return program, steps
+
+
+@contextmanager
+def _lstm_in_one_piece() -> Iterator[None]:
+    """Let torch.export tell the shapes of an LSTM without a loop over its steps, which fixes their number.
+
+    The graph holds the layer as one operation either way. torch goes through the steps of layers that oneDNN doesn't
+    compute, and switches that off while it captures.
+    """
+    decompositions: Any = torch._decomp.decompositions
+    select = decompositions.select_one_layer_lstm_function
+
+    def selected(*args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=True):
+            return select(*args)
+
+    decompositions.select_one_layer_lstm_function = selected
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function = select
 
 
 @contextmanager

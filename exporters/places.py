@@ -46,15 +46,17 @@ def place_of(frame: FrameType | None, line_number: int, paths: Mapping[int, str]
 def place_in_stack(stack: str, model: nn.Module) -> str:
     """The innermost line of a model's own source in a stack that is text; empty where there is none.
 
-    A stack has no modules. One is named where the line is in the forward of one alone.
+    A stack has no modules. One is named where the innermost forward in it is that of one alone.
     """
     frames = [(found["file"], int(found["line"])) for found in FRAME.finditer(stack) if is_users(found["file"])]
     if not frames:
         return ""
-    file, line_number = frames[-1]
-    line, number = _quoted(file, line_number)
-    owners = [path for path, module in model.named_modules() if _is_in_forward(module, file, line_number)]
-    return f"{line} in {_module(owners[0])}{number}" if len(owners) == 1 else f"{line}{number}"
+    line, number = _quoted(*frames[-1])
+    for frame in reversed(frames):
+        owners = [path for path, module in model.named_modules() if _is_in_forward(module, *frame)]
+        if owners:
+            return f"{line} in {_module(owners[0])}{number}" if len(owners) == 1 else f"{line}{number}"
+    return f"{line}{number}"
 
 
 def _is_in_forward(module: nn.Module, file: str, line_number: int) -> bool:

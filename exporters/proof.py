@@ -128,8 +128,10 @@ class Evidence:
     @property
     def growing(self) -> str:
         """What grows, for a message."""
-        sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
-        return _listed(list(sizes)) if self.steps else f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
+        if self.steps:
+            sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
+            return _listed(list(sizes))
+        return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
 
     def at(self, batch: int) -> str:
         """The sizes at a batch, for a message."""
@@ -327,7 +329,8 @@ def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
 
     Conditions turn there that no size turns by itself: whether a map has more than one place.
     """
-    views = [view for view in evidence.along if not view.steps][:_MOST_AT_ONE]
+    views = [view for view in evidence.along if not view.steps and all(view.line(*place) for place in view.open_dims)]
+    views = views[:_MOST_AT_ONE]
     for count in range(2, len(views) + 1):
         for chosen in itertools.combinations(views, count):
             made = list(evidence.inputs[0])

@@ -44,9 +44,9 @@ class Convolutional(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.cells, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+        self.cells, self.head = kind(3, 4, batch_first=True, bidirectional=True), nn.Linear(8, 2)
 
     def forward(self, x):
         return self.head(self.cells(x)[0])
@@ -118,8 +118,14 @@ MODELS = {
         {"x": {0: "batch", 2: "height", 3: "width"}},
         ("height", "width"),
     ),
-    "recurrent": (
-        Recurrent,
+    "lstm": (
+        lambda: Recurrent(nn.LSTM),
+        lambda n, t, _: (floats(n, t, 3, seed=t),),
+        {"x": {0: "batch", 1: "time"}},
+        ("time", None),
+    ),
+    "gru": (
+        lambda: Recurrent(nn.GRU),
         lambda n, t, _: (floats(n, t, 3, seed=t),),
         {"x": {0: "batch", 1: "time"}},
         ("time", None),
@@ -194,16 +200,18 @@ def test_a_file_is_right_at_sizes_that_no_call_has(name, format, tmp_path):
         assert_right(artifact, model, call(*sizes))
 
 
-@pytest.mark.parametrize("format", ["torchscript", "onnx"])
-def test_a_recurrent_net_is_open_in_time(format, tmp_path):
-    artifact, model, call = exported("recurrent", format, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "format"), [("lstm", "torchscript"), ("lstm", "onnx"), ("lstm", "pt2"), ("gru", "torchscript")]
+)
+def test_a_recurrent_net_is_open_in_time(name, format, tmp_path):
+    artifact, model, call = exported(name, format, tmp_path)
     assert artifact.inputs[0].shape == ("batch", "time", 3)
     for sizes in [(1, 1, 1), (2, 40, 1), (7, 3, 1)]:
         assert_right(artifact, model, call(*sizes))
 
 
 def test_a_recurrent_net_that_torch_unrolls_is_refused_with_the_line(tmp_path):
-    sentence = refused("recurrent", "pt2", tmp_path)
+    sentence = refused("gru", "pt2", tmp_path)
     assert "the model fixes dim 1 of input `x` to 8, and it must be open" in sentence
     assert "`return self.head(self.cells(x)[0])` in the model's forward (test_open_dims.py:" in sentence
     assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")

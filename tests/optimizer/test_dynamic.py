@@ -375,6 +375,18 @@ def test_inputs_that_nothing_is_said_of_keep_an_open_batch(tmp_path):
     assert bundle.artifacts[0].load()(*by_sum(3))[0].shape == (3, 3)
 
 
+def test_sizes_that_only_a_format_goes_by_are_no_hindrance(tmp_path):
+    image = torch.randn(2, 3, 24, 20)
+    model = enliven(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))).eval()
+    fast = optimize(model, ["channels-last", "pad-channels:force=true"], example_inputs=(image,))
+    assert [record.status for record in fast.report.passes] == ["applied", "applied"]
+    bundle = export(
+        fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",), dynamic={"input": (0, 2, 3)}
+    )
+    assert bundle.artifacts[0].route == "trace"
+    assert bundle.artifacts[0].inputs[0].shape == ("batch", 3, "input_dim_2", "input_dim_3")
+
+
 def test_a_length_that_the_model_fixes_is_told_with_module_and_line(tmp_path):
     with pytest.raises(ExportFailed) as caught:
         export(Baked().eval(), example_inputs=(X,), output=tmp_path / "net", formats=("onnx",), dynamic={"x": (0, 1)})
