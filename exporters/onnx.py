@@ -33,8 +33,9 @@ from exporters.proof import Evidence, Route, first_right, gather, prove, prove_b
 from exporters.steps import FileValues, Program, program_of
 from exporters.torchscript_deprecation import torchscript_allowed
 
-# Protobuf holds 2 GiB at most; what the weights leave is for the graph. Larger weights go into a file of their own.
-EXTERNAL_DATA_FROM = 1_800_000_000
+# Bytes of weights from which on they go into a file of their own. Protobuf holds 2 GiB at most, and long before that its
+# readers hold three copies of a file, where weights beside it are read one by one.
+EXTERNAL_DATA_FROM = 500_000_000
 
 # Their outputs have as many rows as the data says: that all calls gave the same number proves nothing.
 _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
