@@ -5,7 +5,7 @@
 # make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
 #              through optimize, and all of them through torch.export (an hour and a half)
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
-# make bench   the benchmarks (four hours; leave the machine alone meanwhile), then `make docs` shows them
+# make bench   the benchmarks (four and a half hours; leave the machine alone meanwhile), then `make docs` shows them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -50,6 +50,7 @@ bench: $(VENV)/examples
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
+	$(BIN)/python benchmarks/large.py --check --json benchmarks/results/large.json --markdown benchmarks/results/large.md
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
 	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md

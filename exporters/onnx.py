@@ -33,11 +33,15 @@ from exporters.proof import Evidence, Route, first_right, gather, prove, prove_b
 from exporters.steps import FileValues, Program, program_of
 from exporters.torchscript_deprecation import torchscript_allowed
 
-# Protobuf holds 2 GiB at most; what the weights leave is for the graph. Larger weights go into a file of their own.
-EXTERNAL_DATA_FROM = 1_800_000_000
+# Bytes of weights from which on they go into a file of their own. Protobuf holds 2 GiB at most, and long before that its
+# readers hold three copies of a file, where weights beside it are read one by one.
+EXTERNAL_DATA_FROM = 500_000_000
 
 # Their outputs have as many rows as the data says: that all calls gave the same number proves nothing.
 _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
+
+# Before this version of the file format there are no functions in files.
+_IR_WITH_FUNCTIONS = 8
 
 # Nodes that compute nothing: a runtime on the GPU has them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
@@ -114,6 +118,8 @@ class OnnxExporter(Exporter):
             keep_pads(model)
             _name_open_dims(model, evidence)
             model.metadata_props.update(evidence.metadata)
+            if request.opset is not None:
+                model.ir_version = min(model.ir_version, _oldest_ir(model, request.opset))
         with refusing("the file can't be written"):
             files = _save(model, folder / self.file_name)
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
@@ -241,6 +247,12 @@ def _name_open_dims(model: ir.Model, evidence: Evidence) -> None:
             else:
                 dims.append(found.value or f"{spec.name}_dim_{dim}")
         value.shape = ir.Shape(dims)
+
+
+def _oldest_ir(model: ir.Model, opset: int) -> int:
+    """The version of the file format that came with an operator set: a runtime that knows no newer set reads no newer one."""
+    oldest = int(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)]))
+    return max(oldest, _IR_WITH_FUNCTIONS) if model.functions else oldest
 
 
 def _save(model: ir.Model, path: Path) -> tuple[Path, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Bytes of weights.
-WRITTEN_THROUGH_MEMORY = 500_000_000
+WRITTEN_THROUGH_MEMORY = 100_000_000
 
 
 def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_file: Callable[[str], object]) -> None:

@@ -35,6 +35,13 @@ def test_the_file_has_the_opset_that_was_asked_for(opset, tmp_path):
     assert written(artifact.path) == artifact.opset == opset
 
 
+@pytest.mark.parametrize(("opset", "ir_version"), [(13, 7), (17, 8)])
+def test_the_file_is_as_old_as_its_opset_so_that_a_runtime_of_that_time_reads_it(opset, ir_version, tmp_path):
+    assert onnx.load(export(Mlp(), opset, tmp_path).path).ir_version == ir_version
+    newest = onnx.load(OnnxExporter().export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path).path)
+    assert newest.ir_version > ir_version
+
+
 def test_the_default_is_told_as_well(tmp_path):
     artifact = OnnxExporter().export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path)
     assert artifact.opset == written(artifact.path)
