@@ -4,6 +4,7 @@
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
 #              through optimize, and all of them through torch.export (an hour and a half)
+# make rule    2000 right artifacts and some hundred faults, judged (hours; goes on where it was stopped): RUNS=…
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
 # make bench   the benchmarks (four and a half hours; leave the machine alone meanwhile), then `make docs` shows them
 
@@ -14,9 +15,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Two processes of one thread each are faster than one of two: most of the time is Python's.
 WORKERS ?= 2
 N ?= 1000
+RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test fuzz zoo mutants check format lint bench docs clean
+.PHONY: demo test fuzz zoo rule mutants check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -31,6 +33,9 @@ fuzz: $(VENV)/test
 
 zoo: $(VENV)/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal
+
+rule: $(VENV)/examples
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rule.py --runs $(RUNS) --check --json benchmarks/results/rule.json --markdown benchmarks/results/rule.md
 
 mutants: $(VENV)/test
 	$(BIN)/python tests/mutation/mutants.py --jobs $(WORKERS)

@@ -430,7 +430,7 @@ def totals(units: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def right_table(units: Sequence[dict[str, Any]]) -> Table:
-    headings = ["what is right", "models", "with other weights", "judged", "not passed", "median", "99 %", "largest"]
+    headings = ["what is right", "models", "draws of weights", "judged", "not passed", "median", "99 %", "largest"]
     table = Table("What is right, and the verdict on it", headings)
     for what, label in LABELS.items():
         judged = [(unit, run) for unit in units for run in unit["runs"] if run["what"] == what]

@@ -13,7 +13,8 @@ from passes.registry import PassDescription, describe_passes, pass_named
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = (
-    "correctness", "locating", "overhead", "large", "reach", "channels_last", "latency", "each_pass", "each_pass_gpt2_8", "fusion", "cold_start",
+    "correctness", "rule", "locating", "overhead", "large", "reach", "channels_last", "latency", "each_pass",
+    "each_pass_gpt2_8", "fusion", "cold_start",
     "checkpoints",
 )  # fmt: skip
 
