@@ -1,27 +1,32 @@
-"""Is the place of a fault named right? Faults of several kinds are planted in random operations of a ResNet-50 and a BERT.
+"""Is the place of a fault named right? Faults of several kinds are planted at random places of a ResNet-50 and a BERT.
 
     python benchmarks/locating.py --json build/locating.json --markdown build/locating.md
 
-Both models are optimized and exported to ONNX as `optimize-export` does it; a fault is planted in a copy of the file, in one
-operation that is drawn at random, and is taken where it changes the file's outputs at a batch of two or three. Then the
-place is looked for as it is when an export fails. It is right where the module and the line are those that torch's exporter
-itself wrote down for the operation, before what it wrote was taken out of the file. Where the exporter merged the operation
-with others, so that the file has no value between them, several places are named: that is counted apart, and is right where
-there are three at most and the operation's is one of them.
+Both models are optimized and exported as `optimize-export` does it, and a fault is planted in a copy of a file, or a pass that
+is wrong is run between the others, at a place that is drawn at random. It is taken where it changes the outputs at a batch of
+two or three. Then the place is looked for as it is when an export fails, or when a pass is taken back. It is right where the
+module and the line are those that torch's exporter itself wrote down for the operation, before what it wrote was taken out
+of the file; of a pass and a TorchScript file it is the module, with a line that the exporter wrote down for it.
+
+Where the exporter merged an operation with others, so that an ONNX file has no value between them, several places are named:
+that is counted apart, and is right where there are three at most and the operation's is one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import logging
 import random
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +37,26 @@ import onnxruntime as ort
 import torch
 from measure import caption, environment, positive
 from models import bring_to_life
-from planted import KINDS, File, Plant
+from planted import KINDS, SCALE, File, Plant, ScaleWeight, scaled_parameter, scaled_weight
 from table import Table, publish
 from torch import nn
 
 import exporters.onnx
+from exporters import Pt2Exporter, TorchScriptExporter
 from exporters.base import Artifact, ExportRequest
+from exporters.errors import RouteRefused
+from exporters.isolation import silent
 from exporters.onnx import OnnxExporter
 from exporters.steps import Place, line_of
-from optimizer import optimize
+from exporters.torchscript_deprecation import torchscript_allowed
+from optimizer import optimize, report_of
 from optimizer.divergence import Divergence
+from optimizer.inputs import Samples
 from optimizer.locating import first_divergence
+from optimizer.locating_modules import first_wrong_part
+from optimizer.locating_values import first_module_without_value
+from optimizer.reference import Reference
+from passes.registry import PRESETS
 
 GOAL = 38 / 40
 BATCHES = (2, 3)
@@ -51,11 +65,12 @@ MOST_MERGED = 3
 Inputs = Callable[[int], torch.Tensor]
 
 
-def resnet50() -> tuple[nn.Module, Inputs]:
-    """Fifty layers, each a quarter as wide as the original's."""
+def resnet50(width: float) -> tuple[nn.Module, Inputs]:
+    """Fifty layers."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 6, 3], num_labels=10)
+    stem, *hidden = (round(width * size) for size in (64, 256, 512, 1024, 2048))
+    config = ResNetConfig(embedding_size=stem, hidden_sizes=hidden, depths=[3, 4, 6, 3], num_labels=10)
 
     def draw(batch: int) -> torch.Tensor:
         return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(batch))
@@ -63,11 +78,12 @@ def resnet50() -> tuple[nn.Module, Inputs]:
     return bring_to_life(ResNetForImageClassification(config), draw(8)), draw
 
 
-def bert() -> tuple[nn.Module, Inputs]:
-    """Four layers of 64."""
+def bert(width: float) -> tuple[nn.Module, Inputs]:
+    """Four layers of 64 at a quarter of the width."""
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+    hidden = round(256 * width / 4) * 4
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 2 * hidden}
     model = BertModel(BertConfig(**sizes, vocab_size=100, max_position_embeddings=32))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -85,29 +101,104 @@ MODELS = {"resnet50": resnet50, "bert": bert}
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A file that is right, and the place that torch's exporter itself wrote down for each value in it."""
+class Exported:
+    """An ONNX file that is right, and the place that torch's exporter itself wrote down for each value in it."""
 
     artifact: Artifact
     file: File
     places: dict[str, tuple[str, str]]
-    inputs: Inputs
     right: list[list[np.ndarray]]
 
 
-def made(name: str, folder: Path) -> Subject:
-    model, inputs = MODELS[name]()
-    fast = optimize(model, example_inputs=(inputs(2),))
-    calls = tuple(((inputs(batch),), {}) for batch in (2, 3, 1))
-    with written_places() as places:
-        artifact = OnnxExporter().export(ExportRequest(fast, calls), folder)
-    proto = onnx.load(artifact.path)
-    names = [name for node in proto.graph.node for name in node.output if name]
-    assert artifact.values is not None
-    seen = artifact.values(artifact.path, "cpu", names).run((inputs(2),)).values
-    floats = frozenset(name for name, value in seen.items() if value.dtype == torch.float32)
-    file = File(proto, {name: tuple(value.shape) for name, value in seen.items()}, floats)
-    return Subject(artifact, file, places, inputs, [outputs(session_of(proto), inputs(batch)) for batch in BATCHES])
+@dataclass
+class Subject:
+    """A model, and what is made of it, once it is asked for, in a folder."""
+
+    model: nn.Module
+    inputs: Inputs
+    folder: Path
+    right: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.right = self.answers(self.model)
+
+    @cached_property
+    def fast(self) -> nn.Module:
+        return optimize(self.model, example_inputs=(self.inputs(2),))
+
+    @cached_property
+    def lines(self) -> dict[str, set[str]]:
+        """The lines that torch's exporter wrote down for the operations of each module of the original."""
+        with tempfile.TemporaryDirectory() as folder, written_places() as places:
+            OnnxExporter().export(self.request(self.model), Path(folder))
+        lines: dict[str, set[str]] = {}
+        for module, line in places.values():
+            lines.setdefault(module, set()).add(line)
+        return lines
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference.measure(self.model, Samples((self.inputs(2),)), batch_sizes=BATCHES, draws=1)
+
+    @cached_property
+    def onnx(self) -> Exported:
+        with written_places() as places:
+            artifact = OnnxExporter().export(self.request(self.fast), self.folder)
+        proto = onnx.load(artifact.path)
+        names = [name for node in proto.graph.node for name in node.output if name]
+        assert artifact.values is not None
+        seen = artifact.values(artifact.path, "cpu", names).run((self.inputs(2),)).values
+        floats = frozenset(name for name, value in seen.items() if value.dtype == torch.float32)
+        file = File(proto, {name: tuple(value.shape) for name, value in seen.items()}, floats)
+        right = [outputs(session_of(proto), self.inputs(batch)) for batch in BATCHES]
+        return Exported(artifact, file, places, right)
+
+    @cached_property
+    def torchscript(self) -> Artifact:
+        artifact = TorchScriptExporter().export(self.request(self.fast), self.folder)
+        assert artifact.route == "trace"
+        return artifact
+
+    @cached_property
+    def pt2(self) -> Artifact:
+        return Pt2Exporter().export(self.request(self.fast), self.folder)
+
+    @cached_property
+    def old_onnx(self) -> Artifact:
+        """By the old exporter, into a folder of its own."""
+        folder = self.folder / "old"
+        folder.mkdir()
+        captured = exporters.onnx._dynamo
+        exporters.onnx._dynamo = refused
+        try:
+            return OnnxExporter().export(self.request(self.fast), folder)
+        finally:
+            exporters.onnx._dynamo = captured
+
+    def request(self, model: nn.Module) -> ExportRequest:
+        return ExportRequest(model, tuple(((self.inputs(batch),), {}) for batch in (2, 3, 1)))
+
+    def answers(self, model: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+        """The first output at each batch."""
+        with torch.no_grad():
+            given = [model(self.inputs(batch)) for batch in BATCHES]
+        return [each if isinstance(each, torch.Tensor) else next(iter(flat(each))) for each in given]
+
+    def shows(self, model: Callable[[torch.Tensor], Any]) -> bool:
+        """Whether a model gives others than this one, by more than rounding."""
+        return any(differ(*pair) for pair in zip(self.right, self.answers(model), strict=True))
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise RouteRefused("the old exporter is looked at")
+
+
+def flat(output: Any) -> Sequence[torch.Tensor]:
+    return tuple(output.values()) if isinstance(output, dict) else tuple(output)
+
+
+def differ(right: Any, got: Any) -> bool:
+    return right.shape != got.shape or not abs(right - got).max() <= 1e-4 * abs(right).max()
 
 
 @contextmanager
@@ -148,14 +239,13 @@ def shows(subject: Subject, model: onnx.ModelProto) -> bool:
         session = session_of(model)
     except Exception:  # noqa: BLE001 - it is one of many kinds, and says that onnxruntime takes no such file
         return False
-    for batch, right in zip(BATCHES, subject.right, strict=True):
+    for batch, right in zip(BATCHES, subject.onnx.right, strict=True):
         try:
             got = outputs(session, subject.inputs(batch))
         except Exception:  # noqa: BLE001 - likewise
             return True
-        for one, other in zip(right, got, strict=True):
-            if one.shape != other.shape or not np.abs(one - other).max() <= 1e-4 * np.abs(one).max():
-                return True
+        if any(differ(*pair) for pair in zip(right, got, strict=True)):
+            return True
     return False
 
 
@@ -164,6 +254,7 @@ class Trial:
     """One fault, and what was named.
 
     Attributes:
+        value: what it was planted in: a value of a file, a layer, a parameter.
         verdict: "exact", "merged" (several places, of which it is one), or "wrong".
     """
 
@@ -177,23 +268,168 @@ class Trial:
     seconds: float
 
 
-def trial(subject: Subject, kind: str, plant: Plant, seed: int, folder: Path) -> Trial:
-    """Plant a fault where it shows, and look for it."""
+Draw = Callable[[Subject, int], Trial]
+"""Plant a fault of one kind where it shows, by the number of the trial, and look for it."""
+
+
+def in_onnx(kind: str, plant: Plant, subject: Subject, seed: int) -> Trial:
+    """In an operation of an ONNX file."""
     draw = random.Random(f"{kind} {seed}")
+    right = subject.onnx.file
     while True:
-        number = draw.choice(subject.file.candidates())
-        node = subject.file.model.graph.node[number]
-        planted = subject.file.copy()
+        number = draw.choice(right.candidates())
+        node = right.model.graph.node[number]
+        planted = right.copy()
         value = node.output[0]
         if plant(planted, number, draw) and shows(subject, planted.model):
             break
-    path = folder / "planted.onnx"
+    path = subject.folder / "planted.onnx"
     onnx.save(planted.model, path)
-    module, line = subject.places[value]
+    module, line = subject.onnx.places[value]
     started = time.perf_counter()
-    found = looked_for(replace(subject.artifact, path=path), subject.inputs)
+    found = looked_for(replace(subject.onnx.artifact, path=path), subject.inputs)
     seconds = time.perf_counter() - started
     return Trial(kind, value, node.op_type, module, line, verdict(found, module, line), str(found), seconds)
+
+
+def in_pass(kind: str, subject: Subject, seed: int) -> Trial:
+    """A pass that is wrong, between those of the preset; it has to be named too."""
+    draw = random.Random(f"{kind} {seed}")
+    names = [path for path, module in subject.model.named_modules() if module._parameters.get("weight") is not None]
+    while True:
+        layer, at = draw.choice(names), draw.randint(0, len(PRESETS["inference"]))
+        if subject.shows(scaled(subject.model, layer)):
+            passes = [*PRESETS["inference"][:at], ScaleWeight(layer), *PRESETS["inference"][at:]]
+            fast = optimize(subject.model, passes, example_inputs=(subject.inputs(2),))
+            record = next(record for record in report_of(fast).passes if record.name == ScaleWeight.name)
+            if record.status != "unchanged":
+                break
+    others = [each.name for each in report_of(fast).passes if each.status == "rolled-back" and each is not record]
+    named = _NAMED.search(record.reason)
+    right = record.status == "rolled-back" and not others and named is not None
+    right = right and named["module"] == layer and named["line"] in subject.lines.get(layer, {named["line"]})
+    kind_of = type(subject.model.get_submodule(layer)).__name__
+    lines = ", ".join(sorted(subject.lines.get(layer, ())))
+    told = f"{record.status}: {record.reason}{''.join(f'; {name} too' for name in others)}"
+    return Trial(kind, layer, kind_of, layer, lines, "exact" if right else "wrong", told, report_of(fast).seconds)
+
+
+# As a report says it.
+_NAMED = re.compile(r"It first differs at (?P<module>\S+)(?:, call \d+)? \((?P<line>[^,()]*), \w+\): ")
+
+
+def scaled(model: nn.Module, layer: str) -> nn.Module:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.get_submodule(layer).weight.mul_(SCALE)
+    return changed
+
+
+def in_torchscript(kind: str, subject: Subject, seed: int) -> Trial:
+    """In a parameter of a TorchScript file."""
+    draw = random.Random(f"{kind} {seed}")
+    artifact = subject.torchscript
+    path = subject.folder / "planted.pt"
+    with torchscript_allowed():
+        names = [
+            name for name, value in torch.jit.load(str(artifact.path)).named_parameters() if value.is_floating_point()
+        ]
+    while True:
+        parameter = draw.choice(names)
+        scaled_parameter(artifact.path, path, parameter)
+        loaded = artifact.loader(path, "cpu")
+        if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
+            break
+    module = parameter.removeprefix("model.model.").rpartition(".")[0]
+
+    def look() -> Divergence | None:
+        return first_wrong_part(
+            subject.reference, subject.fast, TorchScriptExporter.parts(path, "cpu"), wheres_of(subject.reference)
+        )
+
+    return timed(kind, parameter, subject, module, look)
+
+
+def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
+    """In a parameter of a pt2 file."""
+    draw = random.Random(f"{kind} {seed}")
+    artifact, path = subject.pt2, subject.folder / "planted.pt2"
+    while True:
+        with silent():
+            program = torch.export.load(str(artifact.path))
+            names = [name for name, value in program.state_dict.items() if value.is_floating_point()]
+            parameter = draw.choice(names)
+            with torch.no_grad():
+                program.state_dict[parameter].mul_(SCALE)
+            torch.export.save(program, path)
+        loaded = artifact.loader(path, "cpu")
+        if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
+            break
+    module = parameter.removeprefix("model.").rpartition(".")[0]
+    planted = replace(artifact, path=path)
+    return timed(kind, parameter, subject, module, lambda: looked_for(planted, subject.inputs))
+
+
+def in_old_onnx(kind: str, subject: Subject, seed: int) -> Trial:
+    """In a weight of an ONNX file by the old exporter, at an operation whose name tells of which module it is."""
+    draw = random.Random(f"{kind} {seed}")
+    artifact, path = subject.old_onnx, subject.folder / "old" / "planted.onnx"
+    known = {name for name, _ in subject.model.named_modules()}
+    right = onnx.load(artifact.path)
+    weights = {each.name for each in right.graph.initializer if each.data_type == onnx.TensorProto.FLOAT}
+    nodes = [
+        number
+        for number, node in enumerate(right.graph.node)
+        if module_of(node.name) in known and not weights.isdisjoint(node.input)
+    ]
+    while True:
+        number = draw.choice(nodes)
+        planted = File(right, {}, frozenset()).copy()
+        if scaled_weight(planted, number, draw):
+            onnx.save(planted.model, path)
+            loaded = artifact.loader(path, "cpu")
+            if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
+                break
+    node = right.graph.node[number]
+
+    def look() -> Divergence | None:
+        assert artifact.values is not None
+        everything, wheres = artifact.values(path, "cpu", None), wheres_of(subject.reference)
+        return first_module_without_value(subject.reference, subject.fast, everything, lambda call: call.args, wheres)
+
+    return timed(kind, node.name, subject, module_of(node.name), look)
+
+
+def module_of(name: str) -> str:
+    """The path in the name that the old exporter gave a node: "blocks.0.first" of "/model/blocks/blocks.0/first/Conv"."""
+    parts = name.split("/")[2:-1]
+    kept = [part for part, behind in zip(parts, [*parts, ""][1:], strict=True) if not behind.startswith(f"{part}.")]
+    return ".".join(kept)
+
+
+def wheres_of(reference: Reference) -> list[str]:
+    return [where for where, _ in reference.calls()]
+
+
+def timed(kind: str, value: str, subject: Subject, module: str, look: Callable[[], Divergence | None]) -> Trial:
+    """A trial where the module is known that the fault is in, and of the line those that are written down for it."""
+    started = time.perf_counter()
+    found = look()
+    seconds = time.perf_counter() - started
+    lines = subject.lines.get(module, set())
+    right = found is not None and found.module == module and not found.also and (found.line in lines or not lines)
+    kind_of = type(subject.model.get_submodule(module)).__name__
+    words = "exact" if right else "wrong"
+    return Trial(kind, value, kind_of, module, ", ".join(sorted(lines)), words, str(found), seconds)
+
+
+DRAWS: dict[str, tuple[str, Draw]] = {
+    **{kind: ("ONNX file", partial(in_onnx, kind, plant)) for kind, plant in KINDS.items()},
+    "scales a weight by 1 %": ("pass", partial(in_pass, "scales a weight by 1 %")),
+    "parameter off by 1 %": ("TorchScript file", partial(in_torchscript, "parameter off by 1 %")),
+    "state off by 1 %": ("pt2 file", partial(in_pt2, "state off by 1 %")),
+    "initializer off by 1 %": ("ONNX file, old exporter", partial(in_old_onnx, "initializer off by 1 %")),
+}
 
 
 def looked_for(artifact: Artifact, inputs: Inputs) -> Divergence | None:
@@ -223,11 +459,11 @@ def summed(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def result_table(results: Sequence[dict[str, Any]]) -> Table:
-    headings = ["model", "fault", "planted", "named right", "exactly", "among merged", "slowest"]
-    table = Table("Faults that are planted in an ONNX file, and whether their place is named", headings, left=2)
+    headings = ["model", "in", "fault", "planted", "named right", "exactly", "among merged", "slowest"]
+    table = Table("Faults that are planted in files and passes, and whether their place is named", headings, left=3)
     for each in results:
         figures = [str(each[key]) for key in ("planted", "right", "exact", "merged")]
-        table.add(each["model"], each["kind"], *figures, f"{each['seconds']:.1f} s")
+        table.add(each["model"], each["in"], each["kind"], *figures, f"{each['seconds']:.1f} s")
     return table
 
 
@@ -241,7 +477,10 @@ def chosen(parser: argparse.ArgumentParser, given: str | None, known: Sequence[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--kinds", help=f"of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--kinds", help=f"of {', '.join(DRAWS)} (default: all)")
+    parser.add_argument(
+        "--width", type=float, default=0.25, help="of the models; 1 is that of a ResNet-50 (default: 0.25)"
+    )
     parser.add_argument("--faults", type=positive, default=40, help="of each kind in each model")
     parser.add_argument("--threads", type=positive, default=1, help="of torch")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -249,7 +488,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 where fewer than 38 of 40 are named right")
     arguments = parser.parse_args()
     models = chosen(parser, arguments.models, list(MODELS))
-    kinds = chosen(parser, arguments.kinds, list(KINDS))
+    kinds = chosen(parser, arguments.kinds, list(DRAWS))
     torch.set_num_threads(arguments.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     where = environment(arguments.threads)
@@ -257,22 +496,30 @@ def main() -> int:
     results = []
     for name in models:
         with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
             print(f"{name} …", file=sys.stderr)
-            subject = made(name, folder)
+            subject = Subject(*MODELS[name](arguments.width), Path(text))
             for kind in kinds:
-                trials = [trial(subject, kind, KINDS[kind], seed, folder) for seed in range(arguments.faults)]
+                home, draw = DRAWS[kind]
+                trials = [draw(subject, seed) for seed in range(arguments.faults)]
                 for each in trials:
                     if each.verdict == "wrong":
                         print(f"{name}, {kind}: {each}", file=sys.stderr)
                 slowest = max(each.seconds for each in trials)
                 rows = [vars(each) for each in trials]
-                results.append({"model": name, "kind": kind, **summed(trials), "seconds": slowest, "trials": rows})
+                told = {"model": name, "in": home, "kind": kind, **summed(trials)}
+                results.append({**told, "seconds": slowest, "trials": rows})
     table = result_table(results)
     met = all(each["right"] >= GOAL * each["planted"] for each in results)
     table.caption.append(f"The goal is 38 of 40 of each kind in each model, which is {'met' if met else 'missed'}.")
     table.caption.append(caption(where))
-    data = {"benchmark": "locating", "environment": where, "goal": GOAL, "met": met, "results": results}
+    data = {
+        "benchmark": "locating",
+        "environment": where,
+        "width": arguments.width,
+        "goal": GOAL,
+        "met": met,
+        "results": results,
+    }
     publish([table], data, arguments.json, arguments.markdown)
     return 1 if arguments.check and not met else 0
 

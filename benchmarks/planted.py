@@ -1,14 +1,23 @@
-"""Faults that are planted in ONNX files: each in one operation, at a place that is known."""
+"""Faults that are planted in ONNX files, in TorchScript files and in passes: each at a place that is known."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import onnx
+import torch
 from onnx import helper, numpy_helper
+
+from exporters.torchscript_deprecation import torchscript_allowed
+from passes import GraphPass
+from passes.graph.rewriter import Rewriter, TensorRef
+
+SCALE = 1.01
 
 _COMPUTING = frozenset({"Conv", "Gemm", "MatMul", "Add", "Mul", "Relu", "Gelu", "Erf", "Tanh", "Softmax", "LayerNormalization",
                         "MaxPool", "GlobalAveragePool", "ReduceMean", "Transpose", "Reshape", "BatchNormalization"})  # fmt: skip
@@ -47,7 +56,7 @@ Plant = Callable[[File, int, random.Random], bool]
 
 def scaled_weight(file: File, number: int, random: random.Random) -> bool:
     """One weight is 1 % larger."""
-    return _changed_weight(file, number, random, lambda values: values * np.float32(1.01))
+    return _changed_weight(file, number, random, lambda values: values * np.float32(SCALE))
 
 
 def perturbed_initializer(file: File, number: int, random: random.Random) -> bool:
@@ -150,6 +159,30 @@ KINDS: dict[str, Plant] = {
     "transposed axis": transposed_axis,
     "baked batch": baked_batch,
 }
+
+
+@dataclass(frozen=True)
+class ScaleWeight(GraphPass):
+    """A pass that is wrong: it scales the weight of one layer, and names no part that could be compared by itself."""
+
+    name: ClassVar[str] = "scale-weight"
+    layer: str = ""
+
+    def rewrite(self, graph: Rewriter) -> None:
+        module = graph.program.root.get_submodule(self.layer)
+        if module._parameters.get("weight") is None:
+            graph.skip_module(self.layer, "it has no weight any more")
+            return
+        with graph.change(self.layer, "scaled", ()) as change:
+            graph.set_tensor(change, TensorRef(module, "weight"), module.weight.detach() * SCALE)
+
+
+def scaled_parameter(source: Path, target: Path, name: str) -> None:
+    """Write a TorchScript file in which one parameter is scaled."""
+    with torchscript_allowed(), torch.no_grad():
+        module = torch.jit.load(str(source))
+        dict(module.named_parameters())[name].mul_(SCALE)
+        module.save(str(target))
 
 
 def _changed_weight(file: File, number: int, random: random.Random, change: Callable[[np.ndarray], np.ndarray]) -> bool:
