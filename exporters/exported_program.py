@@ -73,7 +73,10 @@ def _lstm_in_one_piece() -> Iterator[None]:
     compute, and switches that off while it captures.
     """
     decompositions: Any = torch._decomp.decompositions
-    select = decompositions.select_one_layer_lstm_function
+    select = getattr(decompositions, "select_one_layer_lstm_function", None)
+    if select is None:
+        yield
+        return
 
     def selected(*args: Any) -> Any:
         with torch.backends.mkldnn.flags(enabled=True):

@@ -483,7 +483,8 @@ class RoundedMode(TorchDispatchMode):
     That is what rounding does to a model wherever it happens, in the backward pass too. Norms are taken apart:
     where the mean that a BatchNorm takes off is off by a unit, all rows are off the same way, and a gradient, which is a sum
     over them, by as much more. `calls` counts what was rounded.
-    What puts given numbers in computes none. And a number that stands for infinity, as in a mask, takes up all that is added
+    What puts given numbers in computes none, and what gives whole numbers alone (a count, positions, a mask) gives them
+    exactly: half of position 2 is never 0.99, which floor would take for 0. And a number that stands for infinity, as in a mask, takes up all that is added
     to it: it comes out of any kernel as it is. Were they rounded, a row of attention that is masked as a whole, where all
     numbers are equal, would look at one place alone, and any error would be called rounding.
     """
@@ -508,7 +509,8 @@ class RoundedMode(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         for value, declared in zip(results, func._schema.returns, strict=False):
             is_view = declared.alias_info is not None and not declared.alias_info.is_write
-            if not is_view and isinstance(value, torch.Tensor) and _is_inexact(value) and _has_place(value):
+            has_own = not is_view and isinstance(value, torch.Tensor) and _is_inexact(value) and _has_place(value)
+            if has_own and not _is_whole(value):
                 self._round(value)
         return result
 
@@ -524,6 +526,14 @@ class RoundedMode(TorchDispatchMode):
 _PUT_IN = frozenset(
     {"masked_fill", "masked_scatter", "where", "fill", "full", "full_like", "new_full", "scalar_tensor"}
 )
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a float tensor holds whole numbers alone, of which its dtype has all up to there."""
+    if value.is_complex():
+        return False
+    with torch.no_grad():
+        return bool(((value == value.round()) & (value.abs() < 1 / torch.finfo(value.dtype).eps)).all())
 
 
 def stands_for_infinity(value: torch.Tensor) -> torch.Tensor:

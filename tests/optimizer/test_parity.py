@@ -705,6 +705,24 @@ def test_a_mask_among_the_inputs_excuses_no_error():
     assert after < 4 * before
 
 
+def test_positions_that_are_counted_excuse_no_error():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            places = torch.ones_like(x[0, :, 0]).cumsum(0)
+            pairs = torch.div(torch.arange(8, dtype=torch.float32), 2, rounding_mode="floor")
+            return self.linear(x + torch.sin(places[:, None] / 100 ** (pairs / 4)))
+
+    torch.manual_seed(0)
+    verdict, before, after = judged_off(enliven(Positions()).eval(), (torch.randn(2, 6, 8),), 20)
+    assert verdict == "failed"
+    assert before < 1e-4
+    assert after < 4 * before
+
+
 def test_what_many_samples_show_for_one_candidate_excuses_no_other(monkeypatch):
     torch.manual_seed(0)
     model = enliven(nn.Linear(4, 4)).eval()
