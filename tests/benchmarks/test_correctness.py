@@ -1,17 +1,12 @@
 """The benchmark of correctness: its judge can tell wrong from right, and its cases are what they say."""
 
-import importlib
 import json
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import BENCHMARKS, run_benchmark
+from benchmark_runs import imported, run_benchmark
 from torch import nn
-
-from exporters.torchscript_deprecation import torchscript_allowed
 
 CASES = ["conv2d", "conv called twice", "branch on data"]
 
@@ -21,19 +16,8 @@ run = partial(run_benchmark, "correctness")
 
 @pytest.fixture(scope="module")
 def correctness():
-    # The programs there import each other by their plain names, which others may bear too.
-    before = dict(sys.modules)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        # torch.fx's `fuse` comes with TorchScript modules of torch's own.
-        with torchscript_allowed():
-            module = importlib.import_module("correctness")
+    with imported("correctness") as module:
         yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in set(sys.modules) - set(before):
-            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
-                del sys.modules[name]
 
 
 @pytest.fixture

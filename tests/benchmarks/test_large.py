@@ -1,23 +1,18 @@
 """The benchmark of the memory of an export: a small run, and what its goal says of a model that isn't small."""
 
-import importlib
 import json
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
-from benchmark_runs import run_benchmark
+from benchmark_runs import imported, run_benchmark
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 run = partial(run_benchmark, "large")
 
 
 @pytest.fixture(scope="module")
 def large():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-        yield importlib.import_module("large")
+    with imported("large") as module:
+        yield module
 
 
 def test_a_small_model_is_measured_every_way_and_misses_the_goal(tmp_path, large):

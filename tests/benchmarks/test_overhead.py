@@ -1,17 +1,12 @@
 """The benchmark of the overhead at a tiny size: what it counts is exact, what it times is there."""
 
-import importlib
 import json
 import math
-import sys
-import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
-from benchmark_runs import run_benchmark
+from benchmark_runs import imported, run_benchmark
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 run = partial(run_benchmark, "overhead", timeout=120)
 
 
@@ -88,20 +83,13 @@ def test_memory_counts_the_tensors_of_the_result_that_are_new(done):
 
 
 def test_passes_that_are_asked_for_by_name_have_to_be_linear_too():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        with warnings.catch_warnings():
-            # What it compares with imports torch.jit.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            overhead = importlib.import_module("overhead")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    grown = {name: {"per_operation": 1.0} for name in ("capture", "all passes", "optimize()", "pad-channels")}
-    assert overhead.misses([], {"flat": grown}) == []
-    grown["pad-channels"]["per_operation"] = 1.51
-    assert overhead.misses([], {"flat": grown}) == [
-        "flat: one operation of pad-channels gets 1.51 times as dear from the smallest graph to the largest; the goal is 1.5"
-    ]
+    with imported("overhead") as overhead:
+        grown = {name: {"per_operation": 1.0} for name in ("capture", "all passes", "optimize()", "pad-channels")}
+        assert overhead.misses([], {"flat": grown}) == []
+        grown["pad-channels"]["per_operation"] = 1.51
+        assert overhead.misses([], {"flat": grown}) == [
+            "flat: one operation of pad-channels gets 1.51 times as dear from the smallest graph to the largest; the goal is 1.5"
+        ]
 
 
 def test_writes_the_tables_as_markdown_and_shows_them(done):

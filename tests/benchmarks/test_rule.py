@@ -1,14 +1,11 @@
 """The benchmark of the verdict on two small models; judges that were spoilt are seen in its counts."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from benchmark_runs import BENCHMARKS, run_benchmark
+from benchmark_runs import imported, run_benchmark
 
-from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import api
 
 OPTIONS = ("--models=resnet,vit", "--inputs=1", "--faults=1")
@@ -27,19 +24,8 @@ def done(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rule():
-    # The programs there import each other by their plain names, which others may bear too.
-    before = dict(sys.modules)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        # torch.fx's `fuse` comes with TorchScript modules of torch's own.
-        with torchscript_allowed():
-            module = importlib.import_module("rule")
+    with imported("rule") as module:
         yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in set(sys.modules) - set(before):
-            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
-                del sys.modules[name]
 
 
 def test_judges_all_that_is_right_and_all_faults(done):

@@ -1,11 +1,11 @@
 """Where a module first differs from the original: passes that change what is computed, and results that were spoilt."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from located_models import Net, X, line_with
 from spoiling import spoiling
 from tiny_models import enliven
 from torch import nn
@@ -21,30 +21,6 @@ from passes import GraphPass
 from passes.graph.rewriter import Rewriter, TensorRef
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.one(self.first(x)))
-        return torch.relu(self.two(self.second(y)) + x)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 1)
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-        self.shared = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.blocks(self.stem(x)).mean((2, 3))
-        return self.head(self.shared(self.shared(y)))
-
-
 @dataclass(frozen=True)
 class ScaleUnseen(GraphPass):
     """Scale the weight of a layer, and name no region that could be compared."""
@@ -58,18 +34,10 @@ class ScaleUnseen(GraphPass):
             graph.set_tensor(change, TensorRef(module, "weight"), module.weight.detach() * 1.01)
 
 
-X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-
-
 @pytest.fixture
 def net() -> nn.Module:
     torch.manual_seed(0)
     return enliven(Net()).eval()
-
-
-def line_with(text: str) -> str:
-    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
-    return f"{Path(__file__).name}:{number}"
 
 
 def found(original: nn.Module, candidate: nn.Module):
@@ -84,7 +52,7 @@ def test_a_pass_that_scales_a_weight_is_found_with_its_module_and_line(net, path
     record = next(record for record in fast.report.passes if record.name == "scale-unseen")
     assert record.status == "rolled-back"
     kind = type(net.get_submodule(path)).__name__
-    assert f"It first differs at {path} (test_locating_modules.py:" in record.reason
+    assert f"It first differs at {path} (located_models.py:" in record.reason
     assert f", {kind}): off by" in record.reason
     assert [record.status for record in fast.report.passes if record.name == "fold-conv-bn"] == ["applied"]
 
@@ -109,7 +77,7 @@ def test_the_line_of_what_a_container_of_torchs_own_calls_is_that_of_the_contain
             return self.tail(y)
 
     fast = optimize(enliven(Holding()).eval(), [ScaleUnseen("tail.0.1")], example_inputs=(X,))
-    assert f"tail.0.1 ({line_with('return self.tail(y)')}, Conv2d)" in fast.report.passes[0].reason
+    assert f"tail.0.1 ({line_with('return self.tail(y)', __file__)}, Conv2d)" in fast.report.passes[0].reason
 
 
 def test_what_folds_change_on_the_way_is_no_fault(net):
@@ -141,9 +109,7 @@ def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported
     fast = optimize(net, example_inputs=(X,))
     with torch.no_grad():
         fast.blocks[2].first.weight.mul_(1.01)
-    with pytest.raises(
-        ParityError, match=r"It first differs at blocks\.2\.first \(test_locating_modules\.py:"
-    ) as caught:
+    with pytest.raises(ParityError, match=r"It first differs at blocks\.2\.first \(located_models\.py:") as caught:
         export(fast, example_inputs=(X,), output=tmp_path / "net", formats=[name])
     assert caught.value.figures["artifacts"][0]["divergence"]["module"] == "blocks.2.first"
 
@@ -161,7 +127,7 @@ def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path
 
     spoiling(monkeypatch, TorchScriptExporter, spoil)
     fast = optimize(net, example_inputs=(X,))
-    with pytest.raises(ParityError, match=rf"It first differs at {path} \(test_locating_modules\.py:") as caught:
+    with pytest.raises(ParityError, match=rf"It first differs at {path} \(located_models\.py:") as caught:
         export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
     assert caught.value.figures["artifacts"][0]["divergence"]["call"] == number
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from located_models import Net, X, line_with
 from onnx import helper, numpy_helper
 from spoiling import spoiling
 from tiny_models import enliven
@@ -17,34 +18,6 @@ from exporters import OnnxExporter
 from exporters.errors import RouteRefused
 from optimizer import export, optimize
 from optimizer.errors import ParityError
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.one(self.first(x)))
-        return torch.relu(self.two(self.second(y)) + x)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 1)
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-        self.shared = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.blocks(self.stem(x)).mean((2, 3))
-        return self.head(self.norm(self.shared(self.shared(y))))
-
-
-X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
@@ -85,11 +58,6 @@ def scale(graph: onnx.GraphProto, node: str, index: int = 1) -> None:
     tensor = next(each for each in graph.initializer if each.name == name)
     values = numpy_helper.to_array(tensor)
     tensor.CopyFrom(numpy_helper.from_array(values * values.dtype.type(1.01), name))
-
-
-def line_with(text: str) -> str:
-    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
-    return f"{Path(__file__).name}:{number}"
 
 
 STEM = "y = self.blocks(self.stem(x)).mean((2, 3))"

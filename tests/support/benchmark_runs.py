@@ -1,8 +1,12 @@
 """The programs in benchmarks/, run as a user runs them."""
 
+import importlib
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+
+from exporters.torchscript_deprecation import torchscript_allowed
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -11,3 +15,21 @@ def run_benchmark(name, *options, timeout=240):
     """The finished process of one program, with its output as text; `timeout` in seconds."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@contextmanager
+def imported(name):
+    """One program as a module."""
+    # The programs there import each other by their plain names, which others may bear too.
+    before = dict(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        # torch.fx's `fuse` comes with TorchScript modules of torch's own.
+        with torchscript_allowed():
+            module = importlib.import_module(name)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for other in set(sys.modules) - set(before):
+            if Path(getattr(sys.modules[other], "__file__", None) or "/").parent == BENCHMARKS:
+                del sys.modules[other]
