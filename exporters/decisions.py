@@ -15,6 +15,7 @@ the file holds that one.
 from __future__ import annotations
 
 import ast
+import builtins
 import linecache
 import sys
 from collections.abc import Iterator, Sequence
@@ -182,11 +183,30 @@ def watching(adapter: Adapter) -> Iterator[Watch]:
     watch = Watch(adapter)
     hooks = (adapter.register_forward_pre_hook(watch.began), adapter.register_forward_hook(watch.ended))
     try:
-        with watch:
+        with watch, _lengths_as_sizes():
             yield watch
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _lengths_as_sizes() -> Iterator[None]:
+    """While it is active, `len(x)` of a tensor is `x.shape[0]` in a trace.
+
+    Python wants a plain number of `__len__`, which a trace would keep as it is.
+    """
+    length = builtins.len
+
+    def traced_length(value: Any, /) -> Any:
+        # A trace is of one thread.
+        return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() and _tracing() else length(value)
+
+    builtins.len = traced_length
+    try:
+        yield
+    finally:
+        builtins.len = length
 
 
 def traced_with_decisions(

@@ -1,4 +1,4 @@
-"""Operators that torch's translation to ONNX gets wrong, translated so that they compute what torch computes."""
+"""Operators that torch's translation to ONNX gets wrong or doesn't have, so that they compute what torch computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """For `torch.onnx.export(custom_translation_table=…)`."""
-    return {torch.ops.aten.scaled_dot_product_attention.default: _attention}
+    return {
+        torch.ops.aten.scaled_dot_product_attention.default: _attention,
+        torch.ops.aten._is_all_true.default: _all_true,
+    }
+
+
+def _all_true(x: Any) -> Any:
+    """Whether all of a bool tensor are true, as a bool of no dims: what `torch._check_tensor_all` asks."""
+    from onnxscript import opset18 as op
+
+    return op.Cast(op.ReduceMin(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
 
 
 def _attention(

@@ -212,8 +212,10 @@ def _reads(node: Node, source: str) -> Iterator[str]:
 
 
 def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
-    """Write the archive, with extra files by name, without its debug records, which hold paths and lines of this machine's sources, and without the
-    inputs of the trace, which are the user's data.
+    """Write the archive, with extra files by name.
+
+    Debug records, which hold paths and lines of this machine's sources, and the inputs of the trace, which are the user's
+    data, are left out.
 
     Raises:
         OSError: the disk is full, or the like.

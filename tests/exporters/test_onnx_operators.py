@@ -90,3 +90,14 @@ def test_attention_without_a_mask_is_translated_as_torch_has_it(tmp_path: Path) 
 
     artifact = exported(Causal().eval(), (drawn(2, HEADS, KEYS, 8),), tmp_path)
     assert "ReduceMax" not in {node.op_type for node in onnx.load(artifact.path).graph.node}
+
+
+class AllTrue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch._is_all_true(x < 9.0), x * 2, x - 1)
+
+
+def test_whether_all_are_true(tmp_path: Path) -> None:
+    artifact = exported(AllTrue().eval(), (drawn(2, 5),), tmp_path)
+    for x in (drawn(3, 5), torch.full((2, 5), 10.0), torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.5]])):
+        assert torch.equal(artifact.load()(x)[0], AllTrue()(x))

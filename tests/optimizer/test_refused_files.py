@@ -65,8 +65,8 @@ def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
 def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
     save = exporters.torchscript._save
 
-    def spoil(module, path: Path) -> None:
-        save(module, path)
+    def spoil(module, path: Path, *others: object) -> None:
+        save(module, path, *others)
         with torchscript_allowed(), torch.no_grad():
             loaded = torch.jit.load(path)
             dict(loaded.named_parameters())["model.model.second.weight"].mul_(2)
