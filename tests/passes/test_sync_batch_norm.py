@@ -619,6 +619,7 @@ import torch
 from torch import distributed, nn
 from folding_models import Pair
 from optimizer import optimize, report_of
+from ranks import leave
 from tiny_models import enliven
 
 rank, path = int(sys.argv[1]), sys.argv[2]
@@ -644,7 +645,7 @@ torch.save({
     "answer": answer.detach(), "state": state, "raised": raised, "classes": [type(m).__name__ for m in result.modules()],
     "changes": [(change.where, change.text) for change in report.passes[0].changes], "verified": report.verified,
 }, f"{path}/{rank}.pt")
-distributed.destroy_process_group()
+leave()
 """
 
 

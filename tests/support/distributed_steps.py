@@ -12,6 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import leave
 from tiny_models import enliven
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -207,7 +208,7 @@ def main():
         sys.stdout.write("\n" + json.dumps({"scenario": name, "rank": rank, "logged": seen.messages, **found}) + "\n")
         sys.stdout.flush()
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
