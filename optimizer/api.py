@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporters.base import Adapter, Artifact, ExportRequest, named_inputs
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, named_inputs
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
@@ -30,18 +29,18 @@ from optimizer.bundle import (
     write_golden,
 )
 from optimizer.collection import rare_collection
+from optimizer.comparison import Comparison, Failures
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
-from optimizer.locating import Located, fault_of_runtime, located, named_first, place_in_refused
+from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
-from optimizer.parity import BATCH_SIZES, FACTOR, Measurement, ParityReport, Reference, Tolerance, by_output, judge
+from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
-from optimizer.reproducing import check_debug_folder, write_reproduction
-from optimizer.row_independence import Rows
+from optimizer.reproducing import check_debug_folder
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
@@ -264,7 +263,8 @@ def export(
 
     Raises:
         UsageError, LoadError: as for `optimize`.
-        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported; the message names the reasons.
+        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported;
+            the message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
@@ -273,14 +273,9 @@ def export(
     """
     _check_model(model, runs=True)
     _check_numbers(seed, batch_sizes)
-    if not isinstance(output, str | os.PathLike) or not str(output).strip():
-        raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
-    check_target(output, force=force)
-    check_debug_folder(debug_dir)
-    exporters = [exporter_named(name) for name in _unique(formats)]
-    refuse_opset(opset, [exporter.name for exporter in exporters])
+    _check_folders(output, debug_dir, force=force)
     own = {} if metadata is None else metadata
-    refuse_metadata(own)
+    exporters = _exporters(formats, opset, own)
     target = _resolved(device, require_gpu=require_gpu)
     home = target if reference_device is None else _resolved(reference_device, require_gpu=False)
     provenance = provenance_of(model)
@@ -302,42 +297,30 @@ def export(
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
     _refuse_sizes_not_taken(dims, samples, reference)
-    if not static_batch and samples.dynamic and len(reference.batch_sizes) < 2 and (why := reference.why_not(None)):
-        notes.append(
-            f"the batch is fixed, as by static_batch: the model raises at the other sizes that were tried ({why})"
-        )
+    notes += _note_on_fixed_batch(samples, reference, static=static_batch)
     request = replace(
         _request(exported, samples, reference, static_batch, dims, input_names, output_names), opset=opset, metadata=own
     )
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
-    place_of = partial(
-        place_in_refused,
-        reference=reference,
-        exported=exported,
-        flatten=adapter.flatten_inputs,
-        device=target.type,
-    )
+    flatten = adapter.flatten_inputs
+    place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=target.type)
     request = replace(request, place_of=place_of)
     names = _names_in_files(reference, adapter)
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     factor, apart = _factor(reference, home, target)
     notes += apart
     rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
-
+    comparison = Comparison(
+        reference=reference, flatten=flatten, device=target, atol=atol, rtol=rtol, factor=factor, names=names
+    )
     inputs = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs}
-
-    def is_wrong(module: nn.Module) -> bool:
-        seen = judge(reference.compare(module), atol=atol, rtol=rtol, factor=factor, names=names)
-        return seen.verdict == "failed"
-
-    def is_right(artifact: Artifact) -> bool:
-        measurement, _ = _measured(artifact, reference, adapter, target, None)
-        return judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names).verdict != "failed"
-
-    @cache
-    def blamed() -> str:
-        return _blamed(provenance, _on_device(exported, home), home, is_wrong, seed, inputs)
+    failures = Failures(
+        comparison=comparison,
+        exported=exported,
+        pass_to_blame=cache(partial(_blamed, provenance, exported, home, comparison.is_wrong, seed, inputs)),
+        debug_dir=None if debug_dir is None else Path(debug_dir),
+    )
 
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
@@ -351,20 +334,12 @@ def export(
             artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
             notes.extend(_without_metadata(artifact, own))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            measurement, placement = _measured(artifact, reference, adapter, target, rows)
-            parity = judge(measurement, atol=atol, rtol=rtol, factor=factor, names=names)
-            found: Located | None = None
-            if parity.verdict == "failed":
-                found = located(artifact, reference, measurement, exported, adapter.flatten_inputs, target.type)
-                if debug_dir is not None:
-                    written = _reproduction(Path(debug_dir), artifact, reference, adapter, measurement, parity, found)
-                    remarks[exporter.name] = written
-            reports[exporter.name] = parity
+            measurement, placement = comparison.measured(artifact, rows)
+            parity = reports[exporter.name] = comparison.judged(measurement)
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
-            if found is not None:
+            if parity.verdict == "failed":
+                found, remarks[exporter.name] = failures.explained(artifact, measurement, parity)
                 entry |= found.to_json()
-                sentences = (str(found), fault_of_runtime(artifact, is_right), blamed(), remarks.get(exporter.name))
-                remarks[exporter.name] = " ".join(filter(None, sentences))
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))
         _raise_unless_ok(reports, remarks, entries)
@@ -373,7 +348,7 @@ def export(
             folder,
             reference.golden_entries(),
             reference.noises,
-            flatten=adapter.flatten_inputs,
+            flatten=flatten,
             input_names=adapter.input_names,
             output_names=adapter.output_names,
             device=home,
@@ -576,11 +551,21 @@ def _sources(copy: WorkingCopy, pipeline: Pipeline) -> tuple[Source, ...]:
     return tuple(found.values())
 
 
-def _unique(formats: Sequence[str]) -> list[str]:
+def _exporters(formats: Sequence[str], opset: int | None, metadata: Mapping[str, str]) -> list[Exporter]:
     names = [formats] if isinstance(formats, str) else list(formats or ())
     if not names:
         raise UsageError("formats names no format: give one at least, such as 'onnx'.")
-    return list(dict.fromkeys(names))
+    exporters = [exporter_named(name) for name in dict.fromkeys(names)]
+    refuse_opset(opset, [exporter.name for exporter in exporters])
+    refuse_metadata(metadata)
+    return exporters
+
+
+def _check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> None:
+    if not isinstance(output, str | os.PathLike) or not str(output).strip():
+        raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
+    check_target(output, force=force)
+    check_debug_folder(debug_dir)
 
 
 def check_dynamic(
@@ -627,6 +612,13 @@ def _refuse_sizes_not_taken(dims: OpenDims, samples: Samples, reference: Referen
             f"dynamic opens {where}, and the model raises at every other size of it that was tried ({why}): leave {where}"
             " out, or change that line."
         )
+
+
+def _note_on_fixed_batch(samples: Samples, reference: Reference, *, static: bool) -> list[str]:
+    """Why the files take one batch size alone where that wasn't asked for."""
+    if static or not samples.dynamic or len(reference.batch_sizes) > 1 or not (why := reference.why_not(None)):
+        return []
+    return [f"the batch is fixed, as by static_batch: the model raises at the other sizes that were tried ({why})"]
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
@@ -707,10 +699,11 @@ def _blamed(
     """A sentence on the pass that made the exported module wrong; "" where none did.
 
     Args:
-        exported: on the device, where the passes are run again.
+        device: where the passes are run again, and what they give is compared.
     """
     if provenance is None or (original := provenance.original) is None:
         return ""
+    exported = _on_device(exported, device)
 
     def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
         if passes is None:
@@ -732,50 +725,12 @@ def _blamed(
     return pass_to_blame(provenance.applied, is_wrong_with)
 
 
-def _measured(
-    artifact: Artifact, reference: Reference, adapter: Adapter, device: torch.device, rows: Rows | None
-) -> tuple[Measurement, Mapping[str, int] | None]:
-    """What the artifact gives beside the original, and on which providers its nodes ran."""
-    # A session whose nodes aren't where they are to be raises here.
-    loaded = artifact.load(device.type)
-
-    def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
-        # The calls are where the original is.
-        return [tensor.to(device) for tensor in adapter.flatten_inputs(args, kwargs)]
-
-    measurement = reference.compare(loaded, flatten=flatten, rows=rows)
-    if torch.device(measurement.device).type != device.type:
-        measurement = replace(measurement, device=device.type, reference_device=measurement.device)
-    measurement = replace(measurement, settings={**measurement.settings, **loaded.settings})
-    placement = loaded.placement
-    # A session maps the file: it must be closed before the folder is moved.
-    del loaded
-    gc.collect()
-    return measurement, placement
-
-
 def _without_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[str]:
     """A note where a file doesn't hold what the user has it say: exporters of other packages may know of none."""
     lacking = [key for key, text in own.items() if artifact.metadata.get(key) != text]
     if not lacking:
         return ()
     return [f"the {artifact.format} file doesn't hold the metadata {', '.join(lacking)}: its exporter writes none"]
-
-
-def _reproduction(
-    directory: Path,
-    artifact: Artifact,
-    reference: Reference,
-    adapter: Adapter,
-    measurement: Measurement,
-    report: ParityReport,
-    found: Located,
-) -> str:
-    """Write the folder that shows what is wrong; a sentence on it."""
-    where = named_first(reference, measurement)[0] if found.divergence is None else found.divergence.where
-    golden = reference.golden_at(where)
-    inputs = adapter.flatten_inputs(golden.call.args, golden.call.kwargs)
-    return write_reproduction(directory, artifact, inputs, golden, where, report, found)
 
 
 def _raise_unless_ok(
