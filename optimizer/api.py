@@ -19,6 +19,7 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, named_inp
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
+from optimizer.artifact_parity import ArtifactParity, Failures
 from optimizer.bundle import (
     Bundle,
     artifact_entry,
@@ -29,7 +30,6 @@ from optimizer.bundle import (
     write_golden,
 )
 from optimizer.collection import rare_collection
-from optimizer.comparison import Comparison, Failures
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
@@ -311,14 +311,14 @@ def export(
     factor, apart = _factor(reference, home, target)
     notes += apart
     rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
-    comparison = Comparison(
+    by = ArtifactParity(
         reference=reference, flatten=flatten, device=target, atol=atol, rtol=rtol, factor=factor, names=names
     )
     inputs = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs}
     failures = Failures(
-        comparison=comparison,
+        parity=by,
         exported=exported,
-        pass_to_blame=cache(partial(_blamed, provenance, exported, home, comparison.is_wrong, seed, inputs)),
+        pass_to_blame=cache(partial(_blamed, provenance, exported, home, by.is_wrong, seed, inputs)),
         debug_dir=None if debug_dir is None else Path(debug_dir),
     )
 
@@ -334,8 +334,8 @@ def export(
             artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
             notes.extend(_without_metadata(artifact, own))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            measurement, placement = comparison.measured(artifact, rows)
-            parity = reports[exporter.name] = comparison.judged(measurement)
+            measurement, placement = by.measured(artifact, rows)
+            parity = reports[exporter.name] = by.judged(measurement)
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
             if parity.verdict == "failed":
                 found, remarks[exporter.name] = failures.explained(artifact, measurement, parity)

@@ -20,7 +20,7 @@ from optimizer.row_independence import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ArtifactParity:
     """Runs artifacts beside the original, and judges all of them alike.
 
     Attributes:
@@ -76,14 +76,14 @@ class Failures:
         debug_dir: where a folder for each of them is written that shows it, or None.
     """
 
-    comparison: Comparison
+    parity: ArtifactParity
     exported: nn.Module
     pass_to_blame: Callable[[], str]
     debug_dir: Path | None
 
     def explained(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
         """Where the artifact first differs, and all that is to be told of it, in sentences."""
-        by = self.comparison
+        by = self.parity
         found = located(artifact, by.reference, measurement, self.exported, by.flatten, by.device.type)
         # First of all, as the rest takes longer and may be interrupted.
         written = (
@@ -96,8 +96,8 @@ class Failures:
         self, artifact: Artifact, measurement: Measurement, report: ParityReport, found: Located, folder: Path
     ) -> str:
         """Write the folder that shows what is wrong; a sentence on it."""
-        reference = self.comparison.reference
+        reference = self.parity.reference
         where = named_first(reference, measurement)[0] if found.divergence is None else found.divergence.where
         golden = reference.golden_at(where)
-        inputs = self.comparison.flatten(golden.call.args, golden.call.kwargs)
+        inputs = self.parity.flatten(golden.call.args, golden.call.kwargs)
         return write_reproduction(folder, artifact, inputs, golden, where, report, found)
