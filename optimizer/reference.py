@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -78,6 +78,8 @@ _LEAST_SAMPLES = 16
 # no more than so many times what is allowed.
 _MORE_SAMPLES = 8
 _DOUBTFUL = 64.0
+# The first samples have smaller numbers.
+_OTHER_SEEDS = 1000
 Mode = Literal["inference", "training"]
 
 
@@ -287,6 +289,8 @@ class Reference:
         if comparison.is_doubtful() or self._may_be_rounding(seen):
             self._look_closely()
             comparison.noises = self._noises_less(moved, self.noises)
+            if flatten is None:
+                self._hold_to_algebra(candidate, comparison)
         return replace(comparison.finish(self._blank), rows=seen, settings=settings)
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
@@ -375,24 +379,34 @@ class Reference:
         names = comparison.kinked()
         if not names or not self.truth_in_float64:
             return
-        errors = {name: Pool() for name in names}
-        for kept in self._original.kept:
-            if not names & kept.own.values.keys():
-                continue
-            try:
-                mode, seen = self._original.in_float64(candidate, self._call(kept), kept, training=True)
-            except Exception as error:  # noqa: BLE001 - the candidate is foreign code: it is judged by what it gave
-                logger.debug("the candidate raised in float64: %s", error)
-                return
-            if mode.coarsest > self._original.coarsest:
-                # It rounds to fewer digits somewhere, which doesn't show in float64.
-                return
-            for name in names & kept.own.values.keys():
-                own, truth, value = kept.own.values[name], kept.truth.values[name], seen.values.get(name)
-                if value is None or value.shape != own.shape or not all_finite(own, truth, value):
-                    return
-                errors[name].add(distance(value, truth), of=own)
-        comparison.settle(errors)
+        errors = self._original.errors_in_float64(candidate, self._samples, names, training=True)
+        if errors:
+            comparison.settle(errors)
+
+    def _hold_to_algebra(self, candidate: Callable[..., Any], comparison: Comparison) -> None:
+        """Take no error for rounding inside that a module makes in float64 too, where there is none.
+
+        More samples of rounding inside allow for more; what is off by as much may be a weight that isn't the original's. In
+        float64 the weights of a right candidate are off by one rounding and no more, and its outputs by what changes of one
+        unit do.
+        """
+        few = self._few_samples
+        if few is None or self._precision is not None or not self.truth_in_float64 or self._blank.mode != "inference":
+            return
+        if not isinstance(candidate, nn.Module) or isinstance(candidate, torch.jit.ScriptModule):
+            return
+        excused = comparison.beyond(few) - comparison.beyond(comparison.noises)
+        if not excused:
+            return
+        with one_at_a_time, as_run(candidate, self._blank.mode):
+            errors = self._original.errors_in_float64(candidate, self._samples, excused, training=False)
+            moved = self._original.more_response(self._samples, excused) if errors else {}
+        noises = {name: _at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
+        wrong = {name: noise for name, noise in noises.items() if _is_beyond(errors[name], noise)}
+        comparison.noises = {**comparison.noises, **wrong}
+        if wrong:
+            why = "it isn't rounding inside, as it is the same in float64"
+            comparison.notes.append(f"Held to the answer to changes of one unit ({why}): {', '.join(wrong)}.")
 
     def _look_closely(self) -> None:
         """Measure the noise by many more samples; once, as a candidate needs it.
@@ -409,14 +423,7 @@ class Reference:
             else:
                 seen = self._original.errors_in(self._precision, self._samples, _MORE_SAMPLES)
         for name, pool in seen.items():
-            noise = self.noises[name]
-            self.noises[name] = replace(
-                noise,
-                response=max(noise.response, pool.largest),
-                response_rms=max(noise.response_rms, pool.rms),
-                noise=max(noise.noise, pool.largest),
-                noise_rms=max(noise.noise_rms, pool.rms),
-            )
+            self.noises[name] = _at_least(self.noises[name], pool)
 
     def _noises_less(self, moved: MovedBiases, noises: Mapping[str, OutputNoise]) -> dict[str, OutputNoise]:
         less = {name: self._noise_less(name, bias, noises[name]) for name, bias in moved.means.items()}
@@ -692,6 +699,44 @@ class Original:
         A half precision isn't looked at: its kernels round once at the end, and not at each step inside.
         """
         return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(samples, _MORE_SAMPLES)
+
+    def more_response(self, samples: Samples | None, names: Set[str]) -> dict[str, Pool]:
+        """How far outputs move as inputs and parameters are off by one unit, in several samples of all calls; empty where
+        that can't be seen."""
+        moved = {name: Pool() for name in names}
+        for kept, number in itertools.product(self.kept, range(_MORE_SAMPLES)):
+            call = _call_of(kept, samples)
+            if call is None or not self.perturbed:
+                return {}
+            other = self.off_by_one(call, kept, _OTHER_SEEDS + number, training=False)
+            for name in names & kept.own.values.keys():
+                _pool_finite(moved[name], kept.own.values[name], other.values[name])
+        return moved
+
+    def errors_in_float64(
+        self, candidate: Callable[..., Any], samples: Samples | None, names: Set[str], *, training: bool
+    ) -> dict[str, Pool]:
+        """How far a candidate's values are off in float64; empty where they aren't all finite, where it can't be computed so,
+        or rounds to fewer digits somewhere, which doesn't show there."""
+        errors = {name: Pool() for name in names}
+        for kept in self.kept:
+            if not names & kept.own.values.keys():
+                continue
+            call = _call_of(kept, samples)
+            assert call is not None
+            try:
+                mode, seen = self.in_float64(candidate, call, kept, training=training)
+            except Exception as error:  # noqa: BLE001 - the candidate is foreign code: it is judged by what it gave
+                logger.debug("the candidate raised in float64: %s", error)
+                return {}
+            if mode.coarsest > self.coarsest:
+                return {}
+            for name in names & kept.own.values.keys():
+                own, truth, value = kept.own.values[name], kept.truth.values[name], seen.values.get(name)
+                if value is None or value.shape != own.shape or not all_finite(own, truth, value):
+                    return {}
+                errors[name].add(distance(value, truth), of=own)
+        return errors
 
     def twin(self) -> Original:
         """The same with calls of its own, of which other elements may be ties."""
@@ -1256,6 +1301,15 @@ class Comparison:
         ]
         return FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
+    def beyond(self, noises: Mapping[str, OutputNoise]) -> set[str]:
+        """The outputs that are off by more than noises allow."""
+        compared = ((noises[name], one.error) for name, one in self.compared.items())
+        return {
+            noise.name
+            for noise, error in compared
+            if noise.kind == "output" and noise.deterministic and _is_beyond(error, noise)
+        }
+
     def kinked(self) -> set[str]:
         """The gradients that are off by more than the samples of rounding, and so little that kinks may be why; none where
         something else is off by more than further samples could explain."""
@@ -1421,6 +1475,21 @@ class Comparison:
 
 def _times_off(error: float, noise: float) -> float:
     return error / noise if noise else math.inf if error else 0.0
+
+
+def _is_beyond(error: Pool, noise: OutputNoise) -> bool:
+    return max(_times_off(error.largest, noise.noise), _times_off(error.rms, noise.noise_rms)) > FACTOR
+
+
+def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
+    """The noise, no less than what more samples moved."""
+    return replace(
+        noise,
+        response=max(noise.response, moved.largest),
+        response_rms=max(noise.response_rms, moved.rms),
+        noise=max(noise.noise, moved.largest),
+        noise_rms=max(noise.noise_rms, moved.rms),
+    )
 
 
 def _is_hardly_more(rms: float, noise_rms: float) -> bool:
