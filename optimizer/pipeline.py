@@ -588,7 +588,7 @@ class Pipeline:
                 self._take_back_culprit(program, *wrong)
                 continue
             if report.verdict != "failed":
-                if self._leave_pair_parted_elsewhere_alone(program):
+                if self._leave_what_parts_elsewhere_alone(program):
                     continue
                 return report
             if not any(done.result.changes for done in self._done):
@@ -596,7 +596,7 @@ class Pipeline:
                     f"Without any pass the result doesn't compute what the model did ({report.reason}): the model, or a pass,"
                     " writes to its weights."
                 )
-            if not self._leave_parted_pair_alone(program):
+            if not self._leave_what_parts_alone(program):
                 self._take_back_culprit(program, report)
 
     def _compare(self, done: Sequence[_Done] | None = None) -> ParityReport:
@@ -641,7 +641,7 @@ class Pipeline:
             report = judge(self._judging(self._reference_in_eval, precisions).compare(self.copy.root))
         return replace(report, reason=f"In eval: {report.reason}")
 
-    def _leave_parted_pair_alone(self, program: Program) -> bool:
+    def _leave_what_parts_alone(self, program: Program) -> bool:
         """Run a pass again without the pair that the calls don't keep together; whether there is one.
 
         What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
@@ -651,7 +651,7 @@ class Pipeline:
             outputs = self._outputs(tolerate=True)
         return any(self._leave_alone(program, output, "") for output in outputs)
 
-    def _leave_pair_parted_elsewhere_alone(self, program: Program) -> bool:
+    def _leave_what_parts_elsewhere_alone(self, program: Program) -> bool:
         """The same for what inference is likely to meet beside the calls: a batch of one row, and gradients that are on."""
         if self.mode == "training" or not any(done.result.changes for done in self._done):
             return False
@@ -682,12 +682,12 @@ class Pipeline:
                     yield _fresh(samples.at(size)), False, f"at a batch size of {size}"
 
     def _leave_alone(self, program: Program, output: Any, when: str) -> bool:
-        """Where a call parts a pair, run the pass that made it a pair again without it; whether it did."""
-        pair = output.pair if isinstance(output, UnseenCall) else None
-        if pair is None:
+        """Where a call parts a pair, or comes to a rewritten forward as its graph has no place for, run the pass that changed
+        it again without these changes; whether it did."""
+        if not isinstance(output, UnseenCall):
             return False
         for done in self._done:
-            places = [change.place for change in done.result.changes if _joins(program, change, pair)]
+            places = [change.place for change in done.result.changes if _is_about(program, change, output)]
             if not places:
                 continue
             left = self._left_alone.setdefault(done.number, {})
@@ -696,7 +696,7 @@ class Pipeline:
                 line = _first_line(output)
                 self._take_back(program, done, f"{when}: {line}" if when else line)
             else:
-                left.update((place, _why_parted(place, *pair, when)) for place in places)
+                left.update((place, _why_left_alone(place, output, when)) for place in places)
                 self._run_again(program, done)
             return True
         return False
@@ -941,11 +941,18 @@ def _rows(call: Call) -> int:
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
 
 
-def _joins(program: Program, change: Change, pair: tuple[str, str]) -> bool:
-    return {program.where(node) for node in change.region}.issuperset(pair)
+def _is_about(program: Program, change: Change, error: UnseenCall) -> bool:
+    """Whether the call wouldn't have been refused without the change."""
+    if error.pair is not None:
+        return {program.where(node) for node in change.region}.issuperset(error.pair)
+    return error.rewritten is not None and any(program.home(node).path == error.rewritten for node in change.region)
 
 
-def _why_parted(place: Place, first: str, second: str, when: str) -> str:
+def _why_left_alone(place: Place, error: UnseenCall, when: str) -> str:
+    if error.pair is None:
+        what, _, _ = _first_line(error).removeprefix(f"{type(error).__name__}: ").partition(": ")
+        return f"{place.what}, {when}{' ' * bool(when)}{what}"
+    first, second = error.pair
     if when:
         return f"{place.what}, {when} what {first} gives out isn't what {second} takes, or isn't used by that alone"
     return (

@@ -39,8 +39,10 @@ class UnseenCall(PassesError, RuntimeError):
 
     Attributes:
         pair: the paths of the two that were folded together, where it is about their way from the first to the second.
+        rewritten: the path of the module, where it is about a call of that one's forward.
     """
 
-    def __init__(self, message: str, pair: tuple[str, str] | None = None) -> None:
+    def __init__(self, message: str, pair: tuple[str, str] | None = None, rewritten: str | None = None) -> None:
         super().__init__(message)
         self.pair = pair
+        self.rewritten = rewritten

@@ -123,7 +123,8 @@ class GraphForward:
             if tensors[index].dim() != rank:
                 raise UnseenCall(
                     f"{self._name()} was rewritten for {rank}-D input and is given {tensors[index].dim()}-D input for"
-                    f" {self.structure.tensor_names[index]}: give optimize() example inputs that call it so."
+                    f" {self.structure.tensor_names[index]}: give optimize() example inputs that call it so.",
+                    rewritten=self.path,
                 )
         return tensors
 
@@ -175,7 +176,7 @@ class GraphForward:
             return tuple(self.structure.tensors_of(self._bind(*args, **kwargs)))
         except UnseenCall as error:
             raise UnseenCall(
-                f"{self._name()} is called {error}: give optimize() example inputs that call it so"
+                f"{self._name()} is called {error}: give optimize() example inputs that call it so", rewritten=self.path
             ) from None
 
     def changed(self) -> str | None:

@@ -747,6 +747,42 @@ def test_a_batch_size_that_is_asked_for_may_part_a_pair() -> None:
     torch.testing.assert_close(asked(image(5, 3, 8, 8)), model(image(5, 3, 8, 8)), rtol=1e-4, atol=1e-5)
 
 
+class Scaled(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(4, 4, 1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 4).reshape(4, 1, 1))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.last(super().forward(x)) * self.scale
+        return x if mask is None else x * mask
+
+
+class Masked(nn.Module):
+    """Gives a block no mask where nothing is masked, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.masked = Scaled(), Scaled()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.plain(x) + self.masked(x, None if mask.all() else mask)
+
+
+def test_what_a_likely_call_gives_no_mask_is_left_alone() -> None:
+    model = enliven(Masked()).eval()
+    x, mask = image(4, 3, 8, 8), torch.ones(4, 1, 8, 8, dtype=torch.bool)
+    mask[2:, :, :, 4:] = False
+    fast = optimize(model, ["fold-conv-bn", "channels-last"], example_inputs=(x, mask), strict=True)
+    record = report_of(fast).passes[0]
+    assert {change.where for change in record.changes} == {"plain.bn", "plain (mul)"}
+    assert {skip.where for skip in record.skips} == {"masked.bn", "masked (mul)"}
+    for skip in record.skips:
+        assert "at a batch size of 1 Scaled at masked is called with None where its graph was made for a" in skip.text
+    for rows in (slice(0, 1), slice(0, 4)):
+        torch.testing.assert_close(fast(x[rows], mask[rows]), model(x[rows], mask[rows]), rtol=1e-4, atol=1e-5)
+
+
 def test_a_pass_goes_as_a_whole_where_a_likely_call_parts_too_many_or_it_does_not_listen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
