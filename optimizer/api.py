@@ -264,7 +264,8 @@ def export(
 
     Raises:
         UsageError, LoadError: as for `optimize`.
-        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported; the message names the reasons.
+        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported; the
+            message names the reasons.
         ExportFailed: the original was changed after `optimize`.
         DeviceError: there is no GPU where one is required.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
