@@ -23,7 +23,8 @@ class Adapter(nn.Module):
     """A model behind a fixed number of positional tensors and a flat tuple of tensors (a single tensor stays one).
 
     Arguments and outputs may be any tree of dicts, lists, tuples, dataclasses and registered pytrees, outputs also hold
-    objects with tensors among their attributes (a key-value cache). What isn't a tensor in them is a constant of the file. The model is run once, to learn the structure of its outputs.
+    objects with tensors among their attributes (a key-value cache). What isn't a tensor in them is a constant of the file.
+    The model is run once, to learn the structure of its outputs.
 
     Attributes:
         inputs, outputs: the structures of arguments (by name) and output.

@@ -46,12 +46,17 @@ class Line:
 
 
 def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
-    """The line of whole numbers through the sizes at these batches, of which the first two differ; None where none is."""
+    """The line of whole numbers through the sizes at these batches; None where none is."""
     if len(set(sizes)) == 1:
         return Line(0, sizes[0])
-    slope, rest = divmod(sizes[1] - sizes[0], batches[1] - batches[0])
+    points = list(zip(batches, sizes, strict=False))
+    # The first open dim may stand still where another one changes.
+    other = next((point for point in points if point[0] != batches[0]), None)
+    if other is None:
+        return None
+    slope, rest = divmod(other[1] - sizes[0], other[0] - batches[0])
     line = Line(slope, sizes[0] - slope * batches[0])
-    fits = not rest and all(line.at(batch) == size for batch, size in zip(batches, sizes, strict=False))
+    fits = not rest and all(line.at(batch) == size for batch, size in points)
     return line if fits else None
 
 

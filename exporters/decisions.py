@@ -19,7 +19,7 @@ import builtins
 import linecache
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -178,12 +178,16 @@ class _Look:
 
 
 @contextmanager
-def watching(adapter: Adapter) -> Iterator[Watch]:
-    """Record the decisions of the traces of `adapter` that are made inside."""
+def watching(adapter: Adapter, *, open_sizes: bool = True) -> Iterator[Watch]:
+    """Record the decisions of the traces of `adapter` that are made inside.
+
+    Args:
+        open_sizes: whether any size of the inputs is to be open; where none is, `len(x)` stays a number.
+    """
     watch = Watch(adapter)
     hooks = (adapter.register_forward_pre_hook(watch.began), adapter.register_forward_hook(watch.ended))
     try:
-        with watch, _lengths_as_sizes():
+        with watch, _lengths_as_sizes(adapter) if open_sizes else nullcontext():
             yield watch
     finally:
         for hook in hooks:
@@ -191,16 +195,20 @@ def watching(adapter: Adapter) -> Iterator[Watch]:
 
 
 @contextmanager
-def _lengths_as_sizes() -> Iterator[None]:
+def _lengths_as_sizes(adapter: Adapter) -> Iterator[None]:
     """While it is active, `len(x)` of a tensor is `x.shape[0]` in a trace.
 
-    Python wants a plain number of `__len__`, which a trace would keep as it is.
+    Python wants a plain number of `__len__`, which a trace would keep as it is. That of a weight stays one: it is the same
+    at every call, and a size in a trace is no key of a dict and no `int`.
     """
     length = builtins.len
+    weights = {id(tensor) for tensor in (*adapter.parameters(), *adapter.buffers())}
 
     def traced_length(value: Any, /) -> Any:
         # A trace is of one thread.
-        return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() and _tracing() else length(value)
+        if not isinstance(value, torch.Tensor) or not _tracing() or id(value) in weights or not value.dim():
+            return length(value)
+        return value.shape[0]
 
     builtins.len = traced_length
     try:
@@ -210,16 +218,16 @@ def _lengths_as_sizes() -> Iterator[None]:
 
 
 def traced_with_decisions(
-    adapter: Adapter, inputs: Sequence[torch.Tensor]
+    adapter: Adapter, inputs: Sequence[torch.Tensor], *, open_sizes: bool = True
 ) -> tuple[torch.jit.ScriptModule, Sequence[Decision]]:
-    """The adapter's trace on these inputs, and what was decided on the way.
+    """The adapter's trace on these inputs, and what was decided on the way; `open_sizes` as in `watching`.
 
     Raises:
         RouteRefused: it can't be traced.
     """
     with (
         undisturbed(adapter), refusing(), silent(), torchscript_allowed(), traced_by_their_forwards(),
-        watching(adapter) as watch,
+        watching(adapter, open_sizes=open_sizes) as watch,
     ):  # fmt: skip
         module = torch.jit.trace(adapter, clones(inputs), check_trace=False)
     return module, watch.decisions

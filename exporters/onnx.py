@@ -166,7 +166,7 @@ def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Cap
     raw.mkdir()
     # The exporter puts a module in training mode into eval unless told otherwise.
     mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
-    with _without_native_log(), watching(adapter) as watch:
+    with _without_native_log(), watching(adapter, open_sizes=bool(evidence.open_dims)) as watch:
         torch.onnx.export(
             adapter,
             clones(evidence.inputs[0]),

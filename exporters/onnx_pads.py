@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from exporters.errors import RouteRefused
+
 # From this operator set on a Pad may name its axes.
 _WITH_AXES = 18
+# From this one on the value to pad with is an input, and before that an attribute.
+_WITH_VALUE = 11
 _NAME = "axes_of_pads"
 
 
@@ -13,16 +17,35 @@ def keep_pads(model: ir.Model) -> None:
     """Have each Pad in front of a MaxPool name all its axes, which changes nothing.
 
     onnxruntime makes a Pad with zeros a padding of the MaxPool behind it, which is one with minus infinity: where all numbers
-    of a window are negative, the maximum is another. Of a Pad that names its axes it doesn't.
+    of a window are negative, the maximum is another. Of a Pad that names its axes it doesn't. Where the operator set has no
+    axes, it is the zero that is left out, by an empty name: that is zero by default, and is left alone, too.
+
+    Raises:
+        RouteRefused: there is neither, and nothing else keeps it.
     """
-    if (model.opset_imports.get("") or 0) < _WITH_AXES:
-        return
+    opset = model.opset_imports.get("") or 0
     for node in model.graph.all_nodes():
-        if node.op_type == "Pad" and _feeds_a_maximum(node) and (len(node.inputs) < 4 or node.inputs[3] is None):
-            rank = _rank(node)
-            if rank is not None:
-                node.resize_inputs(4)
-                node.replace_input_with(3, _axes(model.graph, rank))
+        if node.op_type != "Pad" or not _feeds_a_maximum(node):
+            continue
+        if opset < _WITH_AXES:
+            _leave_out_zero(node, opset)
+        elif (len(node.inputs) < 4 or node.inputs[3] is None) and (rank := _rank(node)) is not None:
+            node.resize_inputs(4)
+            node.replace_input_with(3, _axes(model.graph, rank))
+
+
+def _leave_out_zero(node: ir.Node, opset: int) -> None:
+    if node.attributes.get_string("mode", "constant") != "constant" or node.attributes.get_float("value", 0.0):
+        return
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    number = None if value is None else ir.convenience.get_const_tensor(value)
+    if opset < _WITH_VALUE or (value is not None and number is None):
+        raise RouteRefused(
+            f"onnxruntime takes zeros in front of a maximum for minus infinity in opset {opset}: give {_WITH_AXES} or more"
+        )
+    if number is None or not number.numpy().any():
+        node.resize_inputs(3)
+        node.replace_input_with(2, None)
 
 
 def _feeds_a_maximum(node: ir.Node) -> bool:

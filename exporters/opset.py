@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import onnx
 import onnxruntime as ort
-from torch.onnx import _constants as limits
+import torch.onnx
 
 from exporters.errors import UnknownOpset
+
+# Not public: where a torch has them elsewhere, its exporters say themselves what they can't write.
+limits: Any = getattr(torch.onnx, "_constants", None)
 
 
 def refuse_opset(opset: object, formats: Sequence[str]) -> None:
@@ -39,9 +43,10 @@ def refuse_opset(opset: object, formats: Sequence[str]) -> None:
 def opsets() -> range:
     """The operator sets that torch's exporters write and the installed onnxruntime reads."""
     # onnxruntime has no word for its newest one: it is asked by a file.
-    newest = next(opset for opset in range(limits.ONNX_MAX_OPSET, 0, -1) if is_read(opset))
+    known = getattr(limits, "ONNX_MAX_OPSET", onnx.defs.onnx_opset_version())
+    newest = next(opset for opset in range(known, 0, -1) if is_read(opset))
     # Below the base, files have their weights for inputs.
-    return range(limits.ONNX_BASE_OPSET, newest + 1)
+    return range(getattr(limits, "ONNX_BASE_OPSET", 9), newest + 1)
 
 
 def is_read(opset: int) -> bool:

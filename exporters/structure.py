@@ -9,7 +9,7 @@ import inspect
 import keyword
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Structure:
             StructureError: `value` has another structure, or another constant.
         """
         flat: list[torch.Tensor] = []
-        self._match(self.root, value, flat, constants)
+        self._match(self.root, value, flat, constants, frozenset())
         return tuple(flat)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -115,17 +115,19 @@ class Structure:
         first, *rest = path
         return f"{self.side} `{first}{''.join(f'[{key!r}]' for key in rest)}`"
 
-    def _read(self, value: Any, path: tuple[Key, ...]) -> Node:
+    def _read(self, value: Any, path: tuple[Key, ...], around: frozenset[int] = frozenset()) -> Node:
+        """`around` are the ids of the containers that the value stands in."""
         if isinstance(value, torch.Tensor):
             self._refuse_layout(value, path)
             return TensorNode(path)
         if isinstance(value, _CONSTANTS):
             return ConstantNode(path, value)
-        opened = self._open(value)
+        opened = self._open(value, around)
         if opened is None:
             raise StructureError(self._unknown(value, path))
         keys, children, rebuild = opened
-        nodes = tuple(self._read(child, (*path, key)) for key, child in zip(keys, children, strict=True))
+        around |= {id(value)}
+        nodes = tuple(self._read(child, (*path, key), around) for key, child in zip(keys, children, strict=True))
         return ContainerNode(path, type(value), keys, nodes, rebuild)
 
     def _refuse_layout(self, tensor: torch.Tensor, path: tuple[Key, ...]) -> None:
@@ -136,7 +138,7 @@ class Structure:
                 f"{self.spell(path)} is a {kind} tensor, which files have no place for; {way_out} a dense one."
             )
 
-    def _match(self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool) -> None:
+    def _match(self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool, around: frozenset[int]) -> None:
         if isinstance(node, TensorNode):
             if not isinstance(value, torch.Tensor):
                 raise StructureError(f"{self.spell(node.path)} was a tensor when exported and is {_kind(value)} here.")
@@ -149,7 +151,7 @@ class Structure:
                     f"only tensors can change from call to call."
                 )
             return
-        opened = self._open(value)
+        opened = self._open(value, around)
         if opened is None or type(value) is not node.type:
             raise StructureError(
                 f"{self.spell(node.path)} was a {node.type.__name__} when exported and is {_kind(value)} here."
@@ -163,12 +165,14 @@ class Structure:
             raise StructureError(f"{self.spell(node.path)} {difference}, compared with the call that was exported.")
         by_key = dict(zip(keys, children, strict=True))
         for key, child in zip(node.keys, node.children, strict=True):
-            self._match(child, by_key[key], flat, constants)
+            self._match(child, by_key[key], flat, constants, around | {id(value)})
 
-    def _open(self, value: Any) -> _Opened | None:
+    def _open(self, value: Any, around: frozenset[int]) -> _Opened | None:
+        if id(value) in around:
+            return None
         opened = _open(value)
         # An argument that is an object may be written to, and knows more than its tensors (how many tokens it has seen).
-        return _open_object(value) if opened is None and self.side == "output" else opened
+        return _open_object(value, around) if opened is None and self.side == "output" else opened
 
     def _unknown(self, value: Any, path: tuple[Key, ...]) -> str:
         what = f"{self.spell(path)} is a {type(value).__name__}, which can't be taken apart into tensors"
@@ -239,12 +243,13 @@ def _open(value: Any) -> _Opened | None:
     return _with_attributes(value, tuple(field.name for field in dataclasses.fields(value)))
 
 
-def _open_object(value: Any) -> _Opened | None:
+def _open_object(value: Any, around: frozenset[int]) -> _Opened | None:
     """An object by those of its attributes in which there is a tensor; None where there is none.
 
     A comparison opens what a model gives likewise, so that the tensors stand in the same order there.
     """
-    held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if _holds_tensor(child, {id(value)}))
+    around |= {id(value)}
+    held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if holds_tensor(child, around))
     return _with_attributes(value, held) if held and not isinstance(value, _NEVER_OPENED) else None
 
 
@@ -259,16 +264,30 @@ def _with_attributes(value: Any, names: tuple[str, ...]) -> _Opened:
     return names, [getattr(value, name) for name in names], rebuild
 
 
-def _holds_tensor(value: Any, opened: set[int]) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if id(value) in opened or isinstance(value, _NEVER_OPENED):
-        return False
-    opened = opened | {id(value)}
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(child, opened) for child in value)
-    children = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return any(_holds_tensor(child, opened) for child in children.values())
+def holds_tensor(value: Any, around: Collection[int], never: tuple[type, ...] = _NEVER_OPENED) -> bool:
+    """Whether a tensor can be reached from a value, and not only by way of the containers that it stands in.
+
+    Each object is looked at once: those that refer to each other have more ways between them than could be gone.
+
+    Args:
+        around: the ids of these containers.
+        never: what is passed by.
+    """
+    # They are held, else another one could have the id of one.
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            return True
+        if id(each) in seen or id(each) in around or isinstance(each, never):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, list | tuple | set | frozenset):
+            waiting.extend(each)
+        else:
+            waiting.extend((each if isinstance(each, Mapping) else getattr(each, "__dict__", {})).values())
+    return False
 
 
 def _keys(value: Any, count: int) -> tuple[Key, ...]:

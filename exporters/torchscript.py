@@ -45,7 +45,9 @@ class TorchScriptExporter(Exporter):
         evidence = gather(request)
 
         def traced(folder: Path) -> tuple[Path, ...]:
-            module, decisions = traced_with_decisions(evidence.adapter, evidence.inputs[0])
+            module, decisions = traced_with_decisions(
+                evidence.adapter, evidence.inputs[0], open_sizes=bool(evidence.open_dims)
+            )
             conditions = conditions_of(evidence, decisions)
             return self._proven(module, evidence, folder, conditions)
 

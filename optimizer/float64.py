@@ -484,9 +484,9 @@ class RoundedMode(TorchDispatchMode):
     where the mean that a BatchNorm takes off is off by a unit, all rows are off the same way, and a gradient, which is a sum
     over them, by as much more. `calls` counts what was rounded.
     What puts given numbers in computes none, and what gives whole numbers alone (a count, positions, a mask) gives them
-    exactly: half of position 2 is never 0.99, which floor would take for 0. And a number that stands for infinity, as in a mask, takes up all that is added
-    to it: it comes out of any kernel as it is. Were they rounded, a row of attention that is masked as a whole, where all
-    numbers are equal, would look at one place alone, and any error would be called rounding.
+    exactly: half of position 2 is never 0.99, which floor would take for 0. And a number that stands for infinity, as in a
+    mask, takes up all that is added to it: it comes out of any kernel as it is. Were they rounded, a row of attention that is
+    masked as a whole, where all numbers are equal, would look at one place alone, and any error would be called rounding.
     """
 
     def __init__(self, seed: int) -> None:

@@ -8,6 +8,7 @@ reads its output is right again where it was merged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,13 +16,15 @@ import torch
 from torch import nn
 
 from exporters.steps import FileValues, Seen
-from optimizer.difference import distance, is_exact
+from optimizer.difference import distance, is_exact, wide
 from optimizer.divergence import Divergence, Off
 from optimizer.inputs import Call
 from optimizer.locating_modules import FourRuns, ModuleCall, divergence_at, first_wrong_call, line_in, watched_calls
 from optimizer.reference import Reference
 
 ROOT = ("", 1)
+
+_PARTS = 64
 
 
 def first_module_without_value(
@@ -58,9 +61,9 @@ class _Found:
 
     def __init__(self, seen: Seen, given: Sequence[torch.Tensor], outputs: Sequence[str]) -> None:
         self._outputs = [seen.values[name] for name in outputs if name in seen.values]
-        self._alike: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._alike: dict[tuple[torch.dtype, int], Alike] = {}
         for value in (*seen.values.values(), *(tensor.detach().cpu() for tensor in given)):
-            self._alike.setdefault((value.dtype, value.numel()), []).append(value)
+            self._alike.setdefault((value.dtype, value.numel()), Alike()).add(value)
 
     def calls(self, own: Mapping[tuple[str, int], ModuleCall]) -> dict[tuple[str, int], ModuleCall]:
         """The calls as they are in the file, without those of which it has nothing alike."""
@@ -78,15 +81,46 @@ class _Found:
         return found
 
     def _nearest(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        alike = self._alike.get((tensor.dtype, tensor.numel()), ())
-        shaped = [value.reshape(tensor.shape) for value in alike]
-        return min(shaped, key=lambda value: _apart(value, tensor), default=None)
+        alike = self._alike.get((tensor.dtype, tensor.numel()))
+        return None if alike is None else alike.nearest(tensor)
 
 
-def _apart(value: torch.Tensor, tensor: torch.Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    return float(torch.nan_to_num(distance(value, tensor), nan=torch.inf).sum())
+class Alike:
+    """Values of one dtype and number of elements.
+
+    A large model has hundreds, and as many modules whose outputs are looked for among them. No two tensors are nearer to
+    each other than the sums over their parts are: by these few numbers nearly all values are left out.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, value: torch.Tensor) -> None:
+        self._values.append(value)
+        self._sums.append(_sums(value))
+
+    def nearest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value that is nearest to a tensor, in its shape."""
+        least = torch.nan_to_num((torch.stack(self._sums) - _sums(tensor)).abs().sum(1), nan=0.0)
+        best, smallest = self._values[0], math.inf
+        for index in least.argsort(stable=True).tolist():
+            if least[index] > smallest:
+                break
+            apart = self._apart(self._values[index], tensor)
+            if apart < smallest:
+                best, smallest = self._values[index], apart
+        return best.reshape(tensor.shape)
+
+    def _apart(self, value: torch.Tensor, tensor: torch.Tensor) -> float:
+        return float(torch.nan_to_num(distance(value.reshape(tensor.shape), tensor), nan=torch.inf).sum())
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """The sums over `_PARTS` parts of a tensor, in the order of its elements."""
+    flat = wide(tensor).flatten()
+    width = max(1, -(-len(flat) // _PARTS))
+    return torch.nn.functional.pad(flat, (0, _PARTS * width - len(flat))).view(_PARTS, width).sum(1)
 
 
 @dataclass(frozen=True)

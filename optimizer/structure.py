@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from exporters.structure import holds_tensor
+
 _NEVER_OPENED = (
     *(str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType),
     *(nn.Module, torch.Generator, torch.dtype, torch.device, np.ndarray),
@@ -122,22 +124,10 @@ def _children(tree: Any, opened: set[int]) -> list[tuple[str, Any]] | None:
             (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
         ]
     attributes = getattr(tree, "__dict__", None)
-    if not attributes or not _holds_tensor(list(attributes.values()), opened | {id(tree)}):
+    if not attributes:
         return None
-    return [(key, child) for key, child in attributes.items() if _holds_tensor(child, opened | {id(tree)})]
-
-
-def _holds_tensor(tree: Any, opened: set[int]) -> bool:
-    if isinstance(tree, torch.Tensor):
-        return True
-    if id(tree) in opened or isinstance(tree, _NEVER_OPENED):
-        return False
-    opened = opened | {id(tree)}
-    if isinstance(tree, list | tuple | set | frozenset):
-        return any(_holds_tensor(child, opened) for child in tree)
-    if isinstance(tree, Mapping):
-        return any(_holds_tensor(child, opened) for child in tree.values())
-    return any(_holds_tensor(child, opened) for child in getattr(tree, "__dict__", {}).values())
+    around = opened | {id(tree)}
+    return [(key, child) for key, child in attributes.items() if holds_tensor(child, around, _NEVER_OPENED)] or None
 
 
 def _leaf_structure(leaf: Any) -> list[Any]:

@@ -417,7 +417,8 @@ def by_output(label: str, tolerance: Tolerance, names: Mapping[str, str]) -> dic
 
 
 def _checked(label: str, value: float) -> float:
-    if not isinstance(value, int | float) or not value >= 0:
+    # With infinity whatever differs would pass, and true is no number.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise UsageError(f"{label} must be a number of 0 or more, not {value!r}.")
     return float(value)
 

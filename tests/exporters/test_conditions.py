@@ -37,6 +37,12 @@ def test_a_line_goes_through_all_points_or_there_is_none():
     assert line_through((2, 4), (1, 2)) is None
 
 
+def test_a_line_is_found_where_the_first_two_batches_are_one():
+    assert line_through((3, 3, 5), (7, 7, 13)) == Line(3, -2)
+    assert line_through((3, 3, 5), (2, 3, 5)) is None
+    assert line_through((3, 3), (2, 3)) is None
+
+
 def test_a_line_leads_back_to_the_batch():
     assert Line(3, 1).batch_of(10) == 3
     assert Line(0, 4).batch_of(4) is None

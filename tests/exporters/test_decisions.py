@@ -1,5 +1,7 @@
 """Each model decides on something while it is captured; no call that is checked takes the other side."""
 
+import builtins
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 from exporters import ExportError, ExportRequest, OnnxExporter, TorchScriptExporter
 from exporters.base import Adapter
 from exporters.decisions import traced_with_decisions
+from exporters.errors import RouteRefused
 
 
 def floats(*shape, seed=0):
@@ -374,3 +377,31 @@ def test_nothing_is_left_on_the_model():
     traced_with_decisions(adapter, (x,))
     assert not adapter._forward_hooks
     assert not adapter._forward_pre_hooks
+
+
+def by_weights(self, x):
+    assert isinstance(len(self.layer.weight), int)
+    return self.layer(x) * {4: 2.0}[len(self.layer.weight)]
+
+
+def by_rows(self, x):
+    return self.layer(x) * {2: 2.0}[len(x)]
+
+
+@pytest.mark.parametrize(("function", "calls"), [(by_weights, CALLS), (by_rows, CALLS[:1])])
+def test_a_length_that_no_call_changes_stays_a_number(function, calls, tmp_path):
+    request = ExportRequest(enliven(Deciding(function)).eval(), calls, dynamic_batch=len(calls) > 1)
+    assert TorchScriptExporter().export(request, tmp_path).route == "trace"
+
+
+def test_len_is_pythons_own_again_where_a_trace_fails():
+    own, inside = len, []
+
+    def failing(self, x):
+        inside.append(builtins.len)
+        return self.nothing(x) if torch.jit.is_tracing() else x
+
+    with pytest.raises(RouteRefused, match="nothing"):
+        decisions(failing)
+    assert own not in inside[1:]
+    assert builtins.len is own

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exporters import ExportRequest, OnnxExporter
+from exporters import ExportError, ExportRequest, OnnxExporter
 
 
 class Padded(nn.Module):
@@ -34,6 +34,34 @@ def test_zeros_in_front_of_a_maximum_are_kept(dims, tmp_path):
     artifact, (pad,) = exported(Padded(dims), dims, tmp_path)
     assert artifact.route == "dynamo"
     assert len(pad.input) == 4
+
+
+class Layer(nn.Module):
+    """Padding by a layer, which gives zero as a number, in front of a maximum."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.pad = nn.ConstantPad2d(1, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.pad(x), 3, 2)
+
+
+# No call has a negative number: nothing shows there.
+@pytest.mark.parametrize(
+    ("opset", "value"), [(opset, value) for opset in (10, 11, 13, 17, 18) for value in (0.0, 0.5, -3.0)][1:]
+)
+def test_zeros_are_kept_in_old_operator_sets_where_no_call_shows_it(opset, value, tmp_path):
+    calls = tuple(((torch.rand(size, 2, 6, 6),), {}) for size in (2, 3))
+    artifact = OnnxExporter().export(ExportRequest(Layer(value).eval(), calls, opset=opset), tmp_path)
+    x = -torch.rand(4, 2, 6, 6) - 1
+    torch.testing.assert_close(artifact.load()(x)[0], Layer(value)(x))
+
+
+def test_an_operator_set_in_which_zeros_can_not_be_kept_is_refused(tmp_path):
+    calls = tuple(((torch.rand(size, 2, 6, 6),), {}) for size in (2, 3))
+    with pytest.raises(ExportError, match=r"takes zeros in front of a maximum for minus infinity in opset 10: give 18"):
+        OnnxExporter().export(ExportRequest(Layer().eval(), calls, opset=10), tmp_path)
 
 
 def test_other_pads_stay_as_they_are(tmp_path):

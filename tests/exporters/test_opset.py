@@ -5,6 +5,7 @@ from exportable_models import Mlp, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
+import exporters.opset
 from exporters import ExportError, ExportRequest, OnnxExporter, UnknownOpset
 from exporters.opset import is_read, opsets, refuse_opset
 
@@ -98,3 +99,12 @@ def test_the_range_is_that_of_the_exporters_and_of_the_runtime():
 def test_an_opset_that_no_file_can_have_is_one_sentence(opset, formats, sentence):
     with pytest.raises(UnknownOpset, match=sentence):
         refuse_opset(opset, formats)
+
+
+def test_the_range_is_known_to_a_torch_without_its_own_limits(monkeypatch):
+    monkeypatch.setattr(exporters.opset, "limits", None)
+    found = opsets.__wrapped__()
+    assert found[0] == 9
+    assert found[-1] >= opsets()[-1]
+    assert is_read(found[-1])
+    assert not is_read(found[-1] + 1)

@@ -105,6 +105,51 @@ def test_objects_among_the_outputs_are_opened_as_a_comparison_opens_them():
         structure.flatten({"logits": z, "cache": Cache(x)})
 
 
+class Linked:
+    """What is linked to others of its kind."""
+
+
+def linked(count):
+    """All of them know all others and themselves."""
+    together = [Linked() for _ in range(count)]
+    for each in together:
+        vars(each).update({f"next_{number}": other for number, other in enumerate(together)})
+    return together[0]
+
+
+def chain(length):
+    first = last = Linked()
+    for _ in range(length):
+        last.next = Linked()
+        last = last.next
+    return first
+
+
+def test_objects_that_know_each_other_are_opened_once_on_each_way():
+    parent, child = Linked(), Linked()
+    parent.tensor, parent.child, child.parent, child.tensor = x, child, parent, y
+    structure = Structure(parent, side="output")
+    assert output_names(structure.paths, ()) == ("tensor", "child_tensor")
+    opened = leaves_of(parent).tensors()
+    assert all(one is other for one, (_, other) in zip(structure.flatten(parent), opened, strict=True))
+
+
+def test_a_dataclass_that_holds_itself_is_refused():
+    value = Detections(x, (y,), "dog")
+    value.label = value
+    with pytest.raises(StructureError, match="output `label` is a Detections, which can't be taken apart"):
+        Structure(value, side="output")
+
+
+# Of 12 objects there are 12! ways, and Python goes no 5000 calls deep.
+@pytest.mark.parametrize("beside", [linked(12), chain(5000)], ids=["linked", "chain"])
+def test_what_holds_no_tensor_is_seen_however_its_objects_hang_together(beside):
+    output = Linked()
+    output.tensor, output.beside = x, beside
+    assert Structure(output, side="output").flatten(output) == (x,)
+    assert [name for name, _ in leaves_of(output).tensors()] == ["tensor"]
+
+
 def test_objects_among_the_arguments_are_refused():
     with pytest.raises(StructureError, match="argument `cache` is a Cache, which can't be taken apart into tensors"):
         Structure({"cache": Cache(x)}, side="argument")

@@ -72,7 +72,7 @@ def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
             dict(loaded.named_parameters())["model.model.second.weight"].mul_(2)
             loaded.save(path)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RouteRefused("no trace today")
 
     monkeypatch.setattr(exporters.torchscript, "_save", spoil)

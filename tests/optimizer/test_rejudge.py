@@ -135,8 +135,11 @@ def test_what_makes_no_sense_is_one_sentence(bundle: Bundle) -> None:
     for factor in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="factor must be a number above 0"):
             rejudge_bundle(bundle.path, factor=factor)
-    with pytest.raises(UsageError, match="atol must be a number of 0 or more, not -1"):
-        rejudge_bundle(bundle.path, atol=-1)
+    for value in (-1, float("nan"), float("inf"), True):
+        with pytest.raises(UsageError, match=f"atol must be a number of 0 or more, not {value}"):
+            rejudge_bundle(bundle.path, atol=value)
+        with pytest.raises(UsageError, match=f"rtol must be a number of 0 or more, not {value}"):
+            rejudge_bundle(bundle.path, rtol={"scores": value})
 
 
 @pytest.mark.parametrize("drop", [lambda entry: entry.pop("measurement"), lambda entry: entry.update(measurement=None)])

@@ -116,6 +116,30 @@ def test_the_program_says_right_of_a_file_that_is(tmp_path, monkeypatch, name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_infinity_and_nan_in_their_places_are_right(tmp_path, monkeypatch):
+    class Masked(Net):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            outputs = super().forward(x)
+            last = torch.arange(3) == 2
+            gaps = torch.tensor([-torch.inf, torch.nan, torch.inf])
+            return {**outputs, "masked": torch.where(last, -torch.inf, outputs["logits"]), "gaps": gaps + x[:, :3]}
+
+    torch.manual_seed(0)
+    model = enliven(Masked())
+    export(model, example_inputs=X, output=tmp_path / "right", formats=["torchscript"])
+    spoiling(monkeypatch, *FORMATS["torchscript"])
+    with pytest.raises(ParityError):
+        export(model, example_inputs=X, output=tmp_path / "net", formats=["torchscript"], debug_dir=tmp_path / "debug")
+    folder = tmp_path / "debug" / "torchscript"
+    done = reproduce(folder)
+    verdicts = {line.split(":")[0]: line.split()[-1] for line in done.stdout.splitlines()}
+    assert verdicts == {"logits": "wrong", "hidden": "wrong", "masked": "wrong", "gaps": "right"}, done.stderr
+    file = TorchScriptExporter.file_name
+    (folder / file).write_bytes((tmp_path / "right" / file).read_bytes())
+    done = reproduce(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp_path, monkeypatch):
     right: list[bytes] = []
