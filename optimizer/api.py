@@ -302,10 +302,11 @@ def export(
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
     _refuse_sizes_not_taken(dims, samples, reference)
-    if not static_batch and samples.dynamic and len(reference.batch_sizes) < 2 and (why := reference.why_not(None)):
-        notes.append(
-            f"the batch is fixed, as by static_batch: the model raises at the other sizes that were tried ({why})"
-        )
+    if not static_batch and samples.dynamic and len(reference.batch_sizes) < 2:
+        why = reference.why_not(None)
+        raised = why and f"the model raises at the other sizes that were tried ({why})"
+        alone = "batch_sizes names no size beside that of the example inputs"
+        notes.append(f"the batch is fixed, as by static_batch: {raised or alone}")
     request = replace(
         _request(exported, samples, reference, static_batch, dims, input_names, output_names), opset=opset, metadata=own
     )
@@ -398,7 +399,7 @@ def export(
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
             "passes": [] if told is None else told["passes"],
-            "notes": notes,
+            "notes": _all_notes(notes, reports),
         }
 
     bundle = write_bundle(output, fill, force=force)
@@ -778,12 +779,20 @@ def _reproduction(
     return write_reproduction(directory, artifact, inputs, golden, where, report, found)
 
 
+def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
+    """What there is to be told of the export, and of what its artifacts were compared at: each of it once."""
+    return list(dict.fromkeys([*own, *(note for report in reports.values() for note in report.notes)]))
+
+
 def _raise_unless_ok(
     reports: Mapping[str, ParityReport], remarks: Mapping[str, str], entries: Sequence[dict[str, Any]]
 ) -> None:
     for name, report in reports.items():
         if not report.ok:
-            figures = {"artifacts": [plain({**entry, "measurement": None}) for entry in entries]}
+            figures = {
+                "artifacts": [plain({**entry, "measurement": None}) for entry in entries],
+                "notes": _all_notes((), reports),
+            }
             advice = " Give trained weights, or inputs that the model answers differently." * (
                 report.verdict == "vacuous"
             )
