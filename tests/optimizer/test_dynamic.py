@@ -456,6 +456,18 @@ def test_sizes_that_the_original_does_not_take_are_told_where_the_result_is_read
     assert f"\n- {told}\n" in (output / "README.md").read_text()
 
 
+def test_sizes_that_were_left_out_are_told_where_a_file_fails_too(tmp_path):
+    model = enliven(Together(limit=3)).eval()
+    inputs = (torch.randint(0, 9, (2, 5)), torch.rand(2, 5))
+    fast = optimize(model, [], example_inputs=inputs)
+    with torch.no_grad():
+        fast.head.weight.data = fast.head.weight * 2
+    with pytest.raises(ParityError) as caught:
+        export(fast, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",))
+    (told,) = caught.value.figures["notes"]
+    assert told.startswith("The original raises at batch size 5, batch size 8, which was left out: ")
+
+
 def test_a_batch_that_is_fixed_as_no_other_size_is_compared_is_told(tmp_path):
     bundle = export(
         enliven(Together()).eval(),
