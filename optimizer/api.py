@@ -373,7 +373,7 @@ def export(
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
             "passes": [] if told is None else told["passes"],
-            "notes": notes,
+            "notes": _all_notes(notes, reports),
         }
 
     bundle = write_bundle(output, fill, force=force)
@@ -616,9 +616,12 @@ def _refuse_sizes_not_taken(dims: OpenDims, samples: Samples, reference: Referen
 
 def _note_on_fixed_batch(samples: Samples, reference: Reference, *, static: bool) -> list[str]:
     """Why the files take one batch size alone where that wasn't asked for."""
-    if static or not samples.dynamic or len(reference.batch_sizes) > 1 or not (why := reference.why_not(None)):
+    if static or not samples.dynamic or len(reference.batch_sizes) > 1:
         return []
-    return [f"the batch is fixed, as by static_batch: the model raises at the other sizes that were tried ({why})"]
+    why = reference.why_not(None)
+    raised = why and f"the model raises at the other sizes that were tried ({why})"
+    alone = "batch_sizes names no size beside that of the example inputs"
+    return [f"the batch is fixed, as by static_batch: {raised or alone}"]
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:
@@ -733,12 +736,20 @@ def _without_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[st
     return [f"the {artifact.format} file doesn't hold the metadata {', '.join(lacking)}: its exporter writes none"]
 
 
+def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
+    """What there is to be told of the export, and of what its artifacts were compared at: each of it once."""
+    return list(dict.fromkeys([*own, *(note for report in reports.values() for note in report.notes)]))
+
+
 def _raise_unless_ok(
     reports: Mapping[str, ParityReport], remarks: Mapping[str, str], entries: Sequence[dict[str, Any]]
 ) -> None:
     for name, report in reports.items():
         if not report.ok:
-            figures = {"artifacts": [plain({**entry, "measurement": None}) for entry in entries]}
+            figures = {
+                "artifacts": [plain({**entry, "measurement": None}) for entry in entries],
+                "notes": _all_notes((), reports),
+            }
             advice = " Give trained weights, or inputs that the model answers differently." * (
                 report.verdict == "vacuous"
             )

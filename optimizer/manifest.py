@@ -548,6 +548,8 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         " load only those you trust.",
         "",
     ]
+    if notes := manifest.get("notes"):
+        lines += [*(f"- {' '.join(note.split())}" for note in notes), ""]
     for artifact in manifest["artifacts"]:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
         lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(sized), ""]

@@ -1261,6 +1261,8 @@ class Comparison:
         self.problems: list[str] = [*self.moved.problems]
         self.notes: list[str] = []
         self.lacking: dict[str, None] = {}
+        # Inputs that the original changes, beside a file.
+        self.unmatched: dict[str, None] = {}
         # Gradients of biases that the candidate has no more.
         self.without: dict[str, None] = {}
 
@@ -1357,6 +1359,11 @@ class Comparison:
             self._problem(f"The candidate trains without {bias}, which has a gradient in the original")
         if self.lacking:
             self.notes.append(f"The candidate lacks, not compared: {', '.join(self.lacking)}.")
+        for name in self.unmatched:
+            written = name.replace(" (changed", " is changed").rstrip(")")
+            self.notes.append(
+                f"{written} by the original, and whether a file does so wasn't looked at: take its outputs."
+            )
         outputs = tuple(self._difference(name, compared) for name, compared in self.compared.items())
         data = {item.name: getattr(blank, item.name) for item in fields(blank)}
         data |= {"outputs": outputs, "problems": tuple(self.problems), "notes": (*blank.notes, *self.notes)}
@@ -1392,9 +1399,12 @@ class Comparison:
         for name, kind in kept.own.kinds.items():
             if kind == "output":
                 continue
-            if name in got.values:
+            if kind == "input" and self.flat:
+                # What a file is measured by, here and from its bundle, are its outputs.
+                self.unmatched[name] = None
+            elif name in got.values:
                 yield name, got.values[name]
-            elif kind == "input" and not self.flat:
+            elif kind == "input":
                 self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
             elif name in self.moved.gradients:
                 self.without[name] = None

@@ -270,7 +270,8 @@ def _run_artifact(
         with pinned_settings() as pinned, torch.no_grad():
             loaded = load(artifact["format"], folder / artifact["path"], device)
             placement, settings = loaded.placement, {**pinned, **loaded.settings}
-            answers += [loaded(*(tensor.to(device) for tensor in call.inputs.values())) for call in calls]
+            # Copies: a file may write to its inputs, and the next one takes the same.
+            answers += [loaded(*(tensor.to(device, copy=True) for tensor in call.inputs.values())) for call in calls]
     # Whatever the runtimes raise on a file that they can't load or run, it is the artifact's failure and reported as such.
     except Exception as error:  # noqa: BLE001
         problem = f"it can't be loaded or run: {_one_line(error)}"

@@ -253,7 +253,9 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
         {**artifact, "format": "pt2", "path": "model.pt2"},
         {**artifact, "format": "aoti", "path": "model.aoti.pt2"},
     ]
+    manifest["notes"] = ["time was looked at in\nthe sizes 5, 7.", "x_1 is all zero and proves nothing."]
     text = usage_text(manifest)
+    assert "\n- time was looked at in the sizes 5, 7.\n- x_1 is all zero and proves nothing.\n\n## " in text
     assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
     assert '"mask": numpy.zeros((2,), dtype=numpy.bool_),' in text
     assert "mask = torch.zeros((2,), dtype=torch.bool)" in text

@@ -1,5 +1,7 @@
 """`dynamic`: what it may say, the inputs that are drawn for it, and bundles with several open dims."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import enliven
@@ -415,6 +417,70 @@ def test_a_batch_that_the_model_fixes_is_refused_where_it_is_asked_for_and_told_
         told = [note for note in bundle.manifest["notes"] if note.startswith("the batch is fixed, as by static_batch")]
         assert len(told) == (not options)
         assert all("x.reshape(2, 5, 4)[:, 0, 0]` in the model's forward (test_dynamic.py:" in note for note in told)
+
+
+class Together(nn.Module):
+    """Takes two inputs whose lengths belong together; `limit` is the largest batch that it takes."""
+
+    def __init__(self, limit: int = 100) -> None:
+        super().__init__()
+        self.limit = limit
+        self.head = nn.Linear(1, 3)
+
+    def forward(self, ids, mask):
+        if len(ids) > self.limit:
+            raise ValueError("too many rows")
+        return self.head(ids.unsqueeze(2).float()) * mask.unsqueeze(2)
+
+
+TOGETHER = """
+import torch
+from test_dynamic import Together
+torch.manual_seed(0)
+model = Together(limit=3).eval()
+example_inputs = (torch.randint(0, 9, (2, 5)), torch.rand(2, 5))
+"""
+
+
+def test_sizes_that_the_original_does_not_take_are_told_where_the_result_is_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    (tmp_path / "together.py").write_text(TOGETHER)
+    output = tmp_path / "net"
+    options = ["--passes", "none", "--formats", "torchscript,onnx", "--dynamic", "ids:0,1", "--output", str(output)]
+    assert main([str(tmp_path / "together.py"), *options]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: The original raises at ")]
+    # Once, though two files were compared.
+    assert any("batch size 5, batch size 8, ids_dim_1 6" in note for note in notes)
+    assert len(set(notes)) == len(notes)
+    (told,) = [note for note in open_bundle(output).manifest["notes"] if "ids_dim_1 6" in note]
+    assert f"\n- {told}\n" in (output / "README.md").read_text()
+
+
+def test_sizes_that_were_left_out_are_told_where_a_file_fails_too(tmp_path):
+    model = enliven(Together(limit=3)).eval()
+    inputs = (torch.randint(0, 9, (2, 5)), torch.rand(2, 5))
+    fast = optimize(model, [], example_inputs=inputs)
+    with torch.no_grad():
+        fast.head.weight.data = fast.head.weight * 2
+    with pytest.raises(ParityError) as caught:
+        export(fast, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",))
+    (told,) = caught.value.figures["notes"]
+    assert told.startswith("The original raises at batch size 5, batch size 8, which was left out: ")
+
+
+def test_a_batch_that_is_fixed_as_no_other_size_is_compared_is_told(tmp_path):
+    bundle = export(
+        enliven(Together()).eval(),
+        example_inputs=(torch.randint(0, 9, (2, 5)), torch.rand(2, 5)),
+        output=tmp_path / "net",
+        formats=("torchscript",),
+        batch_sizes=(2,),
+    )
+    assert bundle.artifacts[0].inputs[0].shape == (2, 5)
+    assert bundle.manifest["notes"] == [
+        "the artifacts are compared with the exported module itself",
+        "the batch is fixed, as by static_batch: batch_sizes names no size beside that of the example inputs",
+    ]
 
 
 def test_a_batch_of_which_no_other_size_is_asked_for_is_told(tmp_path):
