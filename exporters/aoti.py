@@ -146,6 +146,8 @@ def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
         "aot_inductor.enable_line_tables": False,
         # Its own check of inputs, for who sets AOTI_RUNTIME_CHECK_INPUTS, would refuse a batch of 1.
         "aot_inductor.check_lowerbound": False,
+        # Random numbers are those that torch draws.
+        "fallback_random": True,
         "cpp.dynamic_threads": True,
         # Only what the vector instructions that were chosen ask for: whatever else this processor has is left.
         "cpp.march": "",

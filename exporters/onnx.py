@@ -111,6 +111,11 @@ class OnnxExporter(Exporter):
         folder: Path,
         programs: dict[str, Program | None],
     ) -> tuple[Path, ...]:
+        if evidence.draws:
+            raise RouteRefused(
+                f"the model draws random numbers at {evidence.draws}, and an ONNX runtime draws others: take them as an"
+                " input, or export to torchscript or pt2, which draw as torch does"
+            )
         with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
             model, conditions, program = capture(folder)
             programs[route] = program

@@ -21,6 +21,7 @@ import torch
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition, Line, breaks, line_through
+from exporters.draws import place_of_draws
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError, WrongFile
 from exporters.isolation import silent, undisturbed
 from exporters.lists import lists_as_long_as_a_size
@@ -89,6 +90,7 @@ class Evidence:
     `open_dims` are the (input, dim) that change from call to call, `declared` those among them that the request names.
     `computes_in` is the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
     `metadata` is all that the file has to say of itself.
+    `draws` is the place where the model draws random numbers that make outputs unstable; "" where it draws none.
     `directions` are the ways in which the sizes change, where there are several; `steps` is that of a direction.
     """
 
@@ -104,6 +106,7 @@ class Evidence:
     declared: frozenset[tuple[int, int]] = frozenset()
     directions: tuple[Direction, ...] = ()
     steps: tuple[int, ...] = ()
+    draws: str = ""
 
     @property
     def along(self) -> tuple[Evidence, ...]:
@@ -255,6 +258,10 @@ def gather(request: ExportRequest) -> Evidence:
         for index, (first, second) in enumerate(zip(outputs[0], again, strict=True))
         if first.shape != second.shape or not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
     )
+    draws = ""
+    if unstable:
+        with undisturbed(adapter), silent():
+            draws = place_of_draws(adapter, inputs[0])
     symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
     return Evidence(
         adapter,
@@ -275,6 +282,7 @@ def gather(request: ExportRequest) -> Evidence:
         metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
         frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
         directions,
+        draws=draws,
     )
 
 

@@ -566,6 +566,8 @@ def _check_folders(output: str | Path, debug_dir: str | Path | None, *, force: b
         raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
     check_target(output, force=force)
     check_debug_folder(debug_dir)
+    if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
+        raise UsageError(f"{debug_dir} is the folder of the bundle: name another one for debugging.")
 
 
 def check_dynamic(

@@ -89,8 +89,15 @@ class Failures:
         written = (
             "" if self.debug_dir is None else self._reproduced(artifact, measurement, report, found, self.debug_dir)
         )
-        told = (str(found), fault_of_runtime(artifact, by.is_right), self.pass_to_blame(), written)
+        told = (str(found), fault_of_runtime(artifact, by.is_right), self.pass_to_blame(), self._draws(), written)
         return found, " ".join(filter(None, told))
+
+    def _draws(self) -> str:
+        if not self.parity.reference.draws:
+            return ""
+        return (
+            "The model draws random numbers, and a file that draws others can't give the same: take them as an input."
+        )
 
     def _reproduced(
         self, artifact: Artifact, measurement: Measurement, report: ParityReport, found: Located, folder: Path

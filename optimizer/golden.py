@@ -27,7 +27,8 @@ class GoldenCall:
     """One call: flat inputs and outputs by name, in the order of the artifacts, on the CPU.
 
     The outputs are the reference's in the dtypes that an artifact must give; `tied` has a bool mask for each integer output
-    with elements that the original itself decides by rounding, which are not compared.
+    with elements that the original itself decides by rounding, which are not compared. `seed` is that of torch's random
+    numbers; None where the original draws none.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -36,6 +37,7 @@ class GoldenCall:
     batch_size: int | None
     draw: int
     sizes: Mapping[str, int] = field(default_factory=dict)
+    seed: int | None = None
 
 
 def write_golden(
@@ -90,6 +92,7 @@ def write_golden(
                 "batch_size": call.batch_size,
                 "draw": call.draw,
                 **({"sizes": dict(call.sizes)} if call.sizes else {}),
+                **({} if call.seed is None else {"seed": call.seed}),
                 "inputs": list(call.inputs),
                 "outputs": list(call.outputs),
                 "tied": list(call.tied),
@@ -124,6 +127,7 @@ def _named(
         entry.batch_size,
         entry.draw,
         dict(entry.sizes),
+        entry.seed,
     )
 
 
@@ -164,6 +168,7 @@ def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ..
                 call["batch_size"],
                 call["draw"],
                 call.get("sizes", {}),
+                call.get("seed"),
             )
             for call in golden["calls"]
         )

@@ -262,7 +262,7 @@ _golden = _record(
                     "outputs": _texts,
                     "tied": _texts,
                 },
-                {"sizes": _counts},
+                {"sizes": _counts, "seed": _count},
             ),
             at_least=1,
         ),

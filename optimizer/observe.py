@@ -30,11 +30,13 @@ class Observation:
         values: name -> tensor on the CPU, in the order of the output's tree; Python floats and numpy arrays as tensors.
         kinds: name -> "output", "input" (an input that was changed in place), "gradient" or "buffer".
         structure: the output's tree without its tensors; None where the callable answers with flat tensors.
+        draws: whether random numbers were drawn on the way.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     structure: Any = None
+    draws: bool = False
 
     def add(self, kind: str, name: str, value: torch.Tensor) -> None:
         self.values[name] = value
@@ -72,12 +74,18 @@ def observe(
         args, kwargs = _raise_inputs(mode, args, kwargs)
         inputs = [tensor for _, tensor in leaves_of((args, kwargs)).tensors()]
     observation = Observation()
-    with kept_state(target, written), random_state(seed), torch.set_grad_enabled(training), mode or nullcontext():
+    with (
+        kept_state(target, written),
+        random_state(seed) as drawn,
+        torch.set_grad_enabled(training),
+        mode or nullcontext(),
+    ):
         outputs = target(*flatten(args, kwargs)) if flatten is not None else target(*args, **kwargs)
         _add_outputs(observation, outputs, flat=flatten is not None)
         if training:
             _add_gradients(observation, target, outputs, inputs, names, seed, mode)
             _add_buffers(observation, target, mode)
+        observation.draws = drawn()
     for name, tensor, old in zip(names, inputs, before, strict=True):
         if not same_values(tensor, old.to(tensor.dtype)):
             observation.add("input", f"{name} (changed in place)", _on_cpu(tensor))

@@ -64,10 +64,10 @@ def _started() -> list[_Random]:
 
 
 @contextmanager
-def random_state(seed: int | None = None) -> Iterator[None]:
+def random_state(seed: int | None = None) -> Iterator[Callable[[], bool]]:
     """Keep the random state of torch, on the CPU and on devices in use, of numpy and of Python.
 
-    Inside, all of them start from `seed`.
+    Inside, all of them start from `seed`. What is given tells whether any number was drawn since.
     """
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     cpu_state = torch.get_rng_state()
@@ -80,7 +80,8 @@ def random_state(seed: int | None = None) -> Iterator[None]:
             random.seed(seed)
             if numpy_random is not None:
                 numpy_random.seed(seed % (1 << 32))
-        yield
+        before = _fingerprint()
+        yield lambda: _fingerprint() != before
     finally:
         torch.set_rng_state(cpu_state)
         for device, state in states:
@@ -88,6 +89,15 @@ def random_state(seed: int | None = None) -> Iterator[None]:
         if numpy_random is not None:
             numpy_random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    """The state of all generators, to be compared."""
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    kept = [torch.get_rng_state(), *(device.state() for device in _started())]
+    states = [state.numpy().tobytes() for one in kept for state in (one if isinstance(one, list) else [one])]
+    numpy_state = () if numpy_random is None else tuple(map(str, numpy_random.get_state()[1:3]))
+    return (*states, numpy_state, random.getstate())
 
 
 @contextmanager

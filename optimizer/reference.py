@@ -91,6 +91,7 @@ class GoldenEntry:
         outputs: name -> the float64 reference rounded once to the output's own dtype.
         tied: name -> bool tensor, True where an integer output is a tie and not to be compared.
         sizes: of open dims beside the batch, where they are other than in the given call.
+        seed: of torch's random numbers, where the original draws any; None where it draws none.
     """
 
     batch_size: int | None
@@ -99,6 +100,7 @@ class GoldenEntry:
     outputs: dict[str, torch.Tensor]
     tied: dict[str, torch.Tensor]
     sizes: Sizes = ()
+    seed: int | None = None
 
 
 @dataclass
@@ -502,6 +504,11 @@ class Reference:
         """The original itself."""
         return self._original.target
 
+    @property
+    def draws(self) -> bool:
+        """Whether the original draws random numbers."""
+        return any(kept.own.draws for kept in self._original.kept)
+
     def golden_at(self, where: str) -> GoldenEntry:
         """One of `calls`, with the outputs that any faithful candidate gives there."""
         return self._golden(next(kept for kept in self._original.kept if kept.where == where))
@@ -532,7 +539,8 @@ class Reference:
             rounded = truth.to(own.dtype)
             plain = (special(own) == 0) & (special(rounded) == 0)
             outputs[name] = torch.where(plain, rounded, own)
-        return GoldenEntry(kept.batch_size, kept.draw, self._call(kept), outputs, tied, kept.sizes)
+        seed = kept.seed if kept.own.draws else None
+        return GoldenEntry(kept.batch_size, kept.draw, self._call(kept), outputs, tied, kept.sizes, seed)
 
     def _call(self, kept: Kept) -> Call:
         if kept.call is not None:

@@ -72,7 +72,7 @@ def read(name):
 def main():
     given, expected = read("inputs.safetensors"), read("expected.safetensors")
     wrong = False
-    for (name, allowed), got in zip(ALLOWED.items(), run([given[name] for name in INPUTS]), strict=True):
+{seeded}    for (name, allowed), got in zip(ALLOWED.items(), run([given[name] for name in INPUTS]), strict=True):
         want, got = expected[name], got.cpu()
         same = got.shape == want.shape
         wide = torch.complex128 if want.is_complex() else torch.float64
@@ -161,9 +161,15 @@ def write_reproduction(
     allowed = {name: judged.tolerance for name, judged in zip(outputs, report.outputs, strict=False)}
     run = _RUN[artifact.format].format(file=file)
     needs = _NEEDS[artifact.format]
+    seeded = "" if golden.seed is None else f"    torch.manual_seed({golden.seed})  # the model draws random numbers\n"
     texts = {
         "reproduce.py": _SCRIPT.format(
-            file=file, device=torch.device(report.device).type, inputs=list(given), allowed=allowed, run=run
+            file=file,
+            device=torch.device(report.device).type,
+            inputs=list(given),
+            allowed=allowed,
+            run=run,
+            seeded=seeded,
         ),
         "README.md": _README.format(file=file, reason=report.reason, place=f"\n{located}", where=where, needs=needs),
     }

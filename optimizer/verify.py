@@ -16,7 +16,7 @@ from optimizer.golden import GoldenCall, read_golden, stored_noises, stored_tole
 from optimizer.inputs import Call
 from optimizer.manifest import MANIFEST, SUMS, describe_device, plain
 from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
-from optimizer.preserve import pinned_settings
+from optimizer.preserve import pinned_settings, random_state
 
 # The noise was measured on one device. On another one the same sums are taken in another order and other instructions are
 # fused, which draws another sample of the same rounding errors; these factors, on top of parity's own, leave room for it.
@@ -270,8 +270,11 @@ def _run_artifact(
         with pinned_settings() as pinned, torch.no_grad():
             loaded = load(artifact["format"], folder / artifact["path"], device)
             placement, settings = loaded.placement, {**pinned, **loaded.settings}
-            # Copies: a file may write to its inputs, and the next one takes the same.
-            answers += [loaded(*(tensor.to(device, copy=True) for tensor in call.inputs.values())) for call in calls]
+            for call in calls:
+                # Copies: a file may write to its inputs, and the next one takes the same.
+                tensors = [tensor.to(device, copy=True) for tensor in call.inputs.values()]
+                with random_state(call.seed):
+                    answers.append(loaded(*tensors))
     # Whatever the runtimes raise on a file that they can't load or run, it is the artifact's failure and reported as such.
     except Exception as error:  # noqa: BLE001
         problem = f"it can't be loaded or run: {_one_line(error)}"

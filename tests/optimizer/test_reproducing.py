@@ -184,3 +184,14 @@ def test_a_folder_is_never_half_written_and_never_hides_the_failure(tmp_path, mo
     with pytest.raises(ParityError, match=r"is off by .* couldn't be written \(error 28\)\."):
         export(net(), example_inputs=X, output=tmp_path / "n", formats=["onnx"], debug_dir=tmp_path / "debug")
     assert list((tmp_path / "debug").iterdir()) == []
+
+
+def test_the_folder_of_the_bundle_is_no_folder_for_debugging(tmp_path):
+    with pytest.raises(UsageError, match="is the folder of the bundle: name another one for debugging"):
+        export(
+            net(),
+            example_inputs=X,
+            output=tmp_path / "net",
+            formats=["onnx"],
+            debug_dir=tmp_path / "." / "x" / ".." / "net",
+        )

@@ -1,0 +1,117 @@
+"""Models that draw random numbers in eval: formats that draw as torch does, and ONNX, which can't."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import nn
+
+from exporters.base import ExportRequest
+from exporters.errors import ExportError
+from exporters.registry import exporter_named
+from optimizer import export, verify_bundle
+from optimizer.errors import ParityError
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+class Dropping(Drawing):
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x), 0.5, True))
+
+
+class Sampling(Drawing):
+    def forward(self, x):
+        return self.last(self.first(x) + torch.randn(x.shape[0], 6))
+
+
+class Idle(Drawing):
+    """What is drawn decides nothing, as in models that leave layers out in training."""
+
+    def forward(self, x):
+        skipped = torch.rand([])
+        x = F.dropout(self.first(x), 0.0, True)
+        return x if self.training and skipped < 0.5 else self.last(x)
+
+
+class WithNumpy(Drawing):
+    def forward(self, x):
+        import numpy as np
+
+        return self.last(self.first(x) + float(np.random.rand()))
+
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def bundle_of(model, tmp_path, *formats, **options):
+    return export(enliven(model).eval(), example_inputs=X, output=tmp_path / "net", formats=formats, **options)
+
+
+@pytest.mark.parametrize("cls", [Dropping, Sampling])
+@pytest.mark.parametrize("formats", [("torchscript", "pt2"), pytest.param(("aoti",), marks=pytest.mark.zoo)])
+def test_files_that_draw_as_torch_does_are_verified_with_the_seeds_of_the_golden_calls(tmp_path, cls, formats):
+    bundle = bundle_of(cls(), tmp_path, *formats)
+    seeds = [call["seed"] for call in bundle.manifest["golden"]["calls"]]
+    assert len(set(seeds)) == len(seeds) > 1
+    state = torch.get_rng_state()
+    report = verify_bundle(bundle.path)
+    assert report.ok, report
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {artifact.parity.verdict for artifact in report.artifacts} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "line"), [(Dropping, "F.dropout(self.first(x), 0.5, True)"), (Sampling, "torch.randn(x.shape[0], 6)")]
+)
+def test_no_onnx_file_is_made_of_a_model_that_draws_and_the_line_is_told(tmp_path, cls, line):
+    calls = (((X,), {}), ((X[:2],), {}))
+    with pytest.raises(ExportError) as raised:
+        exporter_named("onnx").export(ExportRequest(enliven(cls()).eval(), calls, dynamic_batch=True), tmp_path)
+    message = str(raised.value)
+    assert "dynamo and dynamo-unoptimized and torchscript: the model draws random numbers at" in message
+    assert line in message
+    assert "test_draws.py" in message
+    assert "export to torchscript or pt2" in message
+
+
+def test_numbers_that_are_drawn_for_nothing_hinder_no_format(tmp_path):
+    bundle = bundle_of(Idle(), tmp_path, "onnx", "torchscript", "pt2")
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_model_that_draws_nothing_has_no_seeds_in_its_bundle(tmp_path):
+    bundle = bundle_of(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), tmp_path, "torchscript")
+    assert all("seed" not in call for call in bundle.manifest["golden"]["calls"])
+
+
+def test_a_file_that_keeps_a_number_that_is_drawn_fails_and_the_reason_is_told(tmp_path):
+    with pytest.raises(ParityError, match="The model draws random numbers, and a file that draws others can't give"):
+        bundle_of(WithNumpy(), tmp_path, "torchscript")
+
+
+def test_the_folder_that_shows_what_is_wrong_draws_the_same_numbers(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sampling, self.keeping = Sampling(), WithNumpy()
+
+        def forward(self, x):
+            return self.sampling(x), self.keeping(x)
+
+    with pytest.raises(ParityError):
+        bundle_of(Both(), tmp_path, "torchscript", debug_dir=tmp_path / "debug", output_names=["sampled", "kept"])
+    shown = tmp_path / "debug" / "torchscript"
+    done = subprocess.run([sys.executable, "reproduce.py"], cwd=shown, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    sampled, kept = done.stdout.splitlines()
+    assert sampled.startswith("sampled: off by ")
+    assert sampled.endswith(": right")
+    assert kept.endswith(": wrong")
