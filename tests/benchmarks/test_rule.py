@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from benchmark_runs import imported, run_benchmark
 
-from optimizer import api
+from optimizer import artifact_parity
 
 OPTIONS = ("--models=resnet,vit", "--inputs=1", "--faults=1")
 
@@ -74,7 +74,7 @@ def spoilt(rule, monkeypatch, factor):
         return right(measurement, **{**options, "factor": factor})
 
     monkeypatch.setattr(rule, "judge", judge)
-    monkeypatch.setattr(api, "judge", judge)
+    monkeypatch.setattr(artifact_parity, "judge", judge)
     unit = rule.measure("resnet", 0, rule.Settings(inputs=1, faults=1, seed=0))
     assert not unit.error
     return unit, rule.totals([vars(unit)])

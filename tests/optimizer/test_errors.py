@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from exporters.onnx import OnnxExporter, judge_placement
-from optimizer import api, cli
+from optimizer import artifact_parity, cli
 from optimizer.parity import judge
 
 ROOT = Path(cli.__file__).parent.parent
@@ -339,7 +339,7 @@ def test_a_file_called_optimizer(run):
 
 
 def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monkeypatch):
-    monkeypatch.setattr(api, "judge", lambda measurement, **_: judge(measurement, atol=0.0, rtol=0.0))
+    monkeypatch.setattr(artifact_parity, "judge", lambda measurement, **_: judge(measurement, atol=0.0, rtol=0.0))
     write("model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 50), nn.Softmax(1))")
     before = sorted(folder.rglob("*"))
     done = run("model.py", "--formats", "onnx", "--quiet")

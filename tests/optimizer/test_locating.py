@@ -327,6 +327,6 @@ def test_a_run_without_optimizations_that_raises_hides_nothing(tmp_path, monkeyp
 
 def test_an_export_that_is_right_is_not_looked_into(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("optimizer.api.located", lambda *_: pytest.fail("looked for a place"))
+    monkeypatch.setattr("optimizer.artifact_parity.located", lambda *_: pytest.fail("looked for a place"))
     bundle = export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert bundle.parity.ok
