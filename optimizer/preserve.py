@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import pickle
 import random
 import sys
 import threading
@@ -96,7 +97,7 @@ def _fingerprint() -> tuple[Any, ...]:
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     kept = [torch.get_rng_state(), *(device.state() for device in _started())]
     states = [state.numpy().tobytes() for one in kept for state in (one if isinstance(one, list) else [one])]
-    numpy_state = () if numpy_random is None else tuple(map(str, numpy_random.get_state()[1:3]))
+    numpy_state = None if numpy_random is None else pickle.dumps(numpy_random.get_state())
     return (*states, numpy_state, random.getstate())
 
 
