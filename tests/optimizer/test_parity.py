@@ -783,7 +783,7 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     shifted, coarse = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
         shifted.shift += 8 * noise
-    coarse.coarse = 64.0
+    coarse.coarse = 128.0
 
     def judged(candidate):
         return judge(Reference.measure(model, inputs).compare(candidate))
