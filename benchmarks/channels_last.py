@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from contenders import Run, Workshop, calling
 from latency import cpus, measure_batch, time_cells
-from measure import caption, environment, numbers, positive
+from measure import caption, environment, numbers, positive, refuse_unknown
 from models import MAP_SUBJECTS, Plain, Subject, subject
 from table import Table, write
 from torch import nn
@@ -154,8 +154,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
-    if unknown := [name for name in models if name not in MAP_SUBJECTS]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(MAP_SUBJECTS)}")
+    refuse_unknown(parser, "model", models, MAP_SUBJECTS)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch finds")
     torch.set_num_threads(arguments.threads)

@@ -26,7 +26,18 @@ from typing import Any
 import torch
 from contenders import sentence_of
 from latency import cpus
-from measure import PeakMemory, Spread, Stopwatch, caption, latency_of, positive, prepared, ratios, synchronize
+from measure import (
+    PeakMemory,
+    Spread,
+    Stopwatch,
+    caption,
+    latency_of,
+    positive,
+    prepared,
+    ratios,
+    refuse_unknown,
+    synchronize,
+)
 from table import Table, mebibytes, seconds, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
@@ -511,11 +522,9 @@ def main() -> int:
     arguments = parser.parse_args()
     models = [name for name in arguments.models.split(",") if name]
     compiled = [name for name in arguments.compile.split(",") if name]
-    if unknown := [name for name in (*models, *compiled) if name not in STEPS]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(STEPS)}")
+    refuse_unknown(parser, "model", (*models, *compiled), STEPS)
     names = [EAGER, *(name for name in arguments.ways.split(",") if name != EAGER)]
-    if unknown := [name for name in names if name not in LABELS]:
-        parser.error(f"there is no way {unknown[0]!r}: use {', '.join(LABELS)}")
+    refuse_unknown(parser, "way", names, LABELS)
     where = prepared(parser, arguments)
 
     settings = {"models": models, "ways": names, "compile": compiled}

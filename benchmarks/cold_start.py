@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from contenders import Run, calling
 from latency import cpus
-from measure import Spread, caption, latencies_of, positive, prepared, ratios, synchronize
+from measure import Spread, caption, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn
@@ -169,8 +169,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     names = arguments.models.split(",")
-    if unknown := [name for name in names if name not in PASS_SUBJECTS]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(PASS_SUBJECTS)}")
+    refuse_unknown(parser, "model", names, PASS_SUBJECTS)
     where = prepared(parser, arguments)
     if arguments.start is not None:
         return start(arguments)

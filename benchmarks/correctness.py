@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from contenders import FUSE, JIT, LABELS, OURS, sentence_of
 from hard_cases import CASES, Case, Inputs
-from measure import caption, environment, positive
+from measure import caption, environment, positive, refuse_unknown
 from table import Table, publish
 from torch import nn
 from torch.autograd import profiler_legacy
@@ -411,11 +411,9 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     cases = [name.strip() for name in arguments.cases.split(";")] if arguments.cases else list(CASES)
-    if unknown := [name for name in cases if name not in CASES]:
-        parser.error(f"there is no case {unknown[0]!r}: use {'; '.join(CASES)}")
+    refuse_unknown(parser, "case", cases, CASES, separator="; ")
     names = arguments.contenders.split(",")
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        parser.error(f"there is no contender {unknown[0]!r}: use {', '.join(CONTENDERS)}")
+    refuse_unknown(parser, "contender", names, CONTENDERS)
     torch.set_num_threads(arguments.threads)
     where = environment(arguments.threads)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from contenders import Run, calling, error_against, sentence_of
 from latency import cpus, time_cells
-from measure import PeakMemory, Spread, caption, latencies_of, numbers, positive, prepared, ratios
+from measure import PeakMemory, Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn
@@ -262,11 +262,9 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --json was interrupted")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
-    if unknown := [name for name in models if name not in PASS_SUBJECTS]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(PASS_SUBJECTS)}")
+    refuse_unknown(parser, "model", models, PASS_SUBJECTS)
     names = list(WAYS) if arguments.ways is None else [name.strip() for name in arguments.ways.split(";")]
-    if unknown := [name for name in names if name not in WAYS]:
-        parser.error(f"there is no way {unknown[0]!r}: use {'; '.join(WAYS)}")
+    refuse_unknown(parser, "way", names, WAYS, separator="; ")
     where = prepared(parser, arguments)
     settings = {
         "models": models,

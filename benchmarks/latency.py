@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import EAGER, LABELS, Contender, Workshop, error_against
-from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios
+from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
 from models import SUBJECTS, subject
 from table import Table, seconds, write
 
@@ -108,11 +108,9 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
-    if unknown := [name for name in models if name not in SUBJECTS]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(SUBJECTS)}")
+    refuse_unknown(parser, "model", models, SUBJECTS)
     names = [EAGER, *(name for name in arguments.contenders.split(",") if name != EAGER)]
-    if unknown := [name for name in names if name not in LABELS]:
-        parser.error(f"there is no contender {unknown[0]!r}: use {', '.join(LABELS)}")
+    refuse_unknown(parser, "contender", names, LABELS)
     where = prepared(parser, arguments)
 
     settings = {

@@ -15,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,15 @@ def positive(text: str) -> int:
     if len(values) != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is more than one number")
     return values[0]
+
+
+def refuse_unknown(
+    parser: argparse.ArgumentParser, what: str, names: Iterable[str], known: Collection[str], *, separator: str = ", "
+) -> None:
+    """End with a sentence where an option names a model, say, that there is none of."""
+    for name in names:
+        if name not in known:
+            parser.error(f"there is no {what} {name!r}: use {separator.join(known)}")
 
 
 def _version(package: str) -> str | None:

@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Spread, Stopwatch, caption, environment, interleaved, numbers, positive, ratios, seconds_of
+from measure import (
+    Spread,
+    Stopwatch,
+    caption,
+    environment,
+    interleaved,
+    numbers,
+    positive,
+    ratios,
+    refuse_unknown,
+    seconds_of,
+)
 from memory import CASES
 from synthetic import OPERATIONS, SHAPES, example_of_graph, graph_of
 from table import Table, mebibytes, publish, seconds
@@ -273,11 +284,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     arguments = parser.parse_args()
     shapes = arguments.shapes.split(",")
-    if unknown := set(shapes) - set(SHAPES):
-        parser.error(f"there is no shape {sorted(unknown)[0]!r}: use {', '.join(SHAPES)}")
+    refuse_unknown(parser, "shape", shapes, SHAPES)
     cases = arguments.memory_cases.split(",")
-    if unknown := set(cases) - set(CASES):
-        parser.error(f"there is no case {sorted(unknown)[0]!r}: use {', '.join(CASES)}")
+    refuse_unknown(parser, "case", cases, CASES)
     torch.set_num_threads(arguments.threads)
     where = environment(arguments.threads)
     sizes = sorted(set(arguments.nodes))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from foldable import foldable_pairs
-from measure import caption, environment, positive
+from measure import caption, environment, positive, refuse_unknown
 from table import Table, publish
 from torch import fx, nn
 from torch.fx.experimental.optimization import fuse
@@ -156,8 +156,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help=f"exit with 1 below {100 * GOAL:.0f} %%")
     arguments = parser.parse_args()
     names = arguments.models.split(",") if arguments.models else list(NAMES)
-    if unknown := [name for name in names if name not in NAMES]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(NAMES)}")
+    refuse_unknown(parser, "model", names, NAMES)
     torch.set_num_threads(arguments.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     where = environment(arguments.threads)

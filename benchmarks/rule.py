@@ -32,7 +32,7 @@ from typing import Any
 import onnxruntime as ort
 import torch
 from faulty import BY_A_PASS, IN_TORCHSCRIPT, Fault, by_a_pass, in_onnx, in_torchscript
-from measure import caption, environment, positive
+from measure import caption, environment, positive, refuse_unknown
 from planted import KINDS
 from reach import NAMES, made
 from table import Table, publish
@@ -613,8 +613,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 where a verdict is wrong")
     arguments = parser.parse_args()
     names = arguments.models.split(",") if arguments.models else list(NAMES)
-    if unknown := [name for name in names if name not in NAMES]:
-        parser.error(f"there is no model {unknown[0]!r}: use {', '.join(NAMES)}")
+    refuse_unknown(parser, "model", names, NAMES)
     torch.set_num_threads(arguments.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # What a spoilt file fails at is its verdict.

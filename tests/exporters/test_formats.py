@@ -10,6 +10,7 @@ import pytest
 import torch
 from exportable_models import EXPORTABLE, BatchLoop, Mlp, Replacement, exportable, floats, mlp_calls
 from local_paths import found_paths
+from spoiling import only_the_old_onnx_exporter
 from tiny_models import enliven
 from torch import nn
 
@@ -154,14 +155,7 @@ def test_files_hold_no_paths_of_this_machine(format, tmp_path):
 
 
 def test_the_old_exporter_leaves_no_paths_either(tmp_path, monkeypatch):
-    real = torch.onnx.export
-
-    def old_only(*args, **options):
-        if options["dynamo"]:
-            raise RuntimeError("not today")
-        return real(*args, **options)
-
-    monkeypatch.setattr(torch.onnx, "export", old_only)
+    only_the_old_onnx_exporter(monkeypatch)
     model, calls = exportable("keywords")
     artifact = exporter_named("onnx").export(ExportRequest(model, calls[:2]), tmp_path)
     assert artifact.route == "torchscript"

@@ -6,6 +6,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from exportable_models import Mlp, floats, mlp_calls
+from spoiling import only_the_old_onnx_exporter
 
 import exporters.onnx
 from exporters import ExportRequest, MetadataError, exporter_named
@@ -64,14 +65,7 @@ def test_plain_torch_gives_them_as_an_extra_file(tmp_path):
 
 def test_files_with_weights_beside_them_and_those_of_the_old_exporter_hold_them_too(tmp_path, monkeypatch):
     monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 10)
-    real = torch.onnx.export
-
-    def old_only(*args, **options):
-        if options["dynamo"]:
-            raise RuntimeError("not today")
-        return real(*args, **options)
-
-    monkeypatch.setattr(torch.onnx, "export", old_only)
+    only_the_old_onnx_exporter(monkeypatch)
     artifact = export("onnx", tmp_path, metadata=GIVEN)
     assert (artifact.route, len(artifact.files)) == ("torchscript", 2)
     artifact.files[1].unlink()

@@ -1,4 +1,6 @@
-"""An exporter whose files are spoilt when they are proven."""
+"""Exporters that are hindered: their files are spoilt when they are proven, or a route of theirs fails."""
+
+import torch
 
 
 def spoiling(monkeypatch, exporter, spoil):
@@ -11,3 +13,15 @@ def spoiling(monkeypatch, exporter, spoil):
         return artifact
 
     monkeypatch.setattr(exporter, "export", export_and_spoil)
+
+
+def only_the_old_onnx_exporter(monkeypatch):
+    """Have torch's ONNX exporter of now fail, so that the files are those of the one before it."""
+    real = torch.onnx.export
+
+    def old_only(*args, **options):
+        if options["dynamo"]:
+            raise RuntimeError("not today")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", old_only)
