@@ -111,11 +111,7 @@ class OnnxExporter(Exporter):
         folder: Path,
         programs: dict[str, Program | None],
     ) -> tuple[Path, ...]:
-        if evidence.draws:
-            raise RouteRefused(
-                f"the model draws random numbers at {evidence.draws}, and an ONNX runtime draws others: take them as an"
-                " input, or export to torchscript or pt2, which draw as torch does"
-            )
+        _refuse_what_no_runtime_gives(evidence)
         with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
             model, conditions, program = capture(folder)
             programs[route] = program
@@ -134,6 +130,21 @@ class OnnxExporter(Exporter):
         errors = prove(evidence, session)
         prove_beyond(evidence, session, conditions, conditions_at, errors)
         return files
+
+
+def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
+    for side, specs in (("input", evidence.input_specs), ("output", evidence.output_specs)):
+        for spec in specs:
+            if spec.dtype.startswith("complex"):
+                raise RouteRefused(
+                    f"{side} `{spec.name}` is {spec.dtype}, which ONNX runtimes neither take nor give: let the model have its"
+                    " parts, as torch.view_as_real gives them, or export to torchscript or pt2"
+                )
+    if evidence.draws:
+        raise RouteRefused(
+            f"the model draws random numbers at {evidence.draws}, and an ONNX runtime draws others: take them as an input, or"
+            " export to torchscript or pt2, which draw as torch does"
+        )
 
 
 _Captured = tuple[ir.Model, Sequence[Condition], Program | None]

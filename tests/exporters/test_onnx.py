@@ -80,13 +80,29 @@ def test_a_branch_on_data_is_refused_by_every_route(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_complex_outputs_are_refused_in_silence(tmp_path, capfd):
-    class Spectrum(nn.Module):
-        def forward(self, x):
-            return torch.fft.fft(x)
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
 
-    with pytest.raises(ExportError, match="can't be exported to onnx"):
-        export(Spectrum(), mlp_calls(2, 3), tmp_path)
+
+class Magnitude(nn.Module):
+    def forward(self, x):
+        return x.abs()
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "where"),
+    [
+        (Spectrum(), torch.float32, "output `output` is complex64"),
+        (Magnitude(), torch.complex64, "input `x` is complex64"),
+    ],
+)
+def test_complex_numbers_are_refused_in_silence(model, dtype, where, tmp_path, capfd):
+    calls = tuple(((floats(size, 3).to(dtype),), {}) for size in (2, 3))
+    with pytest.raises(ExportError, match="can't be exported to onnx") as caught:
+        export(model, calls, tmp_path)
+    assert where in str(caught.value)
+    assert "as torch.view_as_real gives them" in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
