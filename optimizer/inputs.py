@@ -18,7 +18,7 @@ Everything follows from (seed, batch size, draw, sizes); the global random state
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ Sizes = tuple[tuple[str, int], ...]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
 _FUNCTION_BATCH = 2
+# So many rows of a call are looked at each by itself.
+_ROWS_ALONE = 4
 # More points than this don't describe a distribution any better, and sorting them takes time.
 _QUANTILES = 1 << 16
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
@@ -156,6 +158,23 @@ class Samples:
         if draw == 0 and batch_size == self.batch_size:
             return self.given
         return self._drawn(batch_size, draw)
+
+    def rows_alone(self) -> Iterator[Call]:
+        """Some rows of the user's own call, each by itself, where inputs tell more of a row than numbers do, as masks do."""
+        exact = [tensor for tensor in _tensors(self.given) if not (tensor.is_floating_point() or tensor.is_complex())]
+        observed = self.batch_size
+        if self._function is not None or not observed or not any(map(self._is_of_rows, exact)):
+            return
+        for row in range(min(observed, _ROWS_ALONE)):
+
+            def alone(tensor: torch.Tensor, row: int = row) -> torch.Tensor:
+                return tensor[row : row + 1] if self._is_of_rows(tensor) else tensor
+
+            args, kwargs = rebuild((self.given.args, self.given.kwargs), alone)
+            yield Call(args, kwargs)
+
+    def _is_of_rows(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] == self.batch_size
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, equal in value."""

@@ -680,6 +680,9 @@ class Pipeline:
             if size not in known:
                 with suppress(LoadError):  # the user's function makes no batch of that size: it won't be met then
                     yield _fresh(samples.at(size)), False, f"at a batch size of {size}"
+        if 1 not in known:
+            for call in samples.rows_alone():
+                yield _fresh(call), False, "for a row that is alone"
 
     def _leave_alone(self, program: Program, output: Any, when: str) -> bool:
         """Where a call parts a pair, or comes to a rewritten forward as its graph has no place for, run the pass that changed

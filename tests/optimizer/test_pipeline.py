@@ -783,6 +783,20 @@ def test_what_a_likely_call_gives_no_mask_is_left_alone() -> None:
         torch.testing.assert_close(fast(x[rows], mask[rows]), model(x[rows], mask[rows]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("full", range(4))
+def test_each_row_of_the_example_is_likely_to_come_alone(full: int) -> None:
+    model = enliven(Masked()).eval()
+    x, mask = image(4, 3, 8, 8), torch.zeros(4, 1, 8, 8, dtype=torch.bool)
+    mask[full] = True
+    mask[:, :, :, 4:] |= True
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x, mask), strict=True)
+    (record,) = report_of(fast).passes
+    assert {skip.where for skip in record.skips} == {"masked.bn", "masked (mul)"}
+    for row in range(4):
+        one = slice(row, row + 1)
+        torch.testing.assert_close(fast(x[one], mask[one]), model(x[one], mask[one]), rtol=1e-4, atol=1e-5)
+
+
 def test_a_pass_goes_as_a_whole_where_a_likely_call_parts_too_many_or_it_does_not_listen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
