@@ -332,6 +332,18 @@ def prove_beyond(
     return tuple(agreed)
 
 
+def summing(evidence: Evidence, errors: Sequence[float], terms: int) -> tuple[float, ...]:
+    """The errors at the calls, no smaller than what allows for sums of so many numbers one after another beyond them.
+
+    Each addition is off by half a unit of the sum so far (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+    """
+    dtypes = (output.dtype for output in evidence.outputs[0])
+    return tuple(
+        max(error, terms * evidence.unit(dtype) / 2 / _ROUNDING_VARIES_BY) if dtype.is_floating_point else error
+        for error, dtype in zip(errors, dtypes, strict=True)
+    )
+
+
 def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
     """Inputs in which two or more of the sizes are 1, and the others as in the first call.
 

@@ -250,6 +250,25 @@ def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_long_sums_round_is_no_other_way(tmp_path):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 4)
+
+        def forward(self, ids):
+            x = self.embedding(ids).unsqueeze(1)
+            return self.head(nn.functional.scaled_dot_product_attention(x, x, x).squeeze(1).mean(1))
+
+    model = enliven(Attention()).eval()
+    generator = torch.Generator().manual_seed(0)
+    calls = tuple(((torch.randint(0, 50, (2, size), generator=generator),), {}) for size in (12, 8, 20))
+    export(model, calls, tmp_path, open_dims={"ids": {1: "time"}})
+    loaded = exporter_named("aoti").load(tmp_path / AotiExporter.file_name, "cpu")
+    ids = torch.randint(0, 50, (2, 9000), generator=generator)
+    assert torch.allclose(loaded(ids)[0], model(ids), rtol=1e-3, atol=1e-4)
+
+
 def test_a_branch_on_data_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(exporters.aoti, "_compile", None)
     calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
