@@ -9,7 +9,7 @@ import inspect
 import keyword
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ class Structure:
     def __init__(self, example: Any, *, side: str) -> None:
         self.side = side
         self.root = self._read(example, ())
-        self.paths: tuple[tuple[Key, ...], ...] = tuple(node.path for node in _tensors(self.root))
+        self.paths: tuple[tuple[Key, ...], ...] = tuple(
+            node.path for node in _leaves(self.root) if isinstance(node, TensorNode)
+        )
 
     def flatten(self, value: Any, *, constants: bool = True) -> tuple[torch.Tensor, ...]:
         """The tensors of `value`, in this structure's order.
@@ -107,6 +109,12 @@ class Structure:
     def describe(self, names: Sequence[str]) -> Any:
         """The structure as JSON: a tensor as its name, a constant as its value, a container as its type and items."""
         return _describe(self.root, iter(names))
+
+    def numbers(self) -> Iterator[tuple[str, int | float | complex]]:
+        """The numbers that stand for themselves, each behind its place as a user would write it."""
+        for node in _leaves(self.root):
+            if isinstance(node, ConstantNode) and type(node.value) in (int, float, complex):
+                yield self.spell(node.path), node.value
 
     def spell(self, path: tuple[Key, ...]) -> str:
         """How a user would write the place: argument `mask`, output `hidden[1]`."""
@@ -302,12 +310,12 @@ def _keys(value: Any, count: int) -> tuple[Key, ...]:
     return keys if len(set(keys)) == count else tuple(range(count))
 
 
-def _tensors(node: Node) -> Iterable[TensorNode]:
-    if isinstance(node, TensorNode):
-        yield node
-    elif isinstance(node, ContainerNode):
+def _leaves(node: Node) -> Iterator[TensorNode | ConstantNode]:
+    if isinstance(node, ContainerNode):
         for child in node.children:
-            yield from _tensors(child)
+            yield from _leaves(child)
+    else:
+        yield node
 
 
 def _rebuild(node: Node, tensors: Any) -> Any:

@@ -29,6 +29,7 @@ from optimizer.bundle import (
     write_bundle,
     write_golden,
 )
+from optimizer.carried_state import refuse_carried_state
 from optimizer.collection import rare_collection
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
@@ -57,6 +58,9 @@ __all__ = ["export", "optimize", "report_of"]
 
 FORMATS = ("torchscript", "onnx")
 REPORT = "report.json"
+
+# So many numbers that are fixed in the files are named in a note.
+_NUMBERS_TOLD = 4
 
 
 def optimize(
@@ -265,7 +269,7 @@ def export(
         UsageError, LoadError: as for `optimize`.
         ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported;
             the message names the reasons.
-        ExportFailed: the original was changed after `optimize`.
+        ExportFailed: the original was changed after `optimize`, or answers a call otherwise after others.
         DeviceError: there is no GPU where one is required.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
             written.
@@ -303,6 +307,7 @@ def export(
     )
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    notes += _note_on_numbers(adapter)
     flatten = adapter.flatten_inputs
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=target.type)
     request = replace(request, place_of=place_of)
@@ -314,6 +319,7 @@ def export(
     by = ArtifactParity(
         reference=reference, flatten=flatten, device=target, atol=atol, rtol=rtol, factor=factor, names=names
     )
+    refuse_carried_state(original, reference, by.judged_there)
     inputs = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs}
     failures = Failures(
         parity=by,
@@ -624,6 +630,14 @@ def _note_on_fixed_batch(samples: Samples, reference: Reference, *, static: bool
     raised = why and f"the model raises at the other sizes that were tried ({why})"
     alone = "batch_sizes names no size beside that of the example inputs"
     return [f"the batch is fixed, as by static_batch: {raised or alone}"]
+
+
+def _note_on_numbers(adapter: Adapter) -> list[str]:
+    """Which numbers of the example inputs no call of the files can change."""
+    told = [f"{where} = {number}" for where, number in adapter.inputs.numbers()]
+    more = f" and {len(told) - _NUMBERS_TOLD} more" if len(told) > _NUMBERS_TOLD else ""
+    named = ", ".join(told[:_NUMBERS_TOLD])
+    return [f"fixed in the files, as the example inputs have it: {named}{more}"] if told else []
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:

@@ -26,6 +26,15 @@ def test_any_tree_is_flattened_and_rebuilt():
     assert value["c"].scores[0] is z  # the example isn't written to
 
 
+def test_numbers_are_named_by_their_places_and_flags_are_not():
+    structure = Structure({"x": x, "scale": 0.5, "sizes": [3, (y, -1j)], "flag": True, "name": "a"}, side="argument")
+    assert list(structure.numbers()) == [
+        ("argument `scale`", 0.5),
+        ("argument `sizes[0]`", 3),
+        ("argument `sizes[1][1]`", -1j),
+    ]
+
+
 def test_dict_order_does_not_matter_and_the_example_decides():
     structure = Structure({"a": x, "b": y}, side="argument")
     assert [id(t) for t in structure.flatten({"b": y, "a": x})] == [id(x), id(y)]

@@ -69,6 +69,34 @@ def test_files_of_a_model_that_writes_to_its_input_are_compared_by_their_outputs
     assert verify_bundle(bundle.path).ok
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: float, *more: int) -> torch.Tensor:
+        return self.head(x) * scale + sum(more)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ((0.5,), "argument `scale` = 0.5"),
+        ((2, 3), "argument `scale` = 2, argument `more_0` = 3"),
+        (
+            (1, 2, 3, 4, 5, 6),
+            "argument `scale` = 1, argument `more_0` = 2, argument `more_1` = 3, argument `more_2` = 4 and 2 more",
+        ),
+    ],
+)
+def test_numbers_that_no_call_of_a_file_can_change_are_told(numbers, told, tmp_path):
+    model = Scaled().eval()
+    example = (torch.randn(2, 4), *numbers)
+    bundle = export(model, example_inputs=example, output=tmp_path / "net", formats=("torchscript",))
+    assert f"fixed in the files, as the example inputs have it: {told}" in bundle.manifest["notes"]
+    assert told in (bundle.path / "README.md").read_text()
+
+
 def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path, monkeypatch):
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
     fast = optimize(model, example_inputs=(image,))
