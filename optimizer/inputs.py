@@ -161,20 +161,21 @@ class Samples:
 
     def rows_alone(self) -> Iterator[Call]:
         """Some rows of the user's own call, each by itself, where inputs tell more of a row than numbers do, as masks do."""
-        exact = [tensor for tensor in _tensors(self.given) if not (tensor.is_floating_point() or tensor.is_complex())]
-        observed = self.batch_size
-        if self._function is not None or not observed or not any(map(self._is_of_rows, exact)):
+        own = [tensor for number, tensor in enumerate(_tensors(self.given)) if self._has_open_rows(number, tensor)]
+        if self._function is not None or not self.batch_size or not any(map(_keeps_values, own)):
             return
-        for row in range(min(observed, _ROWS_ALONE)):
+        for row in range(min(self.batch_size, _ROWS_ALONE)):
+            yield self._row_alone(row, set(map(id, own)))
 
-            def alone(tensor: torch.Tensor, row: int = row) -> torch.Tensor:
-                return tensor[row : row + 1] if self._is_of_rows(tensor) else tensor
+    def _row_alone(self, row: int, own: set[int]) -> Call:
+        taken = {0: torch.tensor([row])}
 
-            args, kwargs = rebuild((self.given.args, self.given.kwargs), alone)
-            yield Call(args, kwargs)
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return (
+                _selected(tensor.detach(), taken).requires_grad_(tensor.requires_grad) if id(tensor) in own else tensor
+            )
 
-    def _is_of_rows(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[0] == self.batch_size
+        return Call(*rebuild((self.given.args, self.given.kwargs), cut))
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, equal in value."""
@@ -382,13 +383,11 @@ def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.T
 def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:
     """Another tensor of the kind; `slices` says for some dims which of the observed slices stands where."""
     source = tensor.detach()
-    if source.layout is not torch.strided:
-        return _selected(source.to_sparse_coo(), slices).to_sparse(layout=source.layout)
+    if source.layout is not torch.strided or _keeps_values(source):
+        return _selected(source, slices)
     if source.is_complex():
         parts = [_redrawn(part, slices, generator) for part in (source.real, source.imag)]
         return torch.complex(*parts).to(source.dtype)
-    if not source.is_floating_point() or _is_mask(source):
-        return _selected(source, slices)
     observed, _ = source.to("cpu", torch.float64).flatten().sort()
     if len(observed) > _QUANTILES:
         observed = observed[torch.linspace(0, len(observed) - 1, _QUANTILES, dtype=torch.float64).long()]
@@ -400,15 +399,23 @@ def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator
 
 
 def _selected(source: torch.Tensor, slices: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    cut = source if source.layout is torch.strided else source.to_sparse_coo()
     for dim, taken in slices.items():
-        source = source.index_select(dim, taken.to(source.device))
-    return source
+        cut = cut.index_select(dim, taken.to(cut.device))
+    return cut if cut.layout is source.layout else cut.to_sparse(layout=source.layout)
 
 
 def _in_layout_of(source: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     if source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last) and not source.is_contiguous():
         return drawn.contiguous(memory_format=torch.channels_last)
     return drawn
+
+
+def _keeps_values(source: torch.Tensor) -> bool:
+    """Whether its values tell more than numbers that could be drawn: tokens, flags, masks."""
+    if source.layout is not torch.strided or source.is_complex():
+        return False
+    return not source.is_floating_point() or _is_mask(source.detach())
 
 
 def _is_mask(source: torch.Tensor) -> bool:

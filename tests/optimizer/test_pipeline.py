@@ -784,11 +784,12 @@ def test_what_a_likely_call_gives_no_mask_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("full", range(4))
-def test_each_row_of_the_example_is_likely_to_come_alone(full: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_each_row_of_the_example_is_likely_to_come_alone(dtype: torch.dtype, full: int) -> None:
     model = enliven(Masked()).eval()
-    x, mask = image(4, 3, 8, 8), torch.zeros(4, 1, 8, 8, dtype=torch.bool)
-    mask[full] = True
-    mask[:, :, :, 4:] |= True
+    x, mask = image(4, 3, 8, 8), torch.zeros(4, 1, 8, 8, dtype=dtype)
+    mask[full] = 1
+    mask[:, :, :, 4:] = 1
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(x, mask), strict=True)
     (record,) = report_of(fast).passes
     assert {skip.where for skip in record.skips} == {"masked.bn", "masked (mul)"}
