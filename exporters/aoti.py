@@ -31,13 +31,13 @@ from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.program_values import ProgramValues
-from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing, summing
+from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.writing import write_archive
 
 _MODEL = "model"
 
-# The compiler's loops add up so many numbers one after another, where torch adds in pairs.
-_TERMS = 4096
+# The compiler's loops add up so many numbers one after another at most, where torch adds in pairs.
+_IN_A_ROW = 4096
 
 # Our part of the package's metadata.
 _OURS = "optimize_export"
@@ -55,7 +55,7 @@ class AotiExporter(Exporter):
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         if (lacking := missing_compiler()) is not None:
             raise ExportError(f"The model can't be exported to aoti: {lacking}.")
-        evidence = gather(request)
+        evidence = replace(gather(request), in_a_row=_IN_A_ROW)
         programs: list[torch.export.ExportedProgram] = []
 
         def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
@@ -94,8 +94,7 @@ class AotiExporter(Exporter):
             conditions = conditions_of_program(program, evidence)
             errors, loaded = self._proven(files, evidence, (), path)
             with undisturbed(evidence.adapter), silent():
-                allowed = summing(evidence, errors, _TERMS)
-                agreed = prove_beyond(evidence, loaded, conditions, conditions_at, allowed)
+                agreed = prove_beyond(evidence, loaded, conditions, conditions_at, errors)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
                 self._proven(files, evidence, kept, path)

@@ -92,6 +92,7 @@ class Evidence:
     `metadata` is all that the file has to say of itself.
     `draws` is the place where the model draws random numbers that make outputs unstable; "" where it draws none.
     `directions` are the ways in which the sizes change, where there are several; `steps` is that of a direction.
+    `in_a_row` numbers at most are added up one after another by a format's loops, where torch adds in pairs.
     """
 
     adapter: Adapter
@@ -107,6 +108,7 @@ class Evidence:
     directions: tuple[Direction, ...] = ()
     steps: tuple[int, ...] = ()
     draws: str = ""
+    in_a_row: int = 1
 
     @property
     def along(self) -> tuple[Evidence, ...]:
@@ -332,18 +334,6 @@ def prove_beyond(
     return tuple(agreed)
 
 
-def summing(evidence: Evidence, errors: Sequence[float], terms: int) -> tuple[float, ...]:
-    """The errors at the calls, no smaller than what allows for sums of so many numbers one after another beyond them.
-
-    Each addition is off by half a unit of the sum so far (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
-    """
-    dtypes = (output.dtype for output in evidence.outputs[0])
-    return tuple(
-        max(error, terms * evidence.unit(dtype) / 2 / _ROUNDING_VARIES_BY) if dtype.is_floating_point else error
-        for error, dtype in zip(errors, dtypes, strict=True)
-    )
-
-
 def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
     """Inputs in which two or more of the sizes are 1, and the others as in the first call.
 
@@ -456,17 +446,27 @@ def _compare(
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
         allowed = evidence.rounding(ours.dtype)
         if errors is not None:
-            allowed = _allowed_beyond(evidence, ours.dtype, errors[index])
+            allowed = _allowed_beyond(evidence, inputs, ours.dtype, errors[index])
         if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
             raise WrongFile(f"output `{name}` is wrong on inputs of {sizes}: {problem}", inputs, name)
     return outputs
 
 
-def _allowed_beyond(evidence: Evidence, dtype: torch.dtype, error: float) -> float:
+def _allowed_beyond(evidence: Evidence, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype, error: float) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     least = _LEAST_UNITS * evidence.unit(dtype)
-    return min(evidence.rounding(dtype), _ROUNDING_VARIES_BY * max(error, least))
+    # Each addition is off by half a unit of the sum so far (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+    summing = _longest_sum(evidence, inputs) * evidence.unit(dtype) / 2
+    return min(evidence.rounding(dtype), max(_ROUNDING_VARIES_BY * max(error, least), summing))
+
+
+def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
+    """How many numbers are added up one after another as sizes are open: places of a text or a map, and no rows."""
+    places = {index: 1 for index, _ in evidence.open_dims}
+    for index, dim in evidence.open_dims:
+        places[index] *= inputs[index].shape[dim] if dim else 1
+    return min(evidence.in_a_row, max(places.values(), default=1))
 
 
 def _relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
