@@ -319,7 +319,7 @@ def export(
     by = ArtifactParity(
         reference=reference, flatten=flatten, device=target, atol=atol, rtol=rtol, factor=factor, names=names
     )
-    refuse_carried_state(original, reference, by.judged_there)
+    refuse_carried_state(original, rounding, names)
     inputs = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs}
     failures = Failures(
         parity=by,
@@ -637,7 +637,7 @@ def _note_on_numbers(adapter: Adapter) -> list[str]:
     told = [f"{where} = {number}" for where, number in adapter.inputs.numbers()]
     more = f" and {len(told) - _NUMBERS_TOLD} more" if len(told) > _NUMBERS_TOLD else ""
     named = ", ".join(told[:_NUMBERS_TOLD])
-    return [f"fixed in the files, as the example inputs have it: {named}{more}"] if told else []
+    return [f"fixed in the files, as the example inputs have them: {named}{more}"] if told else []
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:

@@ -54,12 +54,9 @@ class ArtifactParity:
         gc.collect()
         return measurement, placement
 
-    def judged_there(self, candidate: Callable[..., Any]) -> ParityReport:
-        """The verdict on a callable that runs where the original does."""
-        return self.judged(self.reference.compare(candidate))
-
     def is_wrong(self, module: nn.Module) -> bool:
-        return self.judged_there(module).verdict == "failed"
+        """Whether a module that runs where the original does computes something else."""
+        return self.judged(self.reference.compare(module)).verdict == "failed"
 
     def is_right(self, artifact: Artifact) -> bool:
         return self.judged(self.measured(artifact)[0]).verdict != "failed"

@@ -149,7 +149,7 @@ def first_wrong_part(
         runs = reference.of(exported, where).reruns(where, exported)
         own, truth, off = (watched_calls(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
         # A call ends before the one that makes it: the innermost come first.
-        for call in _in_order_of_ending(own["", 1]):
+        for call in in_order_of_ending(own["", 1]):
             part = parts.part(*call.key, alone=call.alone) if len(call.inputs) == 1 else None
             if part is None or call.key not in truth or call.key not in off:
                 continue
@@ -181,10 +181,18 @@ def line_in(original: object, key: tuple[str, int], reference: Reference, where:
     return "" if call is None else call.line
 
 
-def watched_calls(root: nn.Module, run: Callable[[], object]) -> dict[tuple[str, int], ModuleCall]:
+def watched_calls(
+    root: nn.Module, run: Callable[[], object], *, may_raise: bool = False
+) -> dict[tuple[str, int], ModuleCall]:
+    """The calls of one run; up to where it raises, if it may: those that didn't end have no outputs."""
     watch = _Watch(root)
     with one_at_a_time, as_run(root, "inference"), eager_only(), watch.watching():
-        run()
+        try:
+            run()
+        except Exception as error:  # the module is foreign code
+            if not may_raise:
+                raise
+            logger.debug("the module raised while it was watched: %s", error)
     return watch.calls
 
 
@@ -241,9 +249,9 @@ def divergence_at(call: ModuleCall, worst: Off, original: nn.Module, where: str)
     )
 
 
-def _in_order_of_ending(call: ModuleCall) -> Iterator[ModuleCall]:
+def in_order_of_ending(call: ModuleCall) -> Iterator[ModuleCall]:
     for child in call.children:
-        yield from _in_order_of_ending(child)
+        yield from in_order_of_ending(child)
     yield call
 
 

@@ -50,6 +50,7 @@ from optimizer.observe import Flatten, Observation, input_names, observe, own_dt
 from optimizer.preserve import (
     eager_only,
     evaluated,
+    kept_state,
     modules_of,
     one_at_a_time,
     pinned_settings,
@@ -294,6 +295,27 @@ class Reference:
             if flatten is None:
                 self._hold_to_algebra(candidate, comparison)
         return replace(comparison.finish(self._blank), rows=seen, settings=settings)
+
+    def in_turn(self, afterwards: Callable[[], object] = lambda: None) -> Measurement:
+        """The original beside itself, where it isn't put back after each call but goes on with what the calls before left.
+
+        Args:
+            afterwards: is called while it stands as the last call left it; then it is put back.
+        """
+        target = self._original.target
+        going_on = functools.partial(target)
+        comparison = Comparison(
+            self._few_samples or self.noises, flat=False, in_detail=False, slices=self.slices, written=self.written
+        )
+        with one_at_a_time, as_run(target, self._blank.mode) as settings, kept_state(target, self.written), _silent():
+            for kept in self._original.kept:
+                comparison.run(going_on, kept, self._call(kept), None, training=False)
+            afterwards()
+        if comparison.is_doubtful():
+            # Not before it is put back: what it keeps would be taken for rounding.
+            self._look_closely()
+            comparison.noises = self.noises
+        return replace(comparison.finish(self._blank), settings=settings)
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
         """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.

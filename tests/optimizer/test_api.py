@@ -93,7 +93,7 @@ def test_numbers_that_no_call_of_a_file_can_change_are_told(numbers, told, tmp_p
     model = Scaled().eval()
     example = (torch.randn(2, 4), *numbers)
     bundle = export(model, example_inputs=example, output=tmp_path / "net", formats=("torchscript",))
-    assert f"fixed in the files, as the example inputs have it: {told}" in bundle.manifest["notes"]
+    assert f"fixed in the files, as the example inputs have them: {told}" in bundle.manifest["notes"]
     assert told in (bundle.path / "README.md").read_text()
 
 
