@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,9 +56,10 @@ class Table:
 
 def _in_markdown(cell: str) -> str:
     """A cell whose text makes neither a column nor, where it isn't code, a link: `%5[axis=0](%3)` is one of torch's."""
-    parts = cell.replace("|", "∣").split("`")
-    parts[::2] = [part.replace("](", "]\\(") for part in parts[::2]]
-    return "`".join(parts)
+    # Code stands between runs of as many backticks; one that has no other is text.
+    parts = re.split(r"((?<!`)(`+)(?!`).*?(?<!`)\2(?!`))", cell.replace("|", "∣"))
+    text, code = parts[::3], [*parts[1::3], ""]
+    return "".join(one.replace("](", "]\\(") + other for one, other in zip(text, code, strict=True))
 
 
 def write(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:

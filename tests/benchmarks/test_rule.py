@@ -121,3 +121,16 @@ def test_an_option_that_makes_no_sense_is_an_error(option, said):
     process = run_benchmark("rule", option)
     assert process.returncode == 2
     assert said in process.stderr
+
+
+def test_a_fault_that_passes_is_told_by_the_outputs_that_were_judged(rule):
+    outputs = [{"ratio": 3.46, "judged": True}, {"ratio": 0.2, "judged": True}, {"ratio": 7.5, "judged": False}]
+    fault = {
+        "what": "onnx", "kind": "lower dtype", "place": "Conv conv", "outcome": rule.PASSED, "effect": 11.8,
+        "figures": {"outputs": outputs},
+    }  # fmt: skip
+    (sentence,) = rule.fault_table([{"model": "net", "draw": 0, "faults": [fault]}]).caption
+    assert sentence.startswith(
+        "net, weights 0: lower dtype at Conv conv passes, and moves an output by 11.8 times its noise"
+    )
+    assert sentence.endswith("says 3.5 times.")
