@@ -465,7 +465,9 @@ def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
     """How many numbers are added up one after another as sizes are open: places of a text or a map, and no rows."""
     places = {index: 1 for index, _ in evidence.open_dims}
     for index, dim in evidence.open_dims:
-        places[index] *= inputs[index].shape[dim] if dim else 1
+        # What the request doesn't name is rows.
+        if (index, dim) in evidence.declared and evidence.input_specs[index].shape[dim] != BATCH:
+            places[index] *= inputs[index].shape[dim]
     return min(evidence.in_a_row, max(places.values(), default=1))
 
 
