@@ -298,6 +298,7 @@ def export(
     sizes = _sizes(samples, batch_sizes, static=static_batch)
     there = samples if home.type == target.type else samples.to(home)
     reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
+    refuse_carried_state(original, reference)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
     _refuse_sizes_not_taken(dims, samples, reference)
@@ -319,7 +320,6 @@ def export(
     by = ArtifactParity(
         reference=reference, flatten=flatten, device=target, atol=atol, rtol=rtol, factor=factor, names=names
     )
-    refuse_carried_state(original, rounding, names)
     inputs = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs}
     failures = Failures(
         parity=by,

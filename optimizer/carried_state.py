@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,61 +12,63 @@ import numpy as np
 import torch
 from torch import nn
 
+from optimizer.difference import distance, is_exact, unit, wide
 from optimizer.errors import ExportFailed
 from optimizer.locating import named_first
 from optimizer.locating_modules import ModuleCall, in_order_of_ending, watched_calls
 from optimizer.reference import Reference
 from optimizer.verdict import judge
-from passes.graph.side_effects import REGISTRIES, contents_of, items_of
+from passes.graph.side_effects import REGISTRIES, contents_of, items_of, slots_of
 from passes.graph.storage import same_values
 
-# So many of them are named.
+# So many of what a module keeps are named.
 _NAMED = 3
-# At so many calls it is looked for where the difference comes from.
+# At so many calls it is looked for the module.
 _LOOKED_AT = 4
 # How many levels of containers and objects are looked into, from the attributes of a module on.
 _DEPTH = 4
+# Two runs of one module on the same numbers may be apart by so many units of the largest (atomic additions).
+_UNITS = 64
 
 
-def refuse_carried_state(original: nn.Module, reference: Reference, names: Mapping[str, str]) -> None:
+def refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     """See that the original answers calls one after another as it answered each of them by itself.
 
-    By its own noise alone: it is one module on one device, and nobody's tolerance is for that.
+    By its own noise alone: it is one module on one device, and nobody's tolerance is for that. A model that gives the same
+    call another answer each time, whatever came before, is left to those who compare.
 
     Args:
         reference: of the original in its own dtypes.
-        names: of the outputs, for messages.
 
     Raises:
         ExportFailed: it answers otherwise, by the module and the attributes that it keeps something in.
     """
     measurement = reference.in_turn()
-    report = judge(measurement, names=names)
-    if report.verdict != "failed":
+    report = judge(measurement)
+    if report.verdict != "failed" or judge(reference.compare(original)).verdict == "failed":
         return
     found = _first_to_differ(original, reference, named_first(reference, measurement)[:_LOOKED_AT])
-    if found is None:
-        who, kept = "The model", ""
-    else:
-        line = f", called at {found.call.line}" if found.call.line else ""
-        who = (
-            f"Module `{found.call.path}` ({found.call.kind}{line})"
-            if found.call.path
-            else f"The model ({found.call.kind})"
-        )
-        more = f" and {len(found.changed) - _NAMED} more" if len(found.changed) > _NAMED else ""
-        kept = f", as it keeps {', '.join(found.changed[:_NAMED])}{more}" if found.changed else ""
     raise ExportFailed(
-        f"{who} answers the same inputs otherwise after other calls{kept}, and no file does so alike: take what it goes by as"
-        f" an input, and give what that becomes as an output. Called again and again:"
-        f" {report.reason.replace('The candidate', 'The model')}"
+        f"{found or 'The model answers the same inputs otherwise after other calls'}, and no file does so alike: take what it"
+        f" goes by as an input, and give what that becomes as an output. Called again and again: {report.reason}"
     )
 
 
 @dataclass(frozen=True)
 class _Found:
+    """A call of the module that keeps something, and what of it changes."""
+
     call: ModuleCall
-    changed: list[str]
+    changed: Sequence[str]
+
+    def __str__(self) -> str:
+        line = f", called at {self.call.line}" if self.call.line else ""
+        who = (
+            f"Module `{self.call.path}` ({self.call.kind}{line})" if self.call.path else f"The model ({self.call.kind})"
+        )
+        more = f" and {len(self.changed) - _NAMED} more" if len(self.changed) > _NAMED else ""
+        kept = f", as it keeps {', '.join(self.changed[:_NAMED])}{more}" if self.changed else ""
+        return f"{who} answers the same inputs otherwise after other calls{kept}"
 
 
 def _first_to_differ(original: nn.Module, reference: Reference, wheres: Sequence[str]) -> _Found | None:
@@ -72,38 +76,62 @@ def _first_to_differ(original: nn.Module, reference: Reference, wheres: Sequence
 
     None where no module does: what comes and goes isn't seen after the last call.
     """
-    runs = [reference.reruns(where, original).own for where in wheres]
-    pairs = [(run, watched_calls(original, run)) for run in runs]
-    found: list[tuple[ModuleCall, nn.Module, dict[str, Any]]] = []
+    modules = dict(original.named_modules())
+    for where in wheres:
+        run = reference.reruns(where, original).own
+        alone = watched_calls(original, run, may_raise=True)
 
-    def look() -> None:
-        for run, alone in pairs:
-            later = watched_calls(original, run, may_raise=True)
-            for call in in_order_of_ending(alone["", 1]):
+        def look() -> tuple[ModuleCall, dict[str, Any]] | None:
+            later = watched_calls(original, run, may_raise=True)  # noqa: B023 - it is called within this turn of the loop
+            for call in in_order_of_ending(alone["", 1]):  # noqa: B023
                 again = later.get(call.key)
-                if again and _are_same(call.inputs, again.inputs) and not _are_same(call.outputs, again.outputs):
-                    module = original.get_submodule(call.path)
-                    found.append((call, module, _state_of(module)))
-                    return
+                if again and _given_alike(call, again) and not _are_alike(call.outputs, again.outputs):
+                    return call, _state_of(modules[call.path])
+            return None
 
-    reference.in_turn(look)
-    if not found:
-        return None
-    ((call, module, after),) = found
-    before = _state_of(module)
-    names = dict.fromkeys((*after, *before))
-    changed = [name for name in names if not (name in before and name in after and _is_same(before[name], after[name]))]
-    return _Found(call, changed)
+        if ("", 1) in alone and (found := reference.after_all_calls(look)):
+            call, after = found
+            before = _state_of(modules[call.path])
+            names = dict.fromkeys((*after, *before))
+            return _Found(
+                call, [name for name in names if not _is_same(before.get(name, _Absent), after.get(name, _Absent))]
+            )
+    return None
+
+
+class _Absent:
+    """In the place of what isn't there."""
+
+
+def _given_alike(call: ModuleCall, again: ModuleCall) -> bool:
+    return call.beside == again.beside and _are_alike(call.inputs, again.inputs)
+
+
+def _are_alike(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
+    return len(these) == len(those) and all(map(_is_alike, these, those))
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether no more than rounding tells two tensors apart."""
+    if same_values(one, other):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or is_exact(one):
+        return False
+    finite = wide(one).isfinite()
+    if not torch.equal(finite, wide(other).isfinite()) or not finite.any():
+        return False
+    apart = distance(one, other)[finite]
+    return bool((apart <= _UNITS * unit(one.dtype) * wide(one)[finite].abs().max()).all())
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
     """What a module itself holds, by a name for a sentence."""
-    found: dict[str, Any] = {}
-    for kind, registry in zip(("parameter", "buffer", "child"), REGISTRIES, strict=True):
-        for name, value in getattr(module, registry).items():
-            found[f"{kind} `{name}`"] = value if kind == "child" else _held(value)
-    if not isinstance(module, torch.jit.ScriptModule):
-        own = {name: value for name, value in vars(module).items() if name not in REGISTRIES}
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    found = {f"parameter `{name}`": _held(value) for name, value in module.named_parameters(recurse=scripted)}
+    found |= {f"buffer `{name}`": _held(value) for name, value in module.named_buffers(recurse=scripted)}
+    if not scripted:
+        found |= {f"child `{name}`": child for name, child in module.named_children()}
+        own = {name: value for name, value in vars(module).items() if name not in (*REGISTRIES, "training")}
         found |= {f"attribute `{name}`": _held(value) for name, value in own.items()}
     return found
 
@@ -112,12 +140,25 @@ def _held(value: Any, depth: int = _DEPTH) -> Any:
     """A copy of the numbers in a value, or in what stands in it; the value itself where there are none."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
     if isinstance(value, np.ndarray):
         return value.copy()
-    contents = contents_of(value) if depth and not isinstance(value, nn.Module) else None
-    return value if contents is None else [_held(item, depth - 1) for item in items_of(contents)]
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return _held(value.bit_generator.state, depth)
+    if isinstance(value, Iterator):
+        # A copy runs in its place. Only of a count it shows from outside where it is.
+        return repr(value) if isinstance(value, itertools.count) else None
+    if not depth:
+        return value
+    if isinstance(value, tuple):
+        return [_held(item, depth - 1) for item in value]
+    contents = vars(value) if isinstance(value, nn.Module) else contents_of(value)
+    inside = [] if contents is None else items_of(contents)
+    slots = slots_of(value)
+    return [_held(item, depth - 1) for item in (*inside, *slots.values())] if contents is not None or slots else value
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -129,8 +170,4 @@ def _is_same(before: Any, now: Any) -> bool:
         return before.shape == now.shape and before.tobytes() == now.tobytes()
     if isinstance(before, list):
         return len(before) == len(now) and all(map(_is_same, before, now))
-    return before is now or (isinstance(before, int | float | complex | str | bytes) and before == now)
-
-
-def _are_same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
-    return len(these) == len(those) and all(map(same_values, these, those))
+    return before is now or (isinstance(before, int | float | complex | str | bytes | tuple) and before == now)

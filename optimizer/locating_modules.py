@@ -42,6 +42,7 @@ class ModuleCall:
         alone: whether it is given one tensor and nothing else.
         reads: the calls whose outputs it is given as they are.
         children: the calls that it makes, in order.
+        beside: what it is given beside tensors: the structure of its arguments, with the numbers in it.
     """
 
     path: str
@@ -53,6 +54,7 @@ class ModuleCall:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor] = field(default_factory=list)
     children: list[ModuleCall] = field(default_factory=list)
+    beside: Any = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -83,11 +85,13 @@ class _Watch:
             self._numbers.clear()
         path = self._paths[id(module)]
         self._numbers[path] += 1
-        given = tensors_in((args, kwargs))
+        leaves = leaves_of(opened((args, kwargs)))
+        given = [tensor for _, tensor in leaves.tensors()]
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
         number, kind = self._numbers[path], type(module).__name__
         alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
         made = ModuleCall(path, number, self._line(), kind, alone, reads, _copies(given))
+        made.beside = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
         self.calls[made.key] = made
         if self._open:
             self._open[-1].children.append(made)

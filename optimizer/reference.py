@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -68,6 +68,8 @@ from passes.graph.memory import groups_of, places_in
 from passes.graph.moved_bias import moved_biases
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
 _FEW = 1 << 14
@@ -296,26 +298,46 @@ class Reference:
                 self._hold_to_algebra(candidate, comparison)
         return replace(comparison.finish(self._blank), rows=seen, settings=settings)
 
-    def in_turn(self, afterwards: Callable[[], object] = lambda: None) -> Measurement:
-        """The original beside itself, where it isn't put back after each call but goes on with what the calls before left.
-
-        Args:
-            afterwards: is called while it stands as the last call left it; then it is put back.
-        """
-        target = self._original.target
-        going_on = functools.partial(target)
-        comparison = Comparison(
-            self._few_samples or self.noises, flat=False, in_detail=False, slices=self.slices, written=self.written
-        )
-        with one_at_a_time, as_run(target, self._blank.mode) as settings, kept_state(target, self.written), _silent():
-            for kept in self._original.kept:
-                comparison.run(going_on, kept, self._call(kept), None, training=False)
-            afterwards()
+    def in_turn(self) -> Measurement:
+        """The original beside itself, where it isn't put back after each call but goes on with what the calls before left."""
+        with self._going_on() as (comparison, settings):
+            pass
         if comparison.is_doubtful():
             # Not before it is put back: what it keeps would be taken for rounding.
             self._look_closely()
             comparison.noises = self.noises
         return replace(comparison.finish(self._blank), settings=settings)
+
+    def after_all_calls(self, look: Callable[[], _T]) -> _T:
+        """What `look` gives while the original stands as the last of all calls left it; then it is put back."""
+        with self._going_on():
+            return look()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[tuple[Comparison, dict[str, str]]]:
+        target = self._original.target
+        # No module to `observe`, which therefore puts nothing back.
+        going_on = functools.partial(target)
+        comparison = Comparison(
+            self._few_samples or self.noises,
+            flat=False,
+            in_detail=False,
+            slices=self.slices,
+            written=self.written,
+            who="the model",
+        )
+        with ExitStack() as stack:
+            stack.enter_context(one_at_a_time)
+            settings = stack.enter_context(as_run(target, self._blank.mode))
+            stack.enter_context(eager_only())
+            # It may write to other parameters than at its first call.
+            written = stack.enter_context(kept_parameters(target))
+            stack.enter_context(kept_state(target))
+            stack.enter_context(_silent())
+            for kept in self._original.kept:
+                comparison.run(going_on, kept, self._call(kept), None, training=False)
+            yield comparison, settings
+        self.written = self._original.written = self.written | written
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
         """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.
@@ -1280,8 +1302,11 @@ class Comparison:
         slices: Mapping[str, SliceNoise] | None = None,
         written: frozenset[str] = frozenset(),
         moved: MovedBiases | None = None,
+        who: str = "the candidate",
     ) -> None:
         self.moved = moved or MovedBiases()
+        # Told in sentences on what is compared.
+        self.who = who
         self.in_detail = in_detail
         self.written = written
         self.slices = slices or {}
@@ -1306,7 +1331,7 @@ class Comparison:
                 names=kept.names, written=self.written,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
-            self._problem(f"The candidate raises at {kept.where}: {_first_line(error)}")
+            self._problem(f"{self.who.capitalize()} raises at {kept.where}: {_first_line(error)}")
             return
         self.add(kept, got)
 
@@ -1318,7 +1343,7 @@ class Comparison:
             self._compare(kept, name, value)
         for name in got.of_kind("input"):
             if kept.own.kinds.get(name) != "input":
-                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the candidate only")
+                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by {self.who} only")
 
     def is_doubtful(self) -> bool:
         """Whether all that is wrong may be rounding, which more samples of it would explain."""

@@ -1,10 +1,16 @@
 """Models that answer a call by what earlier calls left behind, which no file does."""
 
+import itertools
+import time
+
+import numpy as np
 import pytest
 import torch
 from exportable_models import enliven
 from torch import nn
 
+from exporters.errors import StructureError
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize
 from optimizer.errors import ExportFailed
 
@@ -111,10 +117,65 @@ class DrawingAlone(Linear):
 
 
 class WritingToWeights(Linear):
+    """Does so from its second call on: the first alone shows nothing."""
+
+    calls = 0
+
     def forward(self, x):
-        with torch.no_grad():
-            self.linear.weight.mul_(1.5)
+        self.calls += 1
+        if self.calls > 1:
+            with torch.no_grad():
+                self.linear.weight.mul_(1.5)
         return self.linear(x)
+
+
+class Numbered(nn.Module):
+    def forward(self, x, number):
+        return x * number
+
+
+class Numbering(Linear):
+    """Its part gives another answer as it is given another number."""
+
+    def __init__(self):
+        super().__init__()
+        self.number, self.part = 0, Numbered()
+
+    def forward(self, x):
+        self.number += 1
+        return self.part(self.linear(x), self.number)
+
+
+class InSlots(Linear):
+    class State:
+        __slots__ = ("number",)
+
+    def __init__(self):
+        super().__init__()
+        self.state = self.State()
+        self.state.number = 0
+
+    def forward(self, x):
+        self.state.number += 1
+        return self.linear(x) * self.state.number
+
+
+class Unregistered(Linear):
+    def __init__(self):
+        super().__init__()
+        self.parts = [Counting()]
+
+    def forward(self, x):
+        return self.parts[0](x)
+
+
+class DrawingByNumpy(Linear):
+    def __init__(self):
+        super().__init__()
+        self.rng, self.idle = np.random.default_rng(0), itertools.count()
+
+    def forward(self, x):
+        return self.linear(x) * float(self.rng.random())
 
 
 def refusal(model, folder, **options):
@@ -141,6 +202,13 @@ def refusal(model, folder, **options):
         (DrawingAlone, "as it keeps attribute `generator`, and"),
         (WritingToWeights, "Module `linear` (Linear, called at test_carried_state.py:"),
         (WritingToWeights, "as it keeps parameter `weight`, and"),
+        (
+            Numbering,
+            "The model (Numbering) answers the same inputs otherwise after other calls, as it keeps attribute `number`, and",
+        ),
+        (InSlots, "as it keeps attribute `state`, and"),
+        (Unregistered, "as it keeps attribute `parts`, and"),
+        (DrawingByNumpy, "as it keeps attribute `rng`, and"),
         (OfOneSize, "as it keeps attribute `first`, and"),
         (OfOneSize, "Called again and again: The model raises at batch size 3"),
     ],
@@ -155,6 +223,7 @@ def test_a_model_that_goes_by_earlier_calls_is_refused_by_what_it_keeps(kind, ke
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert {name: value for name, value in vars(model).items() if not name.startswith("_")} == attributes
     assert not attributes.get("history")
+    assert not getattr(attributes.get("state"), "number", 0)
 
 
 def test_no_tolerance_and_no_lower_precision_is_for_what_a_model_keeps(tmp_path):
@@ -204,20 +273,72 @@ def test_what_comes_and_goes_is_refused_without_a_place(tmp_path):
 
 
 def test_what_is_no_tensor_among_the_outputs_must_stay_the_same(tmp_path):
-    class Numbering(Linear):
+    class Telling(Linear):
         calls = 0
 
         def forward(self, x):
             self.calls += 1
             return {"y": self.linear(x), "number": self.calls}
 
-    sentence = refusal(enliven(Numbering()).eval(), tmp_path)
+    sentence = refusal(enliven(Telling()).eval(), tmp_path)
     assert "The outputs have another structure: number is 2 and should be 1" in sentence
 
 
 def test_the_result_of_passes_is_judged_by_its_original(tmp_path):
-    fast = optimize(enliven(Counting()).eval(), example_inputs=(torch.randn(2, 4),))
-    assert "as it keeps buffer `seen`" in refusal(fast, tmp_path)
+    fast = optimize(enliven(Counting()).train(), example_inputs=(torch.randn(2, 4),))
+    assert "as it keeps buffer `seen`, and" in refusal(fast, tmp_path)
+
+
+def test_a_scripted_model_is_refused_alike(tmp_path):
+    class Scriptable(Linear):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen.add_(1.0)
+            return self.linear(x) * self.seen
+
+    with torchscript_allowed():
+        scripted = torch.jit.script(enliven(Scriptable()).eval())
+    assert "as it keeps buffer `seen`, and" in refusal(scripted, tmp_path)
+    assert not scripted.seen
+
+
+def test_rounding_in_front_of_it_is_not_blamed(tmp_path):
+    class Rounding(nn.Module):
+        def forward(self, x):
+            return x * (1 + 1e-7 * (time.perf_counter_ns() % 3))
+
+    parts = nn.Sequential(nn.Linear(4, 4), Rounding(), Counting())
+    assert refusal(enliven(parts).eval(), tmp_path).startswith("Module `2` (Counting) answers")
+
+
+def test_what_no_other_call_brings_about_is_left_to_the_exporters(tmp_path):
+    class Clock(Linear):
+        def forward(self, x):
+            return {"y": self.linear(x), "at": time.perf_counter_ns()}
+
+    with pytest.raises(StructureError, match="only tensors can change from call to call"):
+        written(enliven(Clock()).eval(), tmp_path)
+
+
+def test_parameters_that_only_later_calls_write_to_are_put_back(tmp_path):
+    class Counting(Linear):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.used = 0, nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 1:
+                self.used += 1
+            return self.linear(x)
+
+    model = enliven(Counting()).eval()
+    used = model.used.clone()
+    written(model, tmp_path)
+    assert torch.equal(model.used, used)
 
 
 def test_what_no_answer_goes_by_is_let_be(tmp_path):
