@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,8 +15,10 @@ from optimizer.errors import ExportFailed
 from optimizer.locating import named_first
 from optimizer.locating_modules import ModuleCall, in_order_of_ending, watched_calls
 from optimizer.reference import Reference
+from optimizer.sentences import listed
 from optimizer.verdict import judge
 from passes.graph.side_effects import REGISTRIES, contents_of, items_of, slots_of
+from passes.graph.snapshot import numbers_in
 from passes.graph.storage import same_values
 
 # So many of what a module keeps are named.
@@ -47,7 +47,8 @@ def refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     report = judge(measurement)
     if report.verdict != "failed" or judge(reference.compare(original)).verdict == "failed":
         return
-    found = _first_to_differ(original, reference, named_first(reference, measurement)[:_LOOKED_AT])
+    wheres = named_first(reference, measurement)[:_LOOKED_AT]
+    found = next(filter(None, (_first_to_differ(original, reference, where) for where in wheres)), None)
     raise ExportFailed(
         f"{found or 'The model answers the same inputs otherwise after other calls'}, and no file does so alike: take what it"
         f" goes by as an input, and give what that becomes as an output. Called again and again: {report.reason}"
@@ -66,37 +67,37 @@ class _Found:
         who = (
             f"Module `{self.call.path}` ({self.call.kind}{line})" if self.call.path else f"The model ({self.call.kind})"
         )
-        more = f" and {len(self.changed) - _NAMED} more" if len(self.changed) > _NAMED else ""
-        kept = f", as it keeps {', '.join(self.changed[:_NAMED])}{more}" if self.changed else ""
+        kept = f", as it keeps {listed(self.changed, _NAMED)}" if self.changed else ""
         return f"{who} answers the same inputs otherwise after other calls{kept}"
 
 
-def _first_to_differ(original: nn.Module, reference: Reference, wheres: Sequence[str]) -> _Found | None:
+def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _Found | None:
     """The innermost module, the first of these, that gives another answer to the same inputs after all other calls.
 
     None where no module does: what comes and goes isn't seen after the last call.
     """
     modules = dict(original.named_modules())
-    for where in wheres:
-        run = reference.reruns(where, original).own
-        alone = watched_calls(original, run, may_raise=True)
+    run = reference.reruns(where, original).own
+    alone = watched_calls(original, run, may_raise=True)
+    if ("", 1) not in alone:
+        return None
 
-        def look() -> tuple[ModuleCall, dict[str, Any]] | None:
-            later = watched_calls(original, run, may_raise=True)  # noqa: B023 - it is called within this turn of the loop
-            for call in in_order_of_ending(alone["", 1]):  # noqa: B023
-                again = later.get(call.key)
-                if again and _given_alike(call, again) and not _are_alike(call.outputs, again.outputs):
-                    return call, _state_of(modules[call.path])
-            return None
+    def look() -> tuple[ModuleCall, dict[str, Any]] | None:
+        later = watched_calls(original, run, may_raise=True)
+        for call in in_order_of_ending(alone["", 1]):
+            again = later.get(call.key)
+            if again and _given_alike(call, again) and not _are_alike(call.outputs, again.outputs):
+                return call, _state_of(modules[call.path])
+        return None
 
-        if ("", 1) in alone and (found := reference.after_all_calls(look)):
-            call, after = found
-            before = _state_of(modules[call.path])
-            names = dict.fromkeys((*after, *before))
-            return _Found(
-                call, [name for name in names if not _is_same(before.get(name, _Absent), after.get(name, _Absent))]
-            )
-    return None
+    found = reference.after_all_calls(look)
+    if found is None:
+        return None
+    call, after = found
+    before = _state_of(modules[call.path])
+    names = dict.fromkeys((*after, *before))
+    changed = [name for name in names if not _is_same(before.get(name, _Absent), after.get(name, _Absent))]
+    return _Found(call, changed)
 
 
 class _Absent:
@@ -136,18 +137,19 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """What a value keeps inside itself; a tuple of the user's may hold what can't be compared by `==`."""
+
+    state: Any
+
+
 def _held(value: Any, depth: int = _DEPTH) -> Any:
     """A copy of the numbers in a value, or in what stands in it; the value itself where there are none."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return _held(value.bit_generator.state, depth)
+    if (numbers := numbers_in(value)) is not None:
+        return _Numbers(numbers)
     if isinstance(value, Iterator):
         # A copy runs in its place. Only of a count it shows from outside where it is.
         return repr(value) if isinstance(value, itertools.count) else None
@@ -166,8 +168,6 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
     if isinstance(before, torch.Tensor):
         return same_values(before, now)
-    if isinstance(before, np.ndarray):
-        return before.shape == now.shape and before.tobytes() == now.tobytes()
     if isinstance(before, list):
         return len(before) == len(now) and all(map(_is_same, before, now))
-    return before is now or (isinstance(before, int | float | complex | str | bytes | tuple) and before == now)
+    return before is now or (isinstance(before, int | float | complex | str | bytes | _Numbers) and before == now)

@@ -101,10 +101,10 @@ def lack_of_memory(error: BaseException) -> str:
     return "the memory of this machine isn't enough" if isinstance(error, MemoryError) else ""
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first five, and how many more there are."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int = _MOST_NAMED) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def type_name(value: object) -> str:

@@ -144,6 +144,14 @@ class Snapshot:
         return changed
 
 
+def numbers_in(value: Any) -> Any:
+    """What a value keeps inside itself, where no container shows it, to be compared by `==`; None where it keeps nothing so,
+    or nobody can write to it."""
+    kind: Any = type(value)
+    numbers = _numbers_of(kind)
+    return None if numbers is None else _frozen(numbers.read(value))
+
+
 def _changeable(values: Iterable[Any]) -> list[Any]:
     """Those of the values that hold something that could change: most of what a layer has doesn't."""
     return [
@@ -201,12 +209,12 @@ def _by_equality(read: Callable[[Any], Any], put_back: Callable[[Any, Any], obje
 
 
 def _frozen(state: Any) -> Any:
-    """The state of a generator, to be compared by `==`."""
+    """The state of a generator, or the numbers of an array, to be compared by `==`."""
     if isinstance(state, dict):
         return {key: _frozen(item) for key, item in state.items()}
     if isinstance(state, torch.Tensor):
         return bytes(state.numpy())
-    return state.tobytes() if isinstance(state, numpy.ndarray) else state
+    return (state.shape, state.dtype, state.tobytes()) if isinstance(state, numpy.ndarray) else state
 
 
 _NUMBERS: dict[type, _Numbers] = {

@@ -259,6 +259,20 @@ def test_more_than_three_are_counted(tmp_path):
     assert "as it keeps attribute `a`, attribute `b`, attribute `c` and 2 more, and no file" in sentence
 
 
+def test_tensors_deep_in_what_a_model_keeps_are_no_obstacle(tmp_path):
+    class Deep(Linear):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.deep = 0, {"a": [{"b": [(torch.ones(2),)]}]}
+
+        def forward(self, x):
+            self.calls += 1
+            self.deep["a"][0]["b"][0] = (torch.full((2,), float(self.calls)),)
+            return self.linear(x) * self.calls
+
+    assert "as it keeps attribute `calls`, attribute `deep`, and" in refusal(enliven(Deep()).eval(), tmp_path)
+
+
 def test_what_comes_and_goes_is_refused_without_a_place(tmp_path):
     class Swapping(nn.Module):
         def __init__(self):
