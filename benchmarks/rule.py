@@ -483,7 +483,7 @@ def fault_table(units: Sequence[dict[str, Any]]) -> Table:
     for unit, fault in faults:
         if fault["outcome"] in (ALLOWED, PASSED):
             where = f"{unit['model']}, weights {unit['draw']}: {fault['kind']} at {fault['place']}"
-            judged = max(output["ratio"] for output in fault["figures"]["outputs"] if output["judged"])
+            judged = ParityReport.from_json(fault["figures"]).ratio
             table.caption.append(
                 f"{where} passes, and moves an output by {fault['effect']} times its noise; the verdict, which may have"
                 f" taken the noise at more samples, says {judged:.2g} times."

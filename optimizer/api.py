@@ -42,6 +42,7 @@ from optimizer.preserve import one_at_a_time, outside_inference_mode, unregister
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.reproducing import check_debug_folder
+from optimizer.sentences import listed
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
@@ -635,9 +636,7 @@ def _note_on_fixed_batch(samples: Samples, reference: Reference, *, static: bool
 def _note_on_numbers(adapter: Adapter) -> list[str]:
     """Which numbers of the example inputs no call of the files can change."""
     told = [f"{where} = {number}" for where, number in adapter.inputs.numbers()]
-    more = f" and {len(told) - _NUMBERS_TOLD} more" if len(told) > _NUMBERS_TOLD else ""
-    named = ", ".join(told[:_NUMBERS_TOLD])
-    return [f"fixed in the files, as the example inputs have them: {named}{more}"] if told else []
+    return [f"fixed in the files, as the example inputs have them: {listed(told, _NUMBERS_TOLD)}"] if told else []
 
 
 def _sizes(samples: Samples, batch_sizes: Sequence[int], *, static: bool) -> list[int] | None:

@@ -50,6 +50,7 @@ from optimizer.manifest import (
     without_local_paths,
 )
 from optimizer.rejudge import RejudgeReport, rejudge_contents
+from optimizer.sentences import listed
 from optimizer.verdict import Tolerance
 from optimizer.verify import VerifyReport, entries_below, file_digest, sums_text, unlisted, verify_contents
 
@@ -312,8 +313,9 @@ def _check_standing(folder: Path, target: Path, *, force: bool) -> None:
             f"{target} is a bundle already: replace it with --force (force=True in Python), or name another folder."
         )
     if extra := unlisted(folder, manifest):
-        names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-        raise BundleError(f"{target} holds what this program didn't write ({names}): move that elsewhere first.")
+        raise BundleError(
+            f"{target} holds what this program didn't write ({listed(extra)}): move that elsewhere first."
+        )
 
 
 def _check_surroundings(target: Path) -> None:

@@ -171,9 +171,9 @@ class Samples:
         taken = {0: torch.tensor([row])}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return (
-                _selected(tensor.detach(), taken).requires_grad_(tensor.requires_grad) if id(tensor) in own else tensor
-            )
+            if id(tensor) not in own:
+                return tensor
+            return _selected(tensor.detach(), taken).requires_grad_(tensor.requires_grad)
 
         return Call(*rebuild((self.given.args, self.given.kwargs), cut))
 

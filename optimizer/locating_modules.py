@@ -90,8 +90,8 @@ class _Watch:
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
         number, kind = self._numbers[path], type(module).__name__
         alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-        made = ModuleCall(path, number, self._line(), kind, alone, reads, _copies(given))
-        made.beside = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
+        beside = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
+        made = ModuleCall(path, number, self._line(), kind, alone, reads, _copies(given), beside=beside)
         self.calls[made.key] = made
         if self._open:
             self._open[-1].children.append(made)

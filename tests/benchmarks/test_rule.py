@@ -1,12 +1,17 @@
 """The benchmark of the verdict on two small models; judges that were spoilt are seen in its counts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from benchmark_runs import imported, run_benchmark
+from torch import nn
 
 from optimizer import artifact_parity
+from optimizer.manifest import plain
+from optimizer.parity import check_parity
 
 OPTIONS = ("--models=resnet,vit", "--inputs=1", "--faults=1")
 
@@ -124,10 +129,13 @@ def test_an_option_that_makes_no_sense_is_an_error(option, said):
 
 
 def test_a_fault_that_passes_is_told_by_the_outputs_that_were_judged(rule):
-    outputs = [{"ratio": 3.46, "judged": True}, {"ratio": 0.2, "judged": True}, {"ratio": 7.5, "judged": False}]
+    report = check_parity(nn.Linear(2, 2), nn.Linear(2, 2), example_inputs=(torch.ones(2, 2),))
+    (output,) = report.outputs
+    ratios = [(3.46, True), (0.2, True), (7.5, False)]
+    outputs = tuple(replace(output, ratio=ratio, judged=judged) for ratio, judged in ratios)
     fault = {
         "what": "onnx", "kind": "lower dtype", "place": "Conv conv", "outcome": rule.PASSED, "effect": 11.8,
-        "figures": {"outputs": outputs},
+        "figures": plain(replace(report, outputs=outputs).to_json()),
     }  # fmt: skip
     (sentence,) = rule.fault_table([{"model": "net", "draw": 0, "faults": [fault]}]).caption
     assert sentence.startswith(
