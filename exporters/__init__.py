@@ -12,7 +12,6 @@ from exporters.errors import (
     StructureError,
     UnknownFormat,
     UnknownOpset,
-    UnsafeFile,
     WrongFile,
 )
 from exporters.onnx import OnnxExporter
@@ -40,7 +39,6 @@ __all__ = [
     "TorchScriptExporter",
     "UnknownFormat",
     "UnknownOpset",
-    "UnsafeFile",
     "WrongFile",
     "exporter_named",
     "exporter_names",

@@ -8,7 +8,6 @@ ExporterError
 ├── RouteRefused         one route to a format didn't give a right file; the exporter goes on with the next one
 │   └── WrongFile        the file that it gave computes something else than the model, or raises where that doesn't
 ├── ExportError          every route to a format failed; the message names each route with its reason
-├── UnsafeFile           a file holds what could run code of whoever made it, beside what it computes
 ├── OtherMachine         a file made for one device and processor was loaded on another
 └── ProviderFallback     nodes of an ONNX session run on the CPU where the GPU was asked for
 """
@@ -67,10 +66,6 @@ class ExportError(ExporterError):
 
 class ProviderFallback(ExporterError):
     """Nodes of an ONNX session run on the CPU where the GPU was asked for."""
-
-
-class UnsafeFile(ExporterError):
-    """A file holds what could run code of whoever made it, beside what it computes."""
 
 
 class OtherMachine(ExporterError):

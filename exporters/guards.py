@@ -1,7 +1,7 @@
 """The guards of a program that torch.export captured: comparisons of the sizes of its inputs, as text.
 
-They are read here by a small language of our own, so that a file of a stranger brings nothing for Python to evaluate:
-whole numbers, `L['x'].size()[0]`, `len(L['x'].size())`, arithmetic, `max` and `min`, comparisons, `and`, `or` and `not`.
+They are read here by a small language of our own, so that none of them can do anything but compare sizes: whole
+numbers, `L['x'].size()[0]`, `len(L['x'].size())`, arithmetic, `max` and `min`, comparisons, `and`, `or` and `not`.
 """
 
 from __future__ import annotations
@@ -45,25 +45,6 @@ def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
         ArithmeticError: it has no value for such sizes (a division by zero).
     """
     return bool(_value(_parsed(guard), sizes))
-
-
-def refuse_unreadable(guard: str, names: Sequence[str]) -> None:
-    """Raise UnreadableGuard where the guard isn't one over the sizes of inputs of these names."""
-    everywhere = dict.fromkeys(names, _Everywhere())
-    try:
-        _value(_parsed(guard), everywhere)
-    except ArithmeticError:  # it was read, and has no value at those sizes
-        return
-
-
-class _Everywhere(Sequence[int]):
-    """A size in every dim."""
-
-    def __len__(self) -> int:
-        return 1 << 30
-
-    def __getitem__(self, dim: Any) -> Any:
-        return 2
 
 
 def _parsed(guard: str) -> ast.expr:
