@@ -27,7 +27,7 @@ from exporters.base import Artifact, LoadedArtifact, TensorSpec
 from exporters.errors import ExporterError
 from exporters.registry import load_artifact
 from optimizer import exchange
-from optimizer.errors import BundleError, DeviceError, OptimizeExportError
+from optimizer.errors import BundleError, DeviceError, OptimizeExportError, UsageError
 from optimizer.golden import GoldenCall, read_golden, write_golden
 from optimizer.manifest import (
     MANIFEST,
@@ -49,10 +49,19 @@ from optimizer.manifest import (
     weights_hash,
     without_local_paths,
 )
+from optimizer.options import parse_digest
 from optimizer.rejudge import RejudgeReport, rejudge_contents
 from optimizer.sentences import listed
 from optimizer.verdict import Tolerance
-from optimizer.verify import VerifyReport, entries_below, file_digest, sums_text, unlisted, verify_contents
+from optimizer.verify import (
+    VerifyReport,
+    changed_files,
+    entries_below,
+    file_digest,
+    sums_text,
+    unlisted,
+    verify_contents,
+)
 
 __all__ = [
     "Bundle",
@@ -123,8 +132,17 @@ class Bundle:
         figures = {entry["format"]: entry["parity"] for entry in self.manifest["artifacts"]}
         return BundleParity(overall["ok"], overall["verdict"], overall["reason"], figures)
 
+    @property
+    def sha256sums(self) -> str:
+        """The SHA-256 of SHA256SUMS, for `verify_bundle(expect=…)`. BundleError where it can't be read."""
+        with _speaking(self.path, "read"):
+            return file_digest(self.path / SUMS)
+
     def load(self, format: str, device: str = "cpu") -> LoadedArtifact:
-        """The artifact of a format, ready to be called with flat tensors. BundleError where the bundle has none."""
+        """The artifact of a format, ready to be called with flat tensors. BundleError where the bundle has none.
+
+        The file is a program, and its hash isn't checked here: verify a bundle of somebody else first.
+        """
         for entry in self.manifest["artifacts"]:
             if entry["format"] == format:
                 return load_artifact(format, self.path / entry["path"], device)
@@ -210,16 +228,37 @@ def open_bundle(path: str | Path) -> Bundle:
     return Bundle(folder, read_manifest(folder))
 
 
-def verify_bundle(path: str | Path, *, device: str = "cpu", require_gpu: bool = False) -> VerifyReport:
-    """Check every file of a bundle, and run its artifacts on the golden inputs.
+def verify_bundle(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    require_gpu: bool = False,
+    expect: str | None = None,
+    run: bool = True,
+) -> VerifyReport:
+    """Check the hash of every file of a bundle, then run its artifacts on the golden inputs.
 
-    `device` is "cpu", "cuda" or "auto" (cuda where there is one). The report names each file that is missing, changed or unknown, and each
-    output that lies too far from the reference. An artifact whose file was changed is not loaded. TorchScript and PT2
-    files are programs, and an AOTI package is machine code that runs when it is loaded: verify only bundles that you trust. BundleError where there is no readable manifest, DeviceError where the
-    device is missing.
+    A model file is a program that can do all that its user can: verify a bundle only if you trust its builder, and give
+    the hash that the builder told you as `expect`. The report names each file that is missing, changed or unknown, and
+    each output that lies too far from the reference. Where it names a file, no artifact is loaded.
+
+    Args:
+        device: "cpu", "cuda" or "auto" (cuda where there is one).
+        expect: the SHA-256 that the bundle's SHA256SUMS must have, as 64 hexadecimal digits: `Bundle.sha256sums` where it
+            was written. Without it the hashes show accidents, and no attacks.
+        run: False checks the hashes and the golden data, and loads no artifact.
+
+    Raises:
+        BundleError: there is no readable manifest.
+        DeviceError: the device is missing.
+        UsageError: `expect` is no SHA-256, or a device is named where nothing is to be run.
     """
+    if not run and (require_gpu or device != "cpu"):
+        raise UsageError("run=False runs nothing: leave out device and require_gpu.")
+    expected = None if expect is None else parse_digest("expect", expect)
     bundle = open_bundle(path)
-    return verify_contents(bundle.path, bundle.manifest, _device(device, require_gpu), load_artifact)
+    where = _device(device, require_gpu) if run else None
+    return verify_contents(bundle.path, bundle.manifest, where, load_artifact, expect=expected)
 
 
 def rejudge_bundle(
@@ -263,7 +302,7 @@ def check_target(target: str | Path, *, force: bool = False) -> None:
     """BundleError, one sentence, where a bundle couldn't be written at `target`. Asked before any work is done.
 
     Free are: a path where nothing stands, and an empty folder. With `force` also a bundle, unless it holds files that the
-    program didn't write. Never: any other folder, a file, a symbolic link, a mount point, a folder inside another bundle,
+    program didn't write, or files that were changed since. Never: any other folder, a file, a symbolic link, a mount point, a folder inside another bundle,
     and the current folder, the home folder or a folder that holds one of them.
     """
     folder = _absolute(target)
@@ -315,6 +354,11 @@ def _check_standing(folder: Path, target: Path, *, force: bool) -> None:
     if extra := unlisted(folder, manifest):
         raise BundleError(
             f"{target} holds what this program didn't write ({listed(extra)}): move that elsewhere first."
+        )
+    if changed := changed_files(folder, manifest):
+        raise BundleError(
+            f"{target} holds files that were changed since this program wrote them ({listed(changed)}): move them elsewhere,"
+            " or delete the folder, first."
         )
 
 

@@ -32,6 +32,7 @@ from optimizer.options import (
     VerifyOptions,
     default_output,
     parse_batch_sizes,
+    parse_digest,
     parse_dynamic,
     parse_factor,
     parse_metadata,
@@ -51,7 +52,7 @@ EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 _MODES = {"verify": "--verify", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
 _ALLOWED = {
-    "verify": _COMMON | {"verify", "device", "require_gpu", "details"},
+    "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
     "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
     "list_passes": _COMMON | {"list_passes"},
 }
@@ -240,7 +241,15 @@ def _installed(distribution: str) -> str:
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option("--debug-dir", metavar="DIR", help="Where a file computes something else: write what shows it there.")
-@click.option("--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL.")
+@click.option(
+    "--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL. This runs its files, which are programs."
+)
+@click.option(
+    "--expect",
+    metavar="SHA256",
+    help="With --verify: the SHA-256 of the bundle's SHA256SUMS, as the export told its builder. Other bundles aren't run.",
+)
+@click.option("--no-run", is_flag=True, help="With --verify: check hashes and golden data, and load no model file.")
 @click.option(
     "--rejudge",
     metavar="BUNDLE",
@@ -275,11 +284,14 @@ def command(context: click.Context, /, **values: Any) -> Options:
     if mode == "verify":
         if not values["verify"].strip():
             raise UsageError("--verify names no folder.")
-        return VerifyOptions(Path(values["verify"]), values["device"], values["require_gpu"])
+        return _verify_options(context, values)
     if mode == "rejudge":
         return _rejudge_options(values)
     if values["factor"] is not None:
         raise UsageError("--factor goes with --rejudge only.")
+    for option in ("expect", "no_run"):
+        if values[option] not in (None, False):
+            raise UsageError(f"--{option.replace('_', '-')} goes with --verify only.")
     return _export_options(context, values)
 
 
@@ -304,6 +316,19 @@ def _refuse_others(context: click.Context, mode: str) -> None:
     if others:
         called = [param.opts[0] if isinstance(param, click.Option) else "MODEL" for param in others]
         raise UsageError(f"{_MODES[mode]} doesn't go with {', '.join(called)}.")
+
+
+def _verify_options(context: click.Context, values: Mapping[str, Any]) -> VerifyOptions:
+    device_given = context.get_parameter_source("device") is not ParameterSource.DEFAULT
+    if values["no_run"] and (device_given or values["require_gpu"]):
+        raise UsageError(f"--no-run and {'--device' if device_given else '--require-gpu'} contradict each other.")
+    return VerifyOptions(
+        bundle=Path(values["verify"]),
+        device=values["device"],
+        require_gpu=values["require_gpu"],
+        expect=None if values["expect"] is None else parse_digest("--expect", values["expect"]),
+        run=not values["no_run"],
+    )
 
 
 def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:

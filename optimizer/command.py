@@ -84,9 +84,15 @@ def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -
 
 
 def verify(options: VerifyOptions) -> Document:
-    """Check a bundle again; `exit_code` is 8 where files are damaged and 6 where an artifact computes something else."""
+    """Check a bundle again; `exit_code` is 8 where files are damaged, 6 where an artifact isn't proven to be right."""
     with _own_errors():
-        report = verify_bundle(options.bundle, device=options.device, require_gpu=options.require_gpu)
+        report = verify_bundle(
+            options.bundle,
+            device=options.device if options.run else "cpu",
+            require_gpu=options.require_gpu,
+            expect=options.expect,
+            run=options.run,
+        )
     return _checked(options.bundle, report)
 
 
@@ -223,6 +229,7 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
         "ok": True,
         "exit_code": 0,
         "bundle": str(output),
+        "sha256sums": bundle.sha256sums,
         "model": manifest["model"],
         "device": manifest["device"],
         "passes": report["passes"],

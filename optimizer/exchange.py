@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from optimizer.regular_files import read_text_bytes
+
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".optimize-export"
@@ -242,8 +244,8 @@ def _clear(place: Path) -> None:
 def _owner_of(place: Path) -> dict[str, object] | None:
     """What the marker of a staging place says; None where there is no marker of this program."""
     try:
-        owner = json.loads((place / MARKER).read_bytes())
-    except (OSError, ValueError):
+        owner = json.loads(read_text_bytes(place / MARKER))
+    except (OSError, ValueError, RecursionError):
         return None
     return owner if isinstance(owner, dict) and owner.get("tool") == _TOOL else None
 

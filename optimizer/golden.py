@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from optimizer.errors import BundleError
 from optimizer.manifest import GOLDEN, SCHEMA_NAME, describe_device, number
 from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
+from optimizer.regular_files import open_regular
 
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
 
@@ -148,11 +149,13 @@ def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ..
     """The calls of a bundle's folder, on the CPU; `golden` is its manifest's. BundleError where they can't be read."""
     path = folder / golden["path"]
     try:
+        # A FIFO would block.
+        open_regular(path).close()
         with safe_open(path, framework="pt", device="cpu") as file:
             complex_names = frozenset(json.loads(file.metadata()[SCHEMA_NAME])["complex"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise BundleError(f"{path} can't be read: {error}.") from error
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise BundleError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
     for key in complex_names & tensors.keys():
         tensors[key] = torch.view_as_complex(tensors[key])
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from optimizer.errors import BundleError
+from optimizer.regular_files import read_text_bytes
 
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
@@ -89,8 +90,23 @@ def _or_null(inner: Check) -> Check:
 
 
 def _number(value: object, where: str) -> None:
-    if isinstance(value, bool) or not (isinstance(value, int | float) or value in tuple(_NOT_NUMBERS)):
+    if isinstance(value, str) and value in _NOT_NUMBERS:
+        return
+    # What JSON says as 1e999, Python reads as infinity; a whole number may be too large for a float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise _wrong(where, "a number", value)
+
+
+def _size(value: object, where: str) -> None:
+    _number(value, where)
+    if value == "NaN" or value == "-Infinity" or (isinstance(value, int | float) and value < 0):
+        raise _wrong(where, "a number of 0 or more", value)
+
+
+def _tolerance(value: object, where: str) -> None:
+    _size(value, where)
+    if value == "Infinity":
+        raise _wrong(where, "a finite number", value)
 
 
 def _count(value: object, where: str) -> None:
@@ -162,8 +178,8 @@ _noise: dict[str, Check] = {
     "own_error_rms": _number,
     "response": _number,
     "response_rms": _number,
-    "noise": _number,
-    "noise_rms": _number,
+    "noise": _size,
+    "noise_rms": _size,
     "signal": _or_null(_text),
     "deterministic": _flag,
     "tied": _count,
@@ -222,7 +238,7 @@ _measurement = _record(
         "batch_sizes": _each(_count),
         "draws": _count,
         "seed": _count,
-        "settings": _object,
+        "settings": _texts_by_key,
     },
     {"precision": _text, "rows": _or_null(_rows), "reference_device": _text},
 )
@@ -267,7 +283,7 @@ _golden = _record(
             at_least=1,
         ),
         "outputs": _each(
-            _record({**_noise, "atol": _or_null(_number), "rtol": _or_null(_number)}),
+            _record({**_noise, "atol": _or_null(_tolerance), "rtol": _or_null(_tolerance)}),
             at_least=1,
         ),
     },
@@ -375,7 +391,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The checked manifest of a folder; BundleError in one sentence where there is none or it is broken."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_refuse_constant)
+        manifest = json.loads(read_text_bytes(path).decode("utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}.") from None
     except OSError as error:
@@ -544,8 +560,9 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         f"Parity with the original model: {parity['verdict']}. {parity['reason']}".rstrip(),
         "",
         f"`{_PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
-        f"`sha256sum -c {SUMS}` checks the files alone. TorchScript and PT2 files are programs, and AOTI packages machine code:"
-        " load only those you trust.",
+        f"`sha256sum -c {SUMS}` checks the files alone. A model file is a program: load or verify it only if you trust its"
+        f" builder. `--expect SHA256` checks that the bundle is the builder's, by the SHA-256 of `{SUMS}` that the builder"
+        " told you; `--no-run` loads no model file.",
         "",
     ]
     if notes := manifest.get("notes"):

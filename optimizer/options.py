@@ -1,6 +1,7 @@
 """What the command was asked to do, read and checked as far as that goes without torch."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,11 +53,13 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Check a bundle again."""
+    """Check a bundle again; `expect` is the SHA-256 of its SHA256SUMS, and without `run` nothing is loaded."""
 
     bundle: Path
     device: str = "auto"
     require_gpu: bool = False
+    expect: str | None = None
+    run: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,16 @@ def parse_seed(text: str) -> int:
     if not (_is_number(text) and int(text) < 2**63):
         raise UsageError(f"--seed: {text!r} is no whole number from 0 to {2**63 - 1}.")
     return int(text)
+
+
+def parse_digest(option: str, text: str) -> str:
+    """A SHA-256 in small letters; raises `UsageError`."""
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", text.strip()):
+        raise UsageError(
+            f"{option}: {text!r} is no SHA-256, which has 64 hexadecimal digits; give the one that the export of the bundle"
+            " showed."
+        )
+    return text.strip().lower()
 
 
 def parse_opset(text: str) -> int:

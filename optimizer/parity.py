@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.difference import floors
+from optimizer.difference import floors, special
 from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
@@ -254,7 +254,20 @@ def compare_golden(
         comparison.add(kept, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
     blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, dict(settings or {}), precision)
-    return judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
+    report = judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
+    if report.ok and not any(_comparable(entry, noises) for entry, _ in entries):
+        return replace(report, verdict="vacuous", reason="The golden data hold no number to compare with.")
+    return report
+
+
+def _comparable(entry: GoldenEntry, noises: Mapping[str, OutputNoise]) -> bool:
+    """Whether a stored call holds a finite number, or an integer that is not tied, of an output that is judged."""
+    compared = (
+        (special(value) == 0) & ~entry.tied.get(name, torch.zeros((), dtype=torch.bool))
+        for name, value in entry.outputs.items()
+        if noises[name].deterministic
+    )
+    return any(bool(numbers.any()) for numbers in compared)
 
 
 def _own_error_alone(noise: OutputNoise) -> OutputNoise:

@@ -58,6 +58,4 @@ def rejudge_contents(
         figures.append(
             ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity, placement)
         )
-        if parity.verdict == "vacuous":
-            notes.append(f"{artifact['path']} proves nothing: {parity.reason}")
     return RejudgeReport(folder, device, (), tuple(figures), tuple(notes))

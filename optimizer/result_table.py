@@ -81,6 +81,8 @@ def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iter
         yield Text(f"note: {note}")
     if "report" in document:
         yield Text(_gained(document["report"]))
+    if "sha256sums" in document:
+        yield Text(f"SHA-256 for --verify --expect: {document['sha256sums']}")
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
 

@@ -500,6 +500,10 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: Ro
     if not outputs:
         return "vacuous", "The model gives no tensors: there is nothing to compare."
     judged = [output for output in outputs if output.judged]
+    if unbounded := [
+        output.name for output in judged if not (output.by_user or math.isfinite(output.noise + output.noise_rms))
+    ]:
+        return "vacuous", f"The noise of {unbounded[0]} is infinite, so that any error would be allowed."
     if not judged:
         return "vacuous", "No output of the original is deterministic: there is nothing to compare with."
     if all(output.signal is not None for output in judged if output.kind != "buffer"):

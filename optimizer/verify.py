@@ -17,6 +17,8 @@ from optimizer.inputs import Call
 from optimizer.manifest import MANIFEST, SUMS, describe_device, plain
 from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
 from optimizer.preserve import pinned_settings, random_state
+from optimizer.regular_files import open_regular, read_text_bytes
+from optimizer.sentences import listed
 
 # The noise was measured on one device. On another one the same sums are taken in another order and other instructions are
 # fused, which draws another sample of the same rounding errors; these factors, on top of parity's own, leave room for it.
@@ -66,9 +68,11 @@ class ArtifactFigures:
     def problem(self) -> str | None:
         if self.error is not None:
             return f"{self.path}: {self.error}"
-        if self.parity is not None and self.parity.verdict == "failed":
-            return f"{self.path}: {self.parity.reason}"
-        return None
+        if self.parity is None or self.parity.ok:
+            return None
+        if self.parity.verdict == "vacuous":
+            return f"{self.path}: {_nothing_proven(self.parity)}"
+        return f"{self.path}: {self.parity.reason}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,20 +92,24 @@ class ArtifactFigures:
 class VerifyReport:
     """The outcome of `verify_bundle`.
 
-    `damage` has a sentence for each file that is missing, changed or not listed; `problems` has those and what the
-    artifacts got wrong.
+    Attributes:
+        device: where the artifacts were to be run; None where they were not to be loaded.
+        damage: a sentence for each file that is missing, changed or not listed.
+        unproven: why the golden data prove nothing, where no artifact was to be loaded.
     """
 
     path: Path
-    device: str
+    device: str | None
     damage: tuple[str, ...]
     artifacts: tuple[ArtifactFigures, ...]
     notes: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
     said: ClassVar[str] = "verified"
 
     @property
     def problems(self) -> tuple[str, ...]:
-        return (*self.damage, *(artifact.problem for artifact in self.artifacts if artifact.problem))
+        failed = (artifact.problem for artifact in self.artifacts if artifact.problem)
+        return (*self.damage, *self.unproven, *failed)
 
     @property
     def intact(self) -> bool:
@@ -124,7 +132,8 @@ class VerifyReport:
         return dict(plain(data))
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {'' if self.ok else 'NOT '}{self.said} on {self.device}"]
+        said = "intact; nothing was run" if self.device is None else f"{self.said} on {self.device}"
+        lines = [f"{self.path}: {'' if self.ok else 'NOT '}{said}"]
         for artifact in self.artifacts:
             lines.append(
                 f"  {artifact.path} ({artifact.format}): {'ok' if artifact.ok else 'failed'}, {artifact.calls} calls"
@@ -143,8 +152,8 @@ class VerifyReport:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
+    """The SHA-256 of a regular file's bytes, read in pieces. OSError where it is none."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -182,15 +191,13 @@ def unlisted(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _file_problem(folder: Path, file: Mapping[str, Any]) -> str | None:
-    path = folder / file["path"]
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return f"{file['path']} is not a regular file."
-        if status.st_size != file["bytes"]:
-            return f"{file['path']} was changed: it has {status.st_size} bytes, and {file['bytes']} were written."
-        if file_digest(path) != file["sha256"]:
-            return f"{file['path']} was changed: its SHA-256 is not the one in {MANIFEST}."
+        with open_regular(folder / file["path"]) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file["bytes"]:
+                return f"{file['path']} was changed: it has {size} bytes, and {file['bytes']} were written."
+            if hashlib.file_digest(opened, "sha256").hexdigest() != file["sha256"]:
+                return f"{file['path']} was changed: its SHA-256 is not the one in {MANIFEST}."
     except (FileNotFoundError, NotADirectoryError):
         return f"{file['path']} is missing."
     except OSError as error:
@@ -203,7 +210,7 @@ def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     digests = {file["path"]: file["sha256"] for file in manifest["files"]}
     try:
         digests[MANIFEST] = file_digest(folder / MANIFEST)
-        written = (folder / SUMS).read_bytes()
+        written = read_text_bytes(folder / SUMS)
     except FileNotFoundError:
         return f"{SUMS} is missing."
     except OSError as error:
@@ -211,6 +218,24 @@ def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     if written != sums_text(digests).encode("utf-8"):
         return f"{MANIFEST} or {SUMS} was changed: they don't agree."
     return None
+
+
+def _unexpected(folder: Path, expect: str) -> str | None:
+    """A sentence where SHA256SUMS is not the expected one."""
+    try:
+        found = file_digest(folder / SUMS)
+    except OSError as error:
+        return f"{SUMS} can't be read: {error.strerror or error}."
+    if found != expect:
+        return f"This is not the expected bundle: the SHA-256 of its {SUMS} is {found}, not {expect}."
+    return None
+
+
+def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The files of a bundle that are not as they were written, but for those that are missing."""
+    there = [file for file in manifest["files"] if os.path.lexists(folder / file["path"])]
+    changed = [file["path"] for file in there if _file_problem(folder, file)]
+    return [*changed, f"{MANIFEST} or {SUMS}"] if sums_problem(folder, manifest) else changed
 
 
 def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -228,31 +253,59 @@ def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------- the artifacts
 
 
-def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load: Loader) -> VerifyReport:
-    """Judge the files of a bundle and run its artifacts on a device. Nothing that was changed is loaded."""
+def verify_contents(
+    folder: Path, manifest: Mapping[str, Any], device: str | None, load: Loader, *, expect: str | None = None
+) -> VerifyReport:
+    """Check the hashes of a bundle's files, then run its artifacts on a device.
+
+    Nothing is loaded where a file is not the one that was written: an artifact is a program, and the manifest says how it
+    is run and judged.
+
+    Args:
+        device: None checks the hashes and the golden data, and loads no artifact.
+        expect: the SHA-256 that SHA256SUMS must have.
+    """
     damage = damage_of(folder, manifest)
+    if expect is not None and (problem := _unexpected(folder, expect)):
+        damage = {SUMS: problem, **damage}
+    if damage:
+        note = f"no artifact was loaded or run, because of {listed([*damage])}"
+        return VerifyReport(folder, device, tuple(damage.values()), (), (note,))
     golden = manifest["golden"]
+    try:
+        calls = read_golden(folder, golden)
+    except BundleError as error:
+        return VerifyReport(folder, device, (str(error),), ())
+    if device is None:
+        return _not_run(folder, golden, calls, expect)
     here = describe_device(device)
     notes = [f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
     factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")
-    distrusted = [path for path in (SUMS, golden["path"]) if path in damage]
-    try:
-        calls = () if distrusted else read_golden(folder, golden)
-    except BundleError as error:
-        return VerifyReport(folder, device, (*damage.values(), str(error)), (), tuple(notes))
     figures = []
     for artifact in manifest["artifacts"]:
-        if broken := [*distrusted, *(path for path in artifact["files"] if path in damage)]:
-            notes.append(f"{artifact['path']} was not run, because of {', '.join(broken)}")
-            continue
         ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, device, load)
         # Those of the manifest: the file is the one that they were read from.
         figures.append(replace(ran, metadata=artifact.get("metadata", {})))
-        if (parity := figures[-1].parity) is not None and parity.verdict == "vacuous":
-            notes.append(f"{artifact['path']} proves nothing: {parity.reason}")
-    return VerifyReport(folder, device, tuple(damage.values()), tuple(figures), tuple(notes))
+    unjudged = [noise.name for noise in stored_noises(golden).values() if not noise.deterministic]
+    if unjudged:
+        notes.append(f"not judged, as the original is not deterministic there: {listed(unjudged)}")
+    return VerifyReport(folder, device, (), tuple(figures), tuple(notes))
+
+
+def _not_run(folder: Path, golden: Mapping[str, Any], calls: Sequence[GoldenCall], expect: str | None) -> VerifyReport:
+    """The report where no artifact is to be loaded: the golden outputs are judged as if an artifact had given them."""
+    answers = [tuple(call.outputs.values()) for call in calls]
+    parity = _judged(golden, calls, answers, FACTOR, "cpu", {})
+    unproven = () if parity.ok else (f"{golden['path']}: {_nothing_proven(parity)}",)
+    whose = f"that {SUMS} lists" if expect is None else f"of the expected {SUMS}"
+    note = f"the files are those {whose}; no artifact was loaded or run"
+    return VerifyReport(folder, None, (), (), (note,), unproven)
+
+
+def _nothing_proven(parity: ParityReport) -> str:
+    return f"nothing is proven. {parity.reason}"
 
 
 def _run_artifact(

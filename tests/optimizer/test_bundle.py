@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import hashlib
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,7 @@ from optimizer.bundle import (
     check_target,
     open_bundle,
     read_golden,
+    rejudge_bundle,
     verify_bundle,
     weights_hash,
     write_bundle,
@@ -41,7 +44,7 @@ from optimizer.golden import stored_noises, stored_tolerances
 from optimizer.inputs import Call, Samples
 from optimizer.manifest import check_manifest, number, plain, to_json_text, usage_text, without_local_paths
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, judge
-from optimizer.verify import device_factor
+from optimizer.verify import device_factor, file_digest, sums_text
 
 WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float32).reshape(4, 3)
 
@@ -318,6 +321,38 @@ def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
     assert content(bundle.path) == before
     write_bundle(bundle.path, lambda folder: fill(folder, seed=7), force=True)
     assert open_bundle(bundle.path).manifest["seed"] == 7
+    assert names(bundle.path.parent) == ["net"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "extra/report.json", "model.affine", "golden.safetensors", "SHA256SUMS"])
+def test_a_bundle_with_a_file_that_was_changed_is_not_replaced(bundle: Bundle, name: str) -> None:
+    flip(bundle.path / name, 1)
+    before = content(bundle.path)
+    with pytest.raises(BundleError, match=rf"changed since this program wrote them \(.*{name}\): move them elsewhere"):
+        write_bundle(bundle.path, must_not_fill, force=True)
+    assert content(bundle.path) == before
+
+
+def test_a_manifest_that_was_changed_is_not_replaced(bundle: Bundle) -> None:
+    edit_manifest(bundle, put("mine", "later"))
+    with pytest.raises(BundleError, match=r"wrote them \(manifest.json or SHA256SUMS\)"):
+        check_target(bundle.path, force=True)
+
+
+def test_a_bundle_that_lacks_a_file_is_replaced(bundle: Bundle) -> None:
+    (bundle.path / "model.affine").unlink()
+    write_bundle(bundle.path, fill, force=True)
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_readme_that_the_user_edits_while_the_new_bundle_is_made_is_kept(bundle: Bundle) -> None:
+    def fill_meanwhile(folder: Path) -> dict[str, Any]:
+        (bundle.path / "README.md").write_text("mine")
+        return fill(folder)
+
+    with pytest.raises(BundleError, match=r"wrote them \(README.md\)"):
+        write_bundle(bundle.path, fill_meanwhile, force=True)
+    assert (bundle.path / "README.md").read_text() == "mine"
     assert names(bundle.path.parent) == ["net"]
 
 
@@ -649,6 +684,11 @@ BROKEN = [
     (put("yes", "parity", "ok"), r"`parity\.ok` must be true or false"),
     (put([1.5], "artifacts", 0, "inputs", 0, "shape"), r"shape\[0\]` must be a whole number or the name"),
     (put("much", "golden", "outputs", 0, "noise"), r"noise` must be a number"),
+    (put("NaN", "golden", "outputs", 0, "noise"), r"noise` must be a number of 0 or more, not \"NaN\""),
+    (put(-1, "golden", "outputs", 0, "noise_rms"), r"noise_rms` must be a number of 0 or more, not -1"),
+    (put(10**400, "golden", "outputs", 0, "scale"), r"scale` must be a number, not 1000"),
+    (put("Infinity", "golden", "outputs", 0, "atol"), r"atol` must be a finite number, not \"Infinity\""),
+    (put(-1.0, "golden", "outputs", 0, "rtol"), r"rtol` must be a number of 0 or more, not -1"),
     (drop("golden", "calls", 1, "inputs"), r"`golden\.calls\[1\]\.inputs` is missing"),
     (put("../secret", "files", 0, "path"), "the path of a file inside the bundle"),
     (put("/etc/passwd", "artifacts", 0, "path"), "the path of a file inside the bundle"),
@@ -669,6 +709,14 @@ def test_a_broken_manifest_names_the_field(bundle: Bundle, change: Callable[[Any
             use(bundle.path)
         assert "\n" not in str(caught.value)
     assert Affine.loaded == []
+
+
+def test_a_number_that_overflows_is_named(bundle: Bundle) -> None:
+    edit_manifest(bundle, put("1e999", "golden", "outputs", 0, "noise"))
+    path = bundle.path / "manifest.json"
+    path.write_text(path.read_text().replace('"1e999"', "1e999"))
+    with pytest.raises(BundleError, match=r"outputs\[0\]\.noise` must be a number, not Infinity"):
+        open_bundle(bundle.path)
 
 
 def test_a_field_of_a_later_program_is_no_error(bundle: Bundle) -> None:
@@ -707,9 +755,8 @@ def test_one_flipped_bit_anywhere_is_found_and_named(bundle: Bundle, name: str, 
     assert not report.ok
     assert not report.intact
     assert any(name in problem for problem in report.problems)
-    if name in {"golden.safetensors", "model.affine", "SHA256SUMS"}:
-        assert Affine.loaded == []
-        assert any("model.affine was not run" in note for note in report.notes)
+    assert Affine.loaded == []
+    assert report.notes == (f"no artifact was loaded or run, because of {name}",)
 
 
 def test_one_flipped_bit_anywhere_in_the_manifest_is_found_and_nothing_is_run(bundle: Bundle) -> None:
@@ -749,7 +796,7 @@ def test_a_missing_an_added_and_a_cut_file_are_named(bundle: Bundle) -> None:
 def test_a_link_in_place_of_a_file_is_named(bundle: Bundle, tmp_path: Path) -> None:
     shutil.move(bundle.path / "README.md", tmp_path / "README.md")
     (bundle.path / "README.md").symlink_to(tmp_path / "README.md")
-    assert verify_bundle(bundle.path).problems == ("README.md is not a regular file.",)
+    assert verify_bundle(bundle.path).problems == ("README.md can't be read: it is not a regular file.",)
 
 
 def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -841,16 +888,195 @@ def test_nan_and_infinity_where_the_reference_has_them_pass(tmp_path: Path, monk
         assert verify_bundle(bundle.path).ok is ok
 
 
-def test_outputs_that_prove_nothing_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_signal(folder: Path) -> dict[str, Any]:
+def for_every_output(**changes: Any) -> Callable[[Path, dict[str, Any]], None]:
+    def change(folder: Path, golden: dict[str, Any]) -> None:
+        for output in golden["outputs"]:
+            output.update(changes)
+
+    return change
+
+
+def without_rows(folder: Path, golden: dict[str, Any]) -> None:
+    golden_file(folder, lambda tensor: tensor[:0].clone())
+
+
+def tied_throughout(folder: Path, golden: dict[str, Any]) -> None:
+    golden["outputs"][0]["deterministic"] = False
+    golden["outputs"][1]["signal"] = None
+    tensors = load_file(folder / "golden.safetensors")
+    for call in golden["calls"]:
+        call["tied"] = ["positive"]
+        tensors[f"{call['name']}/tied/positive"] = torch.ones_like(tensors[f"{call['name']}/output/positive"])
+    save_golden(folder, tensors)
+
+
+def golden_file(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    save_golden(folder, {name: change(tensor) for name, tensor in load_file(folder / "golden.safetensors").items()})
+
+
+def save_golden(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "golden.safetensors", metadata={"optimize-export-bundle": '{"complex": []}'})
+
+
+NOTHING_PROVEN = {
+    "no signal": (for_every_output(signal="all zero"), "carry no signal: y is all zero; positive is all zero."),
+    "infinite noise": (for_every_output(noise=float("inf")), "The noise of y is infinite"),
+    "infinite noise in the mean": (for_every_output(noise_rms=float("inf")), "The noise of y is infinite"),
+    "nothing deterministic": (for_every_output(deterministic=False), "No output of the original is deterministic"),
+    "no rows": (without_rows, "The golden data hold no number to compare with."),
+    "all tied": (tied_throughout, "The golden data hold no number to compare with."),
+}
+
+
+@pytest.mark.parametrize("run", [True, False])
+@pytest.mark.parametrize("case", NOTHING_PROVEN)
+def test_golden_data_that_prove_nothing_fail(tmp_path: Path, case: str, run: bool) -> None:
+    change, reason = NOTHING_PROVEN[case]
+
+    def filled(folder: Path) -> dict[str, Any]:
         body = fill(folder)
-        for output in body["golden"]["outputs"]:
-            output["signal"] = "all zero"
+        change(folder, body["golden"])
         return body
 
-    report = verify_bundle(write_bundle(tmp_path / "net", without_signal).path)
+    report = verify_bundle(write_bundle(tmp_path / "net", filled).path, run=run)
+    assert not report.ok
+    assert report.intact
+    (problem,) = report.problems
+    assert problem.startswith(f"{'model.affine' if run else 'golden.safetensors'}: nothing is proven. ")
+    assert reason in problem
+
+
+def test_an_output_that_is_not_judged_is_noted(tmp_path: Path) -> None:
+    def filled(folder: Path) -> dict[str, Any]:
+        body = fill(folder)
+        body["golden"]["outputs"][1]["deterministic"] = False
+        return body
+
+    report = verify_bundle(write_bundle(tmp_path / "net", filled).path)
     assert report.ok
-    assert any("proves nothing" in note for note in report.notes)
+    assert "not judged, as the original is not deterministic there: positive" in report.notes
+
+
+# ------------------------------------------------------------------------------------------------- bundles of strangers
+
+
+def test_only_the_expected_bundle_is_run(bundle: Bundle, tmp_path: Path) -> None:
+    expect = bundle.sha256sums
+    assert expect == hashlib.sha256((bundle.path / "SHA256SUMS").read_bytes()).hexdigest()
+    assert verify_bundle(bundle.path, expect=expect.upper()).ok
+    assert len(Affine.loaded) == 1
+    # Another bundle with right hashes of its own.
+    other = write_bundle(tmp_path / "other", lambda folder: fill(folder, weight=WEIGHT + 1))
+    for run in (True, False):
+        report = verify_bundle(other.path, expect=expect, run=run)
+        assert not report.intact
+        (problem,) = report.problems
+        assert problem.startswith("This is not the expected bundle: the SHA-256 of its SHA256SUMS is ")
+        assert problem.endswith(f"{other.sha256sums}, not {expect}.")
+    assert len(Affine.loaded) == 1
+    (bundle.path / "SHA256SUMS").unlink()
+    assert "SHA256SUMS is missing." in verify_bundle(bundle.path, expect=expect).problems
+    with pytest.raises(BundleError, match="SHA256SUMS"):
+        assert bundle.sha256sums
+    assert len(Affine.loaded) == 1
+
+
+def test_without_running_hashes_and_golden_data_are_checked(bundle: Bundle) -> None:
+    report = verify_bundle(bundle.path, run=False)
+    assert report.ok
+    assert report.to_json()["device"] is None
+    assert report.notes == ("the files are those that SHA256SUMS lists; no artifact was loaded or run",)
+    assert str(report).startswith(f"{bundle.path}: intact; nothing was run")
+    expected = verify_bundle(bundle.path, run=False, expect=bundle.sha256sums)
+    assert expected.notes == ("the files are those of the expected SHA256SUMS; no artifact was loaded or run",)
+    flip(bundle.path / "model.affine", 9)
+    assert "model.affine was changed" in verify_bundle(bundle.path, run=False).problems[0]
+    assert Affine.loaded == []
+
+
+def test_golden_data_that_cannot_be_read_are_named_without_running(tmp_path: Path) -> None:
+    def filled(folder: Path) -> dict[str, Any]:
+        body = fill(folder)
+        (folder / "golden.safetensors").write_bytes(b"nothing")
+        return body
+
+    report = verify_bundle(write_bundle(tmp_path / "net", filled).path, run=False)
+    assert "golden.safetensors can't be read" in report.problems[0]
+
+
+def test_what_makes_no_sense_together_is_refused(bundle: Bundle) -> None:
+    for expect in ("", "0" * 63, "g" * 64, 7):
+        with pytest.raises(UsageError, match="is no SHA-256, which has 64 hexadecimal digits"):
+            verify_bundle(bundle.path, expect=expect)
+    for options in ({"device": "cuda"}, {"require_gpu": True}):
+        with pytest.raises(UsageError, match="run=False runs nothing"):
+            verify_bundle(bundle.path, run=False, **options)
+
+
+def as_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_link_out(path: Path) -> None:
+    shutil.move(path, path.parent.parent / "outside")
+    path.symlink_to("../outside")
+
+
+def as_huge(path: Path) -> None:
+    os.truncate(path, 1 << 36)
+
+
+def told(use: Callable[[], Any]) -> str:
+    """What is said of a bundle, as an error or in its report."""
+    try:
+        report = use()
+    except BundleError as error:
+        return str(error)
+    assert not report.intact
+    return " ".join(report.problems)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["SHA256SUMS", "manifest.json", "golden.safetensors", "model.affine"])
+@pytest.mark.parametrize("make", [as_fifo, as_endless, as_link_out, as_huge])
+def test_what_is_no_plain_file_of_a_sane_size_is_never_read(
+    bundle: Bundle, name: str, make: Callable[[Path], None]
+) -> None:
+    make(bundle.path / name)
+    assert name in told(lambda: verify_bundle(bundle.path))
+    assert name in told(lambda: verify_bundle(bundle.path, run=False))
+    if name in {"SHA256SUMS", "manifest.json"}:
+        assert name in told(lambda: rejudge_bundle(bundle.path))
+    with pytest.raises(BundleError, match=r"is not replaced|which this program|changed since|with other things in it"):
+        check_target(bundle.path, force=True)
+    assert Affine.loaded == []
+
+
+@pytest.mark.timeout(60)
+def test_golden_data_of_a_bundle_that_was_not_verified_are_no_fifo(bundle: Bundle) -> None:
+    as_fifo(bundle.path / "golden.safetensors")
+    with pytest.raises(BundleError, match=r"golden\.safetensors can't be read: it is not a regular file"):
+        bundle.golden()
+
+
+def sealed_anew(folder: Path) -> None:
+    """Hashes as whoever changes a file would write them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for file in manifest["files"]:
+        data = (folder / file["path"]).read_bytes()
+        file.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]}
+    for artifact in manifest["artifacts"]:
+        artifact["sha256"] = digests[artifact["path"]]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "SHA256SUMS").write_text(sums_text(digests | {"manifest.json": file_digest(folder / "manifest.json")}))
 
 
 def test_the_factor_grows_with_the_distance_of_the_devices() -> None:
@@ -1096,9 +1322,37 @@ def test_the_readme_of_real_artifacts_runs_without_this_program(real_copy: Path)
         subprocess.run([sys.executable, "-I", "-c", snippet + end], cwd=real_copy, check=True, capture_output=True)
 
 
-def test_a_flipped_bit_in_the_onnx_leaves_the_other_artifacts_verified(real_copy: Path) -> None:
+def test_a_flipped_bit_in_the_onnx_leaves_no_other_artifact_to_be_run(real_copy: Path) -> None:
     flip(real_copy / "model.onnx", (real_copy / "model.onnx").stat().st_size // 2)
     report = verify_bundle(real_copy)
-    assert [figures.format for figures in report.artifacts] == ["torchscript", "pt2"]
-    assert all(figures.ok for figures in report.artifacts)
+    assert report.artifacts == ()
     assert [problem.partition(" was changed")[0] for problem in report.problems] == ["model.onnx"]
+
+
+class Runs:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_program_of_a_stranger_is_loaded_without_expect_only(real: Bundle, real_copy: Path, tmp_path: Path) -> None:
+    hostile = io.BytesIO()
+    torch.save(((Runs(tmp_path / "ran"),), {}), hostile)
+    path = real_copy / "model.pt2"
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, hostile.getvalue() if name.endswith("sample_inputs/model.pt") else data)
+    assert "model.pt2" in verify_bundle(real_copy).problems[0]
+    sealed_anew(real_copy)
+    assert "not the expected bundle" in verify_bundle(real_copy, expect=real.sha256sums).problems[0]
+    assert verify_bundle(real_copy, run=False).ok
+    assert not (tmp_path / "ran").exists()
+    # A model file is a program: hashes of a bundle's own don't show who made it.
+    verify_bundle(real_copy)
+    assert (tmp_path / "ran").exists()

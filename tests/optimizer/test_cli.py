@@ -166,6 +166,8 @@ def test_no_passes_are_not_the_preset(run):
 
 def test_modes(run):
     assert run("--verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
+    asked = run("--verify", "dist/x", "--expect", "AB" * 32, "--no-run").options
+    assert asked == VerifyOptions(Path("dist/x"), expect="ab" * 32, run=False)
     assert run("--rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
     asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
     assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
@@ -270,6 +272,12 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--factor", "2"], "--factor goes with --rejudge only."),
         (["--verify", "b", "--factor", "2"], "--verify doesn't go with --factor."),
         (["--verify", " "], "--verify names no folder."),
+        (["--verify", "b", "--expect", "ab"], "--expect: 'ab' is no SHA-256, which has 64 hexadecimal digits"),
+        (["--verify", "b", "--no-run", "--device", "cpu"], "--no-run and --device contradict each other."),
+        (["--verify", "b", "--no-run", "--require-gpu"], "--no-run and --require-gpu contradict each other."),
+        (["m.py", "--no-run"], "--no-run goes with --verify only."),
+        (["m.py", "--expect", "ab"], "--expect goes with --verify only."),
+        (["--rejudge", "b", "--no-run"], "--rejudge doesn't go with --no-run."),
         (["--verify", "--quiet"], "--verify is given no BUNDLE: --quiet stands in its place."),
         (["m.py", "--input", "2x3", "--input", "--force"], "--input is given no SPEC: --force stands in its place."),
         (["m.py", "--output", "-h"], "--output is given no DIR: -h stands in its place."),

@@ -289,7 +289,13 @@ def test_the_whole_way_and_back(run, folder):
     assert (folder / "dist/model/manifest.json").is_file()
     assert str(folder) not in (folder / "dist/model/manifest.json").read_text()
 
-    assert run("--verify", "dist/model").code == 0
+    assert run("--verify", "dist/model", "--expect", document["sha256sums"]).code == 0
+    unrun = run("--verify", "dist/model", "--no-run")
+    assert unrun.code == 0
+    assert "the files are those that SHA256SUMS lists; no artifact was loaded or run" in unrun.out
+    other = run("--verify", "dist/model", "--expect", "0" * 64)
+    assert other.code == 8
+    assert "This is not the expected bundle" in other.err
     assert json.loads(run("--verify", "dist/model", "--json").out)["ok"]
 
     again = run("model.py", "--quiet")
@@ -298,6 +304,7 @@ def test_the_whole_way_and_back(run, folder):
     shown = run("model.py", "--force", "--formats", "torchscript")
     assert shown.code == 0
     assert "model.torchscript.pt" in shown.out
+    assert shown.out.splitlines()[-2].startswith("SHA-256 for --verify --expect: ")
     assert shown.out.splitlines()[-1] == "bundle: dist/model"
     assert run("model.py", "--force", "--quiet").out == "dist/model\n"
 
