@@ -198,6 +198,21 @@ def test_an_error_that_is_no_number_is_read_and_fails(bundle: Bundle, figure: st
     assert not rejudge_bundle(bundle.path, atol=1e12).ok
 
 
+@pytest.mark.parametrize("figure", ["noise", "noise_rms"])
+def test_an_infinite_noise_proves_nothing(bundle: Bundle, figure: str) -> None:
+    edit(
+        bundle,
+        lambda manifest: manifest["artifacts"][0]["measurement"]["outputs"][1]["noise"].update({figure: "Infinity"}),
+    )
+    report = rejudge_bundle(bundle.path)
+    assert report.intact
+    assert report.problems == (
+        "model.torchscript.pt: nothing is proven. The noise of vector is infinite, so that any error would be allowed.",
+    )
+    # A tolerance of the user's takes its place.
+    assert rejudge_bundle(bundle.path, atol=0.1).ok
+
+
 def keys_of(value: Any) -> set[str]:
     if isinstance(value, list):
         return set().union(*map(keys_of, value))
