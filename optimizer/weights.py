@@ -88,7 +88,8 @@ def _unpickled(path: Path) -> Any:
         with warnings.catch_warnings():
             # torch warns of pickles that its safe reader may not understand; where it doesn't, the error says so.
             warnings.simplefilter("ignore")
-            return torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
+            # Not mapped: torch maps compressed records as they are, and takes their bytes for numbers.
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=False)
     except pickle.UnpicklingError as error:
         if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
             raise LoadError(f"The weights {path.name} are damaged or no state dict{_STATE_DICT}") from error
@@ -100,6 +101,11 @@ def _unpickled(path: Path) -> Any:
         if "TorchScript" in str(error):
             raise LoadError(
                 f"The weights {path.name} are a TorchScript program; save a state dict: torch.save(model.state_dict(), ...)."
+            ) from error
+        if "legacy .tar" in str(error):
+            raise LoadError(
+                f"The weights {path.name} are in torch's old .tar format, which could run any code; load them with an old "
+                f"torch and save the state dict again: torch.save(model.state_dict(), ...)."
             ) from error
         # What an unpickler says of bytes that are no pickle is about its opcodes, and a zip reader's is about records.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
