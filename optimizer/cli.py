@@ -92,6 +92,7 @@ Exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `argv` is `sys.argv[1:]` if not given."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     voice = _Voice(*(option in arguments for option in ("--json", "--quiet", "--debug", "--details")))
     with contextlib.ExitStack() as kept:
         kept.enter_context(_sigterm_unwinds())
@@ -370,32 +371,38 @@ def _optional_names(option: str, text: str | None) -> tuple[str, ...] | None:
 # stdout and signals ---------------------------------------------------------------------------------------------------
 
 
+def _open_closed_streams() -> None:
+    """Connect standard streams that are closed (`>&-`, daemons) to the null device.
+
+    Otherwise the next file that is opened, such as one of the bundle, takes the free descriptor, and whatever a library
+    prints goes into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest descriptor that is free is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+
+
 @contextlib.contextmanager
 def _stdout_goes_to_stderr() -> Iterator[None]:
     """For Python's `print`, for C libraries and for child processes."""
     kept_stream = sys.stdout
     _flush(kept_stream)
-    kept_descriptor = _duplicate(1)
+    kept_descriptor = os.dup(1)
     sys.stdout = sys.stderr
-    if kept_descriptor is not None:
-        os.dup2(2, 1)
+    os.dup2(2, 1)
     try:
         yield
     finally:
         _flush(sys.stdout)
         sys.stdout = kept_stream
-        if kept_descriptor is not None:
-            os.dup2(kept_descriptor, 1)
-            os.close(kept_descriptor)
-
-
-def _duplicate(descriptor: int) -> int | None:
-    """None where the descriptor, or stderr, is closed."""
-    try:
-        os.fstat(2)
-        return os.dup(descriptor)
-    except OSError:
-        return None
+        os.dup2(kept_descriptor, 1)
+        os.close(kept_descriptor)
 
 
 def _flush(stream: TextIO | None) -> None:
@@ -440,7 +447,7 @@ class _Stages:
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> "_Stages":
-        if self._shown and sys.stderr is not None and sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -600,8 +600,7 @@ def test_torch_isnt_imported_before_it_is_needed(arguments):
 
 FAKE = """
 import atexit, os, signal, sys, threading
-from exporters.metadata import metadata_of
-from optimizer import cli, result_table
+from optimizer import cli
 class Engine:
     @staticmethod
     def export_model(options, progress):
@@ -656,6 +655,23 @@ def test_a_reader_that_goes_away_is_no_error():
 def test_closed_streams_are_no_error():
     code = "import os\nos.close(1)\n" + FAKE.format(body="print('x')", options="'--quiet'")
     assert process(code).returncode == 0
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("options", ["", "'--json'"])
+def test_streams_that_are_closed_from_the_start_are_no_error(tmp_path, streams, options):
+    """A file that is opened meanwhile doesn't get what is printed, either."""
+    written = tmp_path / "written"
+    body = f"f = open({str(written)!r}, 'w'); f.write('mine'); f.flush(); os.write(1, b'x'); os.write(2, b'x'); print('x', flush=True)"
+    command = ["sh", "-c", f'exec "$0" "$@" {streams}', sys.executable, "-c", FAKE.format(body=body, options=options)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    assert written.read_text() == "mine"
+    if ">&-" in streams.split():
+        assert done.stdout == ""
+    elif options:
+        assert json.loads(done.stdout)["ok"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
