@@ -278,7 +278,8 @@ def export(
     """
     _check_model(model, runs=True)
     _check_numbers(seed, batch_sizes)
-    _check_folders(output, debug_dir, force=force)
+    # Before any of the user's code runs, which may change the current folder.
+    output, debug_dir = _check_folders(output, debug_dir, force=force)
     own = {} if metadata is None else metadata
     exporters = _exporters(formats, opset, own)
     target = _resolved(device, require_gpu=require_gpu)
@@ -326,7 +327,7 @@ def export(
         parity=by,
         exported=exported,
         pass_to_blame=cache(partial(_blamed, provenance, exported, home, by.is_wrong, seed, inputs)),
-        debug_dir=None if debug_dir is None else Path(debug_dir),
+        debug_dir=debug_dir,
     )
 
     def fill(folder: Path) -> Mapping[str, Any]:
@@ -568,13 +569,15 @@ def _exporters(formats: Sequence[str], opset: int | None, metadata: Mapping[str,
     return exporters
 
 
-def _check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> None:
+def _check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> tuple[Path, Path | None]:
+    """The two folders as absolute paths, once it is seen that they can be written."""
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
         raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
     check_target(output, force=force)
     check_debug_folder(debug_dir)
     if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
         raise UsageError(f"{debug_dir} is the folder of the bundle: name another one for debugging.")
+    return Path(output).absolute(), None if debug_dir is None else Path(debug_dir).absolute()
 
 
 def check_dynamic(

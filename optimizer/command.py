@@ -7,7 +7,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict
+from dataclasses import MISSING, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import exit_call
 from optimizer.trial import check_runs
 from optimizer.user_code import names_restored
+from optimizer.weights import refuse_missing_weights
 from passes.base import Pass
 from passes.errors import (
     DuplicatePass,
@@ -114,6 +115,7 @@ def list_passes() -> Document:
 def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
     started = time.perf_counter()
     passes = _check(options)
+    shown, options = options.output, _with_absolute_paths(options)
     device = _device(options.device, require_gpu=options.require_gpu)
     if options.reference_device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
@@ -166,7 +168,18 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     )
     report = report_of(fast).to_json()
     seconds = round(time.perf_counter() - started, 3)
-    return _exported(options.output, bundle, report, loaded, seconds)
+    return _exported(shown, bundle, report, loaded, seconds)
+
+
+def _with_absolute_paths(options: ExportOptions) -> ExportOptions:
+    """The options with paths that stay the same when the user's code changes the current folder."""
+    return replace(
+        options,
+        output=options.output.absolute(),
+        input_files=tuple(path.absolute() for path in options.input_files),
+        weights=None if options.weights is None else options.weights.absolute(),
+        debug_dir=None if options.debug_dir is None else options.debug_dir.absolute(),
+    )
 
 
 def _default(value: object) -> str | int | float | None:
@@ -185,6 +198,8 @@ def _check(options: ExportOptions) -> list[Pass]:
     for text in options.inputs:
         parse_input(text)
     refuse_missing_inputs(options.input_files)
+    if options.weights is not None:
+        refuse_missing_weights(options.weights)
     parse_target(options.model, options.name)
     check_target(options.output, force=options.force)
     check_debug_folder(options.debug_dir)

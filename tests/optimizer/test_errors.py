@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from exporters.onnx import OnnxExporter, judge_placement
 from optimizer import artifact_parity, cli
@@ -309,6 +310,22 @@ def test_the_whole_way_and_back(run, folder):
     assert damaged.code == 8
     assert "model.onnx" in damaged.err
     assert "Traceback" not in damaged.err
+
+
+def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):
+    write("import os\nos.chdir(os.path.dirname(os.getcwd()))\nmodel = Net()")
+    torch.save({"conv.weight": torch.ones(4, 3, 3, 3)}, "part.pt")
+    save_file({"x": torch.randn(2, 3, 8, 8)}, "x.safetensors")
+    (folder.parent / "out").mkdir()
+    arguments = ("model.py", "--formats", "torchscript", "--output", "out/net", "--quiet")
+    done = run(*arguments, "--inputs", "x.safetensors")
+    os.chdir(folder)
+    assert (done.code, done.out) == (0, "out/net\n"), done.err
+    assert (folder / "out/net/manifest.json").is_file()
+    assert list((folder.parent / "out").iterdir()) == []
+    done = run(*arguments, "--force", "--weights", "part.pt")
+    os.chdir(folder)
+    assert "The weights part.pt don't fit the model: missing conv.bias" in done.err
 
 
 def test_the_users_modules_of_our_names(run):
