@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
@@ -81,15 +82,22 @@ def _own_package(name: str) -> ModuleType:
 
 
 def _claim(name: str, folder: Path) -> ModuleSpec | None:
-    """The module or package in `folder` that takes the name from ours; None where there is none."""
-    spec = PathFinder.find_spec(name, [str(folder)])
-    if spec is None or folder == ROOT:
+    """The user's module or package that takes the name from ours; None where there is none.
+
+    It is in `folder`, or in a folder that Python searches before ours, as those of PYTHONPATH.
+    """
+    if folder == ROOT:
         return None
-    if spec.origin is not None:
+    spec = PathFinder.find_spec(name, [str(folder)])
+    if spec is not None and spec.origin is not None:
         return spec
     # A folder without __init__.py is a namespace package only where it holds code; `optimizer/` may hold checkpoints.
     place = folder / name
-    return spec if any(place.glob("*.py")) or any(place.glob("*/*.py")) else None
+    if spec is not None and (any(place.glob("*.py")) or any(place.glob("*/*.py"))):
+        return spec
+    before_ours = list(takewhile(lambda entry: Path(entry).resolve() != ROOT, sys.path))
+    spec = PathFinder.find_spec(name, before_ours)
+    return spec if spec is not None and spec.origin is not None else None
 
 
 def _give_up(name: str, spec: ModuleSpec) -> None:
