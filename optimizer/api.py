@@ -44,7 +44,7 @@ from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import listed
 from optimizer.verify import factor_between
-from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
+from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
 from optimizer.wrong_pass import pass_to_blame
@@ -401,6 +401,7 @@ def _check_model(model: object, *, runs: bool) -> None:
         refuse_unrunnable(model)
     else:
         refuse_unmade_module(model)
+        refuse_circular_modules(model)
         refuse_lazy_modules(model)
     _refuse_distributed(model)
 

@@ -110,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
     if argv is None:
         _silence_stdout()
+        _keep_exit_code(code)
     return code
 
 
@@ -417,6 +418,12 @@ def _silence_stdout() -> None:
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
     sys.stdout = sys.stderr
+
+
+def _keep_exit_code(code: int) -> None:
+    """At the end of the process: the user's code may call `os._exit(0)` at exit, and a failure stays one."""
+    end = os._exit
+    os._exit = lambda status: end(status or code)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ from optimizer.report import Progress
 from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import exit_call
 from optimizer.trial import check_runs
-from optimizer.user_code import names_restored
+from optimizer.user_code import hard_exits_raise, names_restored
 from optimizer.weights import refuse_missing_weights
 from passes.base import Pass
 from passes.errors import (
@@ -78,7 +78,7 @@ def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -
     Where an artifact computes something else nothing is published, and the document has the figures and `exit_code` 6.
     """
     try:
-        with _own_errors(), names_restored():
+        with _own_errors(), names_restored(), hard_exits_raise():
             return _make(options, progress)
     except ParityError as error:
         return _parity_failed(error)

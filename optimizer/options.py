@@ -101,7 +101,9 @@ def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        if not equals or not key.strip():
+        if not equals and key.strip():
+            raise UsageError(f"--metadata {text!r} has no value; give one such as --metadata {key.strip()}=Jane.")
+        if not key.strip():
             raise UsageError(f"--metadata {text!r} has no key; give one such as --metadata author=Jane.")
         if key in found:
             raise UsageError(f"--metadata gives {key} twice.")
@@ -187,7 +189,18 @@ def default_output(model: str) -> Path:
     return Path("dist") / (stem.rpartition(".")[2] or "model")
 
 
+def is_utf8(text: str) -> bool:
+    """Whether an argument or a path of the system is text; other bytes come in as halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _parts(option: str, text: str) -> list[str]:
+    if not is_utf8(text):
+        raise UsageError(f"{option} {text!r} isn't UTF-8.")
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise UsageError(f"{option} {text!r} has an empty entry; separate the entries by single commas.")

@@ -18,6 +18,7 @@ from importlib.util import module_from_spec
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 OWN_PACKAGES = ("optimizer", "passes", "exporters")
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +67,27 @@ def names_restored() -> Iterator[None]:
                 del sys.modules[name]
         sys.modules.update(own)
         importlib.invalidate_caches()
+
+
+class HardExit(SystemExit):
+    """Raised where the user's code called `os._exit`, which would end the process without a word, with any code."""
+
+
+@contextmanager
+def hard_exits_raise() -> Iterator[None]:
+    """Make `os._exit` in this process raise `HardExit`; a forked child goes on ending by it."""
+    end, process = os._exit, os.getpid()
+
+    def raise_or_end(status: int) -> NoReturn:
+        if os.getpid() != process:
+            end(status)
+        raise HardExit(status)
+
+    os._exit = raise_or_end
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def _own_package(name: str) -> ModuleType:

@@ -239,7 +239,7 @@ def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")
     distrusted = [path for path in (SUMS, golden["path"]) if path in damage]
     try:
-        calls = () if distrusted else read_golden(folder, golden)
+        calls = () if distrusted else read_golden(folder, golden, manifest["artifacts"])
     except BundleError as error:
         return VerifyReport(folder, device, (*damage.values(), str(error)), (), tuple(notes))
     figures = []

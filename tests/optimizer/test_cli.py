@@ -204,7 +204,10 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--opset", "-1"], "--opset: '-1' is no whole number; give one such as 17."),
         (["m.py", "--opset", "1.5"], "--opset: '1.5' is no whole number"),
         (["--verify", "b", "--opset", "17"], "--verify doesn't go with --opset."),
-        (["m.py", "--metadata", "author"], "--metadata 'author' has no key; give one such as --metadata author=Jane."),
+        (
+            ["m.py", "--metadata", "author"],
+            "--metadata 'author' has no value; give one such as --metadata author=Jane.",
+        ),
         (["m.py", "--metadata", "=Jane"], "--metadata '=Jane' has no key"),
         (["m.py", "--metadata", " =Jane"], "--metadata ' =Jane' has no key"),
         (["m.py", "--metadata", "a=1", "--metadata", "a=1"], "--metadata gives a twice."),
