@@ -36,6 +36,7 @@ from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
+from optimizer.options import check_numbers
 from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
@@ -147,7 +148,7 @@ def _optimized(
 ) -> nn.Module:
     started = time.perf_counter()
     _check_model(model, runs=example_inputs is not None or bool(example_kwargs))
-    _check_numbers(seed, batch_sizes)
+    check_numbers(seed, batch_sizes)
     if mode not in ("inference", "training"):
         raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
     chosen = make_passes(passes, mode)
@@ -277,7 +278,7 @@ def export(
         BundleError: the folder can't be written.
     """
     _check_model(model, runs=True)
-    _check_numbers(seed, batch_sizes)
+    check_numbers(seed, batch_sizes)
     # Before any of the user's code runs, which may change the current folder.
     output, debug_dir = _check_folders(output, debug_dir, force=force)
     own = {} if metadata is None else metadata
@@ -419,16 +420,6 @@ def _refuse_distributed(model: nn.Module) -> None:
         if isinstance(module, kinds):
             where = f"{path} of the model" if path else "The model"
             raise UsageError(f"{where} is sharded by FSDP: call optimize() first, and shard its result.")
-
-
-def _check_numbers(seed: object, batch_sizes: Any) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UsageError(f"seed is a whole number, not {seed!r}.")
-    if batch_sizes is None:
-        return
-    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
-    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
-        raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
 
 
 def _samples(

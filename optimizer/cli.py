@@ -40,6 +40,7 @@ from optimizer.options import (
     parse_seed,
     parse_tolerance,
 )
+from optimizer.printable import all_printable, printable
 from optimizer.user_code import import_own_packages
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Terminated as termination:
             code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
         except click.ClickException as error:
-            code = voice.fail(EXIT_USAGE, "UsageError", error.format_message(), error)
+            code = voice.fail(EXIT_USAGE, "UsageError", " ".join(error.format_message().split()), error)
         except OptimizeExportError as error:
             code = voice.fail(error.exit_code, type(error).__name__, str(error), error)
         except BaseException as error:  # noqa: BLE001 - the last line of defence: a defect is told in one sentence, too
@@ -485,7 +486,7 @@ class _Stages:
             if stage != progress.stage:
                 self._bars.update(task, text="")
         current = self._tasks[progress.stage]
-        self._bars.update(current, completed=progress.done, total=progress.total or None, text=progress.text)
+        self._bars.update(current, completed=progress.done, total=progress.total or None, text=printable(progress.text))
 
 
 # What is said ---------------------------------------------------------------------------------------------------------
@@ -511,7 +512,7 @@ class _Voice:
         elif not self.quiet:
             written = _print_tables(document, details=self.details)
         elif "bundle" in document:
-            written = _print_line(str(document["bundle"]))
+            written = _print_line(printable(str(document["bundle"])))
         problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
         for problem in problems:
             _say(f"error: {problem}")
@@ -519,9 +520,9 @@ class _Voice:
 
     def fail(self, code: int, kind: str, sentence: str, error: BaseException) -> int:
         """Say an error in one line on stderr, and as the JSON document where that is asked for; returns the code."""
-        sentence = " ".join(sentence.split())
         if self.debug:
-            traceback.print_exception(error)
+            for line in "".join(traceback.format_exception(error)).removesuffix("\n").split("\n"):
+                _to_stderr(f"| {line}")  # a message may hold line breaks: none of its lines is one of the program's
         if self.as_json:
             details = {"code": code, "kind": kind, "message": sentence}
             _print_json({"ok": False, "exit_code": code, "error": details})
@@ -539,15 +540,18 @@ def _defect(error: BaseException) -> str:
 
 def _say(sentence: str) -> None:
     """One line on stderr, whoever reads it."""
+    _to_stderr(f"{PROGRAM}: {sentence}")
+
+
+def _to_stderr(line: str) -> None:
+    encoding = _encoding(sys.stderr)
     with contextlib.suppress(OSError, ValueError):
-        print(
-            f"{PROGRAM}: {sentence}".encode(_encoding(sys.stderr), "backslashreplace").decode(_encoding(sys.stderr)),
-            file=sys.stderr,
-        )
+        print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
 
 
 def _print_json(document: Mapping[str, Any]) -> bool:
-    return _print_line(json.dumps(document, indent=2, allow_nan=False))
+    # JSON allows it in a text as it is.
+    return _print_line(json.dumps(document, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def _print_line(text: str) -> bool:
@@ -568,7 +572,7 @@ def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     from optimizer.result_table import as_text
 
     terminal = sys.stdout.isatty()
-    text = as_text(document, terminal=terminal, encoding=_encoding(sys.stdout), details=details)
+    text = as_text(all_printable(document), terminal=terminal, encoding=_encoding(sys.stdout), details=details)
     return _print_line(text)
 
 

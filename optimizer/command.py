@@ -43,7 +43,7 @@ from optimizer.manifest import plain
 from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
 from optimizer.report import Progress
 from optimizer.reproducing import check_debug_folder
-from optimizer.sentences import exit_call
+from optimizer.sentences import exit_call, one_line
 from optimizer.trial import check_runs
 from optimizer.user_code import hard_exits_raise, names_restored
 from optimizer.weights import refuse_missing_weights
@@ -265,13 +265,13 @@ def _own_errors() -> Iterator[None]:
     except OptimizeExportError:
         raise
     except _USAGE as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(one_line(error)) from error
     except PassesError as error:
-        raise OptimizeFailed(str(error)) from error
+        raise OptimizeFailed(one_line(error)) from error
     except ProviderFallback as error:
-        raise ParityError(str(error)) from error
+        raise ParityError(one_line(error)) from error
     except ExporterError as error:
-        raise ExportFailed(str(error)) from error
+        raise ExportFailed(one_line(error)) from error
     except SystemExit as error:
         # The program itself never exits here: it is the model, at an input that its first run hadn't.
         raise LoadError(f"The model called {exit_call(error)} while it ran: take the call out of it.") from error

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from optimizer.errors import UsageError
 
@@ -187,6 +187,17 @@ def default_output(model: str) -> Path:
     place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model
     stem = Path(place or model).name.removesuffix(".py")
     return Path("dist") / (stem.rpartition(".")[2] or "model")
+
+
+def check_numbers(seed: object, batch_sizes: Any) -> None:
+    """`UsageError` for arguments of a function in Python that aren't whole numbers; `batch_sizes` may be None."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UsageError(f"seed is a whole number, not {seed!r}.")
+    if batch_sizes is None:
+        return
+    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
+    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
+        raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
 
 
 def is_utf8(text: str) -> bool:

@@ -71,6 +71,11 @@ def exit_call(error: SystemExit) -> str:
     return f"sys.exit({'' if error.code is None else repr(error.code)})"
 
 
+def one_line(error: BaseException) -> str:
+    """The whole message, without line breaks."""
+    return " ".join(str(error).split())
+
+
 def quote(error: BaseException, *, with_type: bool = False) -> str:
     """The message on one line, without its last full stop and not longer than a screen can bear.
 

@@ -341,14 +341,41 @@ def test_batch_sizes_are_read():
 )
 def test_errors_have_their_exit_codes_and_one_line(run, error, code):
     done = run("m.py", "--quiet", engine=Engine(error))
-    assert (done.code, done.out, done.err) == (code, "", "optimize-export: error: a b\n")
+    message = str(error)
+    assert (done.code, done.out) == (code, "")
+    assert done.err == "optimize-export: error: {}\n".format(message.replace("\n", "\\n"))
     done = run("m.py", "--quiet", "--json", engine=Engine(error))
     assert done.code == code
     assert json.loads(done.out) == {
         "ok": False,
         "exit_code": code,
-        "error": {"code": code, "kind": type(error).__name__, "message": "a b"},
+        "error": {"code": code, "kind": type(error).__name__, "message": message},
     }
+
+
+EVIL = "x\noptimize-export: bundle verified\x1b[2J\u202e\x7f\udcff"
+SHOWN = r"x\noptimize-export: bundle verified\x1b[2J\u202e\x7f\udcff"
+
+
+@pytest.mark.parametrize("options", [[], ["--debug"]])
+def test_names_cant_speak_for_the_program(run, options):
+    done = run("m.py", *options, engine=Engine(LoadError(f"There is no file {EVIL}.")))
+    assert done.err.splitlines()[-1] == f"optimize-export: error: There is no file {SHOWN}."
+    assert "optimize-export: bundle verified" not in [line.partition("\x1b")[0] for line in done.err.splitlines()]
+    assert all(line.isprintable() for line in done.err.split("\n"))
+
+
+def test_names_in_a_result_are_escaped(run):
+    document = json.loads(json.dumps(DONE).replace("logits", "{}").replace("{}", json.dumps(EVIL)[1:-1]))
+    document |= {"bundle": EVIL, "notes": [EVIL], "problems": [EVIL]}
+    done = run("m.py", engine=Engine(document))
+    assert all(line.isprintable() for line in (*done.out.split("\n"), *done.err.split("\n")))
+    assert f"bundle: {SHOWN}" in done.out.splitlines()
+    assert f"optimize-export: error: {SHOWN}" in done.err.splitlines()
+    assert run("m.py", "--quiet", engine=Engine(document)).out == f"{SHOWN}\n"
+    done = run("m.py", "--json", engine=Engine(document))
+    assert json.loads(done.out) == document
+    assert all(line.isprintable() for line in done.out.split("\n"))
 
 
 def test_every_error_class_is_documented_in_the_help(run):

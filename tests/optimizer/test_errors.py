@@ -381,6 +381,25 @@ def test_paths_that_are_no_text(refused):
     assert "o\\udcff.py isn't UTF-8, which torch's exporters need: rename it." in refused(3, name + ".py")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["class", 'say "x"', "model", "é😀`|"])
+def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, monkeypatch, name):
+    done = run(write(), "--quiet", "--input-names", name)
+    assert done.code == 0, done.err
+    monkeypatch.chdir(folder / "dist/model")
+    parts = Path("README.md").read_text(encoding="utf-8").split("```")
+    examples = [part.removeprefix("python\n") for part in parts if part.startswith("python\n")]
+    assert len(examples) == 2
+    for example in examples:
+        found: dict[str, object] = {}
+        exec(compile(example, "README.md", "exec"), found)
+        assert "outputs" in found
+
+
+def test_a_name_with_control_characters_is_none(refused):
+    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is no name for an input."
+
+
 def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):
     write("import os\nos.chdir(os.path.dirname(os.getcwd()))\nmodel = Net()")
     torch.save({"conv.weight": torch.ones(4, 3, 3, 3)}, "part.pt")
