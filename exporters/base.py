@@ -322,7 +322,7 @@ def _input_names(structure: Structure, given: Sequence[str] | None) -> tuple[str
 def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, ...]:
     if len(names) != len(own):
         raise StructureError(f"{len(names)} {side} names were given for {len(own)} {side} tensors ({', '.join(own)}).")
-    if bad := [name for name in names if not isinstance(name, str) or not name.strip()]:
+    if bad := [name for name in names if not isinstance(name, str) or not name.strip() or not name.isprintable()]:
         raise StructureError(f"{bad[0]!r} is no name for an {side}.")
     if len(set(names)) != len(names):
         raise StructureError(f"The {side} names {', '.join(names)} aren't different from each other.")

@@ -36,6 +36,7 @@ from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
+from optimizer.options import check_numbers
 from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
@@ -44,7 +45,7 @@ from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import listed
 from optimizer.verify import factor_between
-from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
+from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.written_parameters import kept_values
 from optimizer.wrong_pass import pass_to_blame
@@ -147,7 +148,7 @@ def _optimized(
 ) -> nn.Module:
     started = time.perf_counter()
     _check_model(model, runs=example_inputs is not None or bool(example_kwargs))
-    _check_numbers(seed, batch_sizes)
+    check_numbers(seed, batch_sizes)
     if mode not in ("inference", "training"):
         raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
     chosen = make_passes(passes, mode)
@@ -277,8 +278,9 @@ def export(
         BundleError: the folder can't be written.
     """
     _check_model(model, runs=True)
-    _check_numbers(seed, batch_sizes)
-    _check_folders(output, debug_dir, force=force)
+    check_numbers(seed, batch_sizes)
+    # Before any of the user's code runs, which may change the current folder.
+    output, debug_dir = _check_folders(output, debug_dir, force=force)
     own = {} if metadata is None else metadata
     exporters = _exporters(formats, opset, own)
     target = _resolved(device, require_gpu=require_gpu)
@@ -326,7 +328,7 @@ def export(
         parity=by,
         exported=exported,
         pass_to_blame=cache(partial(_blamed, provenance, exported, home, by.is_wrong, seed, inputs)),
-        debug_dir=None if debug_dir is None else Path(debug_dir),
+        debug_dir=debug_dir,
     )
 
     def fill(folder: Path) -> Mapping[str, Any]:
@@ -400,6 +402,7 @@ def _check_model(model: object, *, runs: bool) -> None:
         refuse_unrunnable(model)
     else:
         refuse_unmade_module(model)
+        refuse_circular_modules(model)
         refuse_lazy_modules(model)
     _refuse_distributed(model)
 
@@ -417,16 +420,6 @@ def _refuse_distributed(model: nn.Module) -> None:
         if isinstance(module, kinds):
             where = f"{path} of the model" if path else "The model"
             raise UsageError(f"{where} is sharded by FSDP: call optimize() first, and shard its result.")
-
-
-def _check_numbers(seed: object, batch_sizes: Any) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UsageError(f"seed is a whole number, not {seed!r}.")
-    if batch_sizes is None:
-        return
-    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
-    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
-        raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
 
 
 def _samples(
@@ -568,13 +561,15 @@ def _exporters(formats: Sequence[str], opset: int | None, metadata: Mapping[str,
     return exporters
 
 
-def _check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> None:
+def _check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> tuple[Path, Path | None]:
+    """The two folders as absolute paths, once it is seen that they can be written."""
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
         raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
     check_target(output, force=force)
     check_debug_folder(debug_dir)
     if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
         raise UsageError(f"{debug_dir} is the folder of the bundle: name another one for debugging.")
+    return Path(output).absolute(), None if debug_dir is None else Path(debug_dir).absolute()
 
 
 def check_dynamic(

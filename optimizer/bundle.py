@@ -49,7 +49,7 @@ from optimizer.manifest import (
     weights_hash,
     without_local_paths,
 )
-from optimizer.options import parse_digest
+from optimizer.options import is_utf8, parse_digest
 from optimizer.rejudge import RejudgeReport, rejudge_contents
 from optimizer.sentences import listed
 from optimizer.verdict import Tolerance
@@ -319,12 +319,15 @@ def _absolute(path: str | Path) -> Path:
     if "\0" in str(given):
         raise BundleError(f"{str(given)!r} is no path: it holds a null character.")
     try:
-        if given.name in {"", ".."}:
-            return given.resolve()
-        return given.parent.resolve() / given.name
+        path = given.resolve() if given.name in {"", ".."} else given.parent.resolve() / given.name
     # A loop of links: RuntimeError before Python 3.13.
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{given} can't be resolved: {error}.") from error
+    if not is_utf8(str(path)):
+        raise BundleError(
+            f"{path} isn't UTF-8, which the libraries that write and read a bundle need: name another path."
+        )
+    return path
 
 
 def _check_standing(folder: Path, target: Path, *, force: bool) -> None:

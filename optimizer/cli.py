@@ -41,6 +41,7 @@ from optimizer.options import (
     parse_seed,
     parse_tolerance,
 )
+from optimizer.printable import all_printable, printable
 from optimizer.user_code import import_own_packages
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ Exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `argv` is `sys.argv[1:]` if not given."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     voice = _Voice(*(option in arguments for option in ("--json", "--quiet", "--debug", "--details")))
     with contextlib.ExitStack() as kept:
         kept.enter_context(_sigterm_unwinds())
@@ -103,13 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Terminated as termination:
             code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
         except click.ClickException as error:
-            code = voice.fail(EXIT_USAGE, "UsageError", error.format_message(), error)
+            code = voice.fail(EXIT_USAGE, "UsageError", " ".join(error.format_message().split()), error)
         except OptimizeExportError as error:
             code = voice.fail(error.exit_code, type(error).__name__, str(error), error)
         except BaseException as error:  # noqa: BLE001 - the last line of defence: a defect is told in one sentence, too
             code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
     if argv is None:
         _silence_stdout()
+        _keep_exit_code(code)
     return code
 
 
@@ -395,32 +398,38 @@ def _optional_names(option: str, text: str | None) -> tuple[str, ...] | None:
 # stdout and signals ---------------------------------------------------------------------------------------------------
 
 
+def _open_closed_streams() -> None:
+    """Connect standard streams that are closed (`>&-`, daemons) to the null device.
+
+    Otherwise the next file that is opened, such as one of the bundle, takes the free descriptor, and whatever a library
+    prints goes into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest descriptor that is free is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+
+
 @contextlib.contextmanager
 def _stdout_goes_to_stderr() -> Iterator[None]:
     """For Python's `print`, for C libraries and for child processes."""
     kept_stream = sys.stdout
     _flush(kept_stream)
-    kept_descriptor = _duplicate(1)
+    kept_descriptor = os.dup(1)
     sys.stdout = sys.stderr
-    if kept_descriptor is not None:
-        os.dup2(2, 1)
+    os.dup2(2, 1)
     try:
         yield
     finally:
         _flush(sys.stdout)
         sys.stdout = kept_stream
-        if kept_descriptor is not None:
-            os.dup2(kept_descriptor, 1)
-            os.close(kept_descriptor)
-
-
-def _duplicate(descriptor: int) -> int | None:
-    """None where the descriptor, or stderr, is closed."""
-    try:
-        os.fstat(2)
-        return os.dup(descriptor)
-    except OSError:
-        return None
+        os.dup2(kept_descriptor, 1)
+        os.close(kept_descriptor)
 
 
 def _flush(stream: TextIO | None) -> None:
@@ -435,6 +444,12 @@ def _silence_stdout() -> None:
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
     sys.stdout = sys.stderr
+
+
+def _keep_exit_code(code: int) -> None:
+    """At the end of the process: the user's code may call `os._exit(0)` at exit, and a failure stays one."""
+    end = os._exit
+    os._exit = lambda status: end(status or code)
 
 
 @contextlib.contextmanager
@@ -465,7 +480,7 @@ class _Stages:
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> "_Stages":
-        if self._shown and sys.stderr is not None and sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -496,7 +511,7 @@ class _Stages:
             if stage != progress.stage:
                 self._bars.update(task, text="")
         current = self._tasks[progress.stage]
-        self._bars.update(current, completed=progress.done, total=progress.total or None, text=progress.text)
+        self._bars.update(current, completed=progress.done, total=progress.total or None, text=printable(progress.text))
 
 
 # What is said ---------------------------------------------------------------------------------------------------------
@@ -522,7 +537,7 @@ class _Voice:
         elif not self.quiet:
             written = _print_tables(document, details=self.details)
         elif "bundle" in document:
-            written = _print_line(str(document["bundle"]))
+            written = _print_line(printable(str(document["bundle"])))
         problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
         for problem in problems:
             _say(f"error: {problem}")
@@ -530,9 +545,9 @@ class _Voice:
 
     def fail(self, code: int, kind: str, sentence: str, error: BaseException) -> int:
         """Say an error in one line on stderr, and as the JSON document where that is asked for; returns the code."""
-        sentence = " ".join(sentence.split())
         if self.debug:
-            traceback.print_exception(error)
+            for line in "".join(traceback.format_exception(error)).removesuffix("\n").split("\n"):
+                _to_stderr(f"| {line}")  # a message may hold line breaks: none of its lines is one of the program's
         if self.as_json:
             details = {"code": code, "kind": kind, "message": sentence}
             _print_json({"ok": False, "exit_code": code, "error": details})
@@ -550,15 +565,18 @@ def _defect(error: BaseException) -> str:
 
 def _say(sentence: str) -> None:
     """One line on stderr, whoever reads it."""
+    _to_stderr(f"{PROGRAM}: {sentence}")
+
+
+def _to_stderr(line: str) -> None:
+    encoding = _encoding(sys.stderr)
     with contextlib.suppress(OSError, ValueError):
-        print(
-            f"{PROGRAM}: {sentence}".encode(_encoding(sys.stderr), "backslashreplace").decode(_encoding(sys.stderr)),
-            file=sys.stderr,
-        )
+        print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
 
 
 def _print_json(document: Mapping[str, Any]) -> bool:
-    return _print_line(json.dumps(document, indent=2, allow_nan=False))
+    # JSON allows it in a text as it is.
+    return _print_line(json.dumps(document, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def _print_line(text: str) -> bool:
@@ -579,7 +597,7 @@ def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     from optimizer.result_table import as_text
 
     terminal = sys.stdout.isatty()
-    text = as_text(document, terminal=terminal, encoding=_encoding(sys.stdout), details=details)
+    text = as_text(all_printable(document), terminal=terminal, encoding=_encoding(sys.stdout), details=details)
     return _print_line(text)
 
 

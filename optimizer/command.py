@@ -7,7 +7,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict
+from dataclasses import MISSING, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ from optimizer.manifest import plain
 from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
 from optimizer.report import Progress
 from optimizer.reproducing import check_debug_folder
-from optimizer.sentences import exit_call
+from optimizer.sentences import exit_call, one_line
 from optimizer.trial import check_runs
-from optimizer.user_code import names_restored
+from optimizer.user_code import hard_exits_raise, names_restored
+from optimizer.weights import refuse_missing_weights
 from passes.base import Pass
 from passes.errors import (
     DuplicatePass,
@@ -77,7 +78,7 @@ def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -
     Where an artifact computes something else nothing is published, and the document has the figures and `exit_code` 6.
     """
     try:
-        with _own_errors(), names_restored():
+        with _own_errors(), names_restored(), hard_exits_raise():
             return _make(options, progress)
     except ParityError as error:
         return _parity_failed(error)
@@ -120,6 +121,7 @@ def list_passes() -> Document:
 def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
     started = time.perf_counter()
     passes = _check(options)
+    shown, options = options.output, _with_absolute_paths(options)
     device = _device(options.device, require_gpu=options.require_gpu)
     if options.reference_device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
@@ -172,7 +174,18 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     )
     report = report_of(fast).to_json()
     seconds = round(time.perf_counter() - started, 3)
-    return _exported(options.output, bundle, report, loaded, seconds)
+    return _exported(shown, bundle, report, loaded, seconds)
+
+
+def _with_absolute_paths(options: ExportOptions) -> ExportOptions:
+    """The options with paths that stay the same when the user's code changes the current folder."""
+    return replace(
+        options,
+        output=options.output.absolute(),
+        input_files=tuple(path.absolute() for path in options.input_files),
+        weights=None if options.weights is None else options.weights.absolute(),
+        debug_dir=None if options.debug_dir is None else options.debug_dir.absolute(),
+    )
 
 
 def _default(value: object) -> str | int | float | None:
@@ -191,6 +204,8 @@ def _check(options: ExportOptions) -> list[Pass]:
     for text in options.inputs:
         parse_input(text)
     refuse_missing_inputs(options.input_files)
+    if options.weights is not None:
+        refuse_missing_weights(options.weights)
     parse_target(options.model, options.name)
     check_target(options.output, force=options.force)
     check_debug_folder(options.debug_dir)
@@ -257,13 +272,13 @@ def _own_errors() -> Iterator[None]:
     except OptimizeExportError:
         raise
     except _USAGE as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(one_line(error)) from error
     except PassesError as error:
-        raise OptimizeFailed(str(error)) from error
+        raise OptimizeFailed(one_line(error)) from error
     except ProviderFallback as error:
-        raise ParityError(str(error)) from error
+        raise ParityError(one_line(error)) from error
     except ExporterError as error:
-        raise ExportFailed(str(error)) from error
+        raise ExportFailed(one_line(error)) from error
     except SystemExit as error:
         # The program itself never exits here: it is the model, at an input that its first run hadn't.
         raise LoadError(f"The model called {exit_call(error)} while it ran: take the call out of it.") from error

@@ -145,8 +145,13 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ...]:
-    """The calls of a bundle's folder, on the CPU; `golden` is its manifest's. BundleError where they can't be read."""
+def read_golden(
+    folder: Path, golden: Mapping[str, Any], artifacts: Sequence[Mapping[str, Any]] = ()
+) -> tuple[GoldenCall, ...]:
+    """The calls of a bundle's folder, on the CPU; `golden` and `artifacts` are its manifest's.
+
+    BundleError where they can't be read, or have other dtypes than the manifest says.
+    """
     path = folder / golden["path"]
     try:
         # A FIFO would block.
@@ -157,10 +162,26 @@ def read_golden(folder: Path, golden: Mapping[str, Any]) -> tuple[GoldenCall, ..
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise BundleError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
     for key in complex_names & tensors.keys():
-        tensors[key] = torch.view_as_complex(tensors[key])
+        try:
+            tensors[key] = torch.view_as_complex(tensors[key])
+        except RuntimeError as error:
+            raise BundleError(f"{path} can't be read: {key} isn't made of pairs of real numbers.") from error
+    taken = {each["name"]: each["dtype"] for artifact in artifacts for each in artifact["inputs"]}
+    dtypes = {
+        "input": taken,
+        "output": {each["name"]: each["dtype"] for each in golden["outputs"]},
+        "tied": {each["name"]: "bool" for each in golden["outputs"]},
+    }
+
+    def checked(key: str, kind: str, name: str) -> torch.Tensor:
+        tensor = tensors[key]
+        dtype, wanted = str(tensor.dtype).removeprefix("torch."), dtypes[kind].get(name)
+        if wanted not in (None, dtype):
+            raise BundleError(f"{path} can't be used: {key} is {dtype}, and has to be {wanted}.")
+        return tensor
 
     def side(call: Mapping[str, Any], key: str, names: str) -> dict[str, torch.Tensor]:
-        return {name: tensors[f"{call['name']}/{key}/{name}"] for name in call[names]}
+        return {name: checked(f"{call['name']}/{key}/{name}", key, name) for name in call[names]}
 
     try:
         return tuple(

@@ -32,10 +32,17 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.input_files import read_calls, refuse_missing_inputs
 from optimizer.input_spec import draw_inputs, parse_input
 from optimizer.inputs import Call, FurtherInputs, Samples
+from optimizer.options import is_utf8
 from optimizer.sentences import errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.user_code import put_first
-from optimizer.weights import load_weights, refuse_empty_tensors, refuse_missing_weights, refuse_unmade_module
+from optimizer.weights import (
+    load_weights,
+    refuse_circular_modules,
+    refuse_empty_tensors,
+    refuse_missing_weights,
+    refuse_unmade_module,
+)
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -98,6 +105,7 @@ def load(
     finder = _Finder(module, target)
     model, model_name = finder.model()
     refuse_unmade_module(model)
+    refuse_circular_modules(model)
     notes: list[str] = []
     if isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
         notes.append(f"{model_name} is what torch.compile(module) made; the module in it is taken.")
@@ -191,6 +199,8 @@ def parse_target(spec: str, name: str | None = None) -> Target:
     if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
         return Target(place, Path.cwd(), None, name)
     _refuse_other_files(path)
+    if not is_utf8(str(path.resolve())):
+        raise LoadError(f"The path {path.resolve()} isn't UTF-8, which torch's exporters need: rename it.")
     return Target(path.name, path.resolve().parent, path.resolve(), name)
 
 
@@ -324,7 +334,14 @@ class _Finder:
 
     def _call(self, function: Callable[[], Any], name: str) -> Any:
         with errors_of_user_code(f"{name}() in {self.target.label} failed", self.target.folder):
-            return function()
+            value = function()
+        self._refuse_coroutine(value, f"{name}()")
+        return value
+
+    def _refuse_coroutine(self, value: Any, called: str) -> None:
+        if inspect.iscoroutine(value):
+            value.close()  # Otherwise Python warns that it was never awaited.
+            raise LoadError(f"{called} in {self.target.label} is an async function; write def in place of async def.")
 
     def _keyword_inputs(self) -> dict[str, Any]:
         value = self._held("example_kwargs")
@@ -366,6 +383,7 @@ class _Finder:
             called = f"{name}({batch_size}, generator)"
             with errors_of_user_code(f"{called} in {self.target.label} failed", self.target.folder):
                 value = function(batch_size, generator)
+            self._refuse_coroutine(value, called)
             if isinstance(value, Mapping):
                 return Call((), self._keywords(value, called))
             return Call(self._positional(value, called), {})

@@ -5,6 +5,7 @@ The manifest is strict JSON: numbers that JSON doesn't have are the strings "NaN
 
 import hashlib
 import json
+import keyword
 import math
 import os
 import platform
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from optimizer.errors import BundleError
+from optimizer.printable import printable
 from optimizer.regular_files import read_text_bytes
 
 MANIFEST = "manifest.json"
@@ -554,10 +556,10 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
     """A README for whoever gets the bundle: how to run its artifacts without this program. Markdown."""
     model, parity = manifest["model"], manifest["parity"]
     lines = [
-        f"# {model['class']}",
+        f"# {printable(model['class'])}",
         "",
         f"Written by {manifest['program']['name']} {manifest['program']['version']} on {manifest['created']}.",
-        f"Parity with the original model: {parity['verdict']}. {parity['reason']}".rstrip(),
+        printable(f"Parity with the original model: {parity['verdict']}. {parity['reason']}").rstrip(),
         "",
         f"`{_PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
         f"`sha256sum -c {SUMS}` checks the files alone. A model file is a program: load or verify it only if you trust its"
@@ -566,7 +568,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         "",
     ]
     if notes := manifest.get("notes"):
-        lines += [*(f"- {' '.join(note.split())}" for note in notes), ""]
+        lines += [*(f"- {printable(' '.join(note.split()))}" for note in notes), ""]
     for artifact in manifest["artifacts"]:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
         lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(sized), ""]
@@ -580,8 +582,13 @@ def _shape(tensor: Mapping[str, Any]) -> str:
 def _table(artifact: Mapping[str, Any]) -> list[str]:
     rows = ["| | name | dtype | shape |", "|---|---|---|---|"]
     for side in ("inputs", "outputs"):
-        rows += [f"| {side[:-1]} | `{t['name']}` | {t['dtype']} | `{_shape(t)}` |" for t in artifact[side]]
+        rows += [f"| {side[:-1]} | `{_cell(t['name'])}` | {t['dtype']} | `{_shape(t)}` |" for t in artifact[side]]
     return rows
+
+
+def _cell(name: str) -> str:
+    """A name between backquotes in a table of Markdown."""
+    return printable(name).replace("`", "'").replace("|", "\\|")
 
 
 def _example(artifact: Mapping[str, Any]) -> list[str]:
@@ -607,14 +614,18 @@ _NUMPY = frozenset(
 )
 
 
+# What the example itself calls so.
+_TAKEN = frozenset({"model", "os", "outputs", "torch"})
+
+
 def _onnx_example(artifact: Mapping[str, Any]) -> list[str]:
     feeds = [
-        f'    "{t["name"]}": numpy.zeros({_sizes(t, artifact)}, dtype=numpy.{t["dtype"] + ("_" if t["dtype"] == "bool" else "")}),'
+        f"    {json.dumps(t['name'], ensure_ascii=False)}: numpy.zeros({_sizes(t, artifact)}, dtype=numpy.{t['dtype'] + ('_' if t['dtype'] == 'bool' else '')}),"
         for t in artifact["inputs"]
         if t["dtype"] in _NUMPY
     ]
     others = [
-        f"    # {t['name']}: an onnxruntime.OrtValue of {t['dtype']}, {_shape(t)}"
+        f"    # {printable(t['name'])}: an onnxruntime.OrtValue of {t['dtype']}, {_shape(t)}"
         for t in artifact["inputs"]
         if t["dtype"] not in _NUMPY
     ]
@@ -648,13 +659,18 @@ def _aoti_example(artifact: Mapping[str, Any]) -> list[str]:
 
 
 def _torch_example(artifact: Mapping[str, Any], *load: str) -> list[str]:
-    names = [t["name"] for t in artifact["inputs"]]
+    made = {t["name"]: f"torch.zeros({_sizes(t, artifact)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]}
+    if all(name.isidentifier() and not keyword.iskeyword(name) and name not in _TAKEN for name in made):
+        inputs, given = [f"{name} = {value}" for name, value in made.items()], ", ".join(made)
+    else:
+        inputs = ["inputs = [", *(f"    {value},  # {printable(name)}" for name, value in made.items()), "]"]
+        given = "*inputs"
     return [
         *(["import os"] if any("os." in line for line in load) else []),
         "import torch",
         "",
         *load,
-        *(f"{t['name']} = torch.zeros({_sizes(t, artifact)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]),
+        *inputs,
         "with torch.inference_mode():",
-        f"    outputs = model({', '.join(names)})",
+        f"    outputs = model({given})",
     ]

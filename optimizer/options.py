@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from optimizer.errors import UsageError
 
@@ -114,7 +114,9 @@ def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        if not equals or not key.strip():
+        if not equals and key.strip():
+            raise UsageError(f"--metadata {text!r} has no value; give one such as --metadata {key.strip()}=Jane.")
+        if not key.strip():
             raise UsageError(f"--metadata {text!r} has no key; give one such as --metadata author=Jane.")
         if key in found:
             raise UsageError(f"--metadata gives {key} twice.")
@@ -200,7 +202,29 @@ def default_output(model: str) -> Path:
     return Path("dist") / (stem.rpartition(".")[2] or "model")
 
 
+def check_numbers(seed: object, batch_sizes: Any) -> None:
+    """`UsageError` for arguments of a function in Python that aren't whole numbers; `batch_sizes` may be None."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UsageError(f"seed is a whole number, not {seed!r}.")
+    if batch_sizes is None:
+        return
+    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
+    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
+        raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether an argument or a path of the system is text; other bytes come in as halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _parts(option: str, text: str) -> list[str]:
+    if not is_utf8(text):
+        raise UsageError(f"{option} {text!r} isn't UTF-8.")
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise UsageError(f"{option} {text!r} has an empty entry; separate the entries by single commas.")

@@ -44,6 +44,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.observe import Observation
+from optimizer.options import check_numbers
 from optimizer.preserve import one_at_a_time
 from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
 from optimizer.verdict import (
@@ -132,6 +133,7 @@ def check_parity(
     """
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
+    check_numbers(seed, batch_sizes)
     for module in (reference, candidate):
         if isinstance(module, nn.Module):
             refuse_unrunnable(module)

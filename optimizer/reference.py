@@ -1564,8 +1564,8 @@ def _is_hardly_more(rms: float, noise_rms: float) -> bool:
 def _planned(
     samples: Samples, batch_sizes: Sequence[int] | None, draws: int, mode: str
 ) -> list[tuple[int | None, int]]:
-    if draws < 1:
-        raise UsageError(f"draws must be 1 or more, not {draws}.")
+    if not isinstance(draws, int) or draws < 1:
+        raise UsageError(f"draws must be 1 or more, not {draws!r}.")
     if batch_sizes is not None and not batch_sizes:
         raise UsageError("batch_sizes is empty: there would be nothing to compare.")
     given = samples.batch_size

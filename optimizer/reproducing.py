@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from exporters.base import Artifact
 from optimizer.errors import UsageError
 from optimizer.locating import Located
+from optimizer.options import is_utf8
 from optimizer.reference import GoldenEntry
 from optimizer.verdict import ParityReport
 
@@ -134,6 +135,8 @@ def check_debug_folder(directory: str | Path | None) -> None:
     """
     if directory is not None and os.path.lexists(directory):
         raise UsageError(f"{directory} exists already: name a folder for debugging that doesn't, or take it away.")
+    if directory is not None and not is_utf8(str(directory)):
+        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: name another path.")
 
 
 def write_reproduction(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from optimizer.errors import LoadError, Terminated
-from optimizer.user_code import OWN_PACKAGES, ROOT
+from optimizer.user_code import OWN_PACKAGES, ROOT, HardExit
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
 _MOST_NAMED = 5
@@ -66,7 +66,14 @@ def _short(filename: str, folder: Path) -> str:
 
 def exit_call(error: SystemExit) -> str:
     """The call that raised it: `sys.exit(3)`."""
+    if isinstance(error, HardExit):
+        return f"os._exit({error.code!r})"
     return f"sys.exit({'' if error.code is None else repr(error.code)})"
+
+
+def one_line(error: BaseException) -> str:
+    """The whole message, without line breaks."""
+    return " ".join(str(error).split())
 
 
 def quote(error: BaseException, *, with_type: bool = False) -> str:

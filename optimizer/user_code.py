@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 OWN_PACKAGES = ("optimizer", "passes", "exporters")
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +69,27 @@ def names_restored() -> Iterator[None]:
         importlib.invalidate_caches()
 
 
+class HardExit(SystemExit):
+    """Raised where the user's code called `os._exit`, which would end the process without a word, with any code."""
+
+
+@contextmanager
+def hard_exits_raise() -> Iterator[None]:
+    """Make `os._exit` in this process raise `HardExit`; a forked child goes on ending by it."""
+    end, process = os._exit, os.getpid()
+
+    def raise_or_end(status: int) -> NoReturn:
+        if os.getpid() != process:
+            end(status)
+        raise HardExit(status)
+
+    os._exit = raise_or_end
+    try:
+        yield
+    finally:
+        os._exit = end
+
+
 def _own_package(name: str) -> ModuleType:
     present = sys.modules.get(name)
     if present is not None and _lies_in(present, {ROOT}):
@@ -81,15 +104,22 @@ def _own_package(name: str) -> ModuleType:
 
 
 def _claim(name: str, folder: Path) -> ModuleSpec | None:
-    """The module or package in `folder` that takes the name from ours; None where there is none."""
-    spec = PathFinder.find_spec(name, [str(folder)])
-    if spec is None or folder == ROOT:
+    """The user's module or package that takes the name from ours; None where there is none.
+
+    It is in `folder`, or in a folder that Python searches before ours, as those of PYTHONPATH.
+    """
+    if folder == ROOT:
         return None
-    if spec.origin is not None:
+    spec = PathFinder.find_spec(name, [str(folder)])
+    if spec is not None and spec.origin is not None:
         return spec
     # A folder without __init__.py is a namespace package only where it holds code; `optimizer/` may hold checkpoints.
     place = folder / name
-    return spec if any(place.glob("*.py")) or any(place.glob("*/*.py")) else None
+    if spec is not None and (any(place.glob("*.py")) or any(place.glob("*/*.py"))):
+        return spec
+    before_ours = list(takewhile(lambda entry: Path(entry).resolve() != ROOT, sys.path))
+    spec = PathFinder.find_spec(name, before_ours)
+    return spec if spec is not None and spec.origin is not None else None
 
 
 def _give_up(name: str, spec: ModuleSpec) -> None:

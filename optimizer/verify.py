@@ -273,7 +273,7 @@ def verify_contents(
         return VerifyReport(folder, device, tuple(damage.values()), (), (note,))
     golden = manifest["golden"]
     try:
-        calls = read_golden(folder, golden)
+        calls = read_golden(folder, golden, manifest["artifacts"])
     except BundleError as error:
         return VerifyReport(folder, device, (str(error),), ())
     if device is None:

@@ -88,7 +88,8 @@ def _unpickled(path: Path) -> Any:
         with warnings.catch_warnings():
             # torch warns of pickles that its safe reader may not understand; where it doesn't, the error says so.
             warnings.simplefilter("ignore")
-            return torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
+            # Not mapped: torch maps compressed records as they are, and takes their bytes for numbers.
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=False)
     except pickle.UnpicklingError as error:
         if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
             raise LoadError(f"The weights {path.name} are damaged or no state dict{_STATE_DICT}") from error
@@ -100,6 +101,11 @@ def _unpickled(path: Path) -> Any:
         if "TorchScript" in str(error):
             raise LoadError(
                 f"The weights {path.name} are a TorchScript program; save a state dict: torch.save(model.state_dict(), ...)."
+            ) from error
+        if "legacy .tar" in str(error):
+            raise LoadError(
+                f"The weights {path.name} are in torch's old .tar format, which could run any code; load them with an old "
+                f"torch and save the state dict again: torch.save(model.state_dict(), ...)."
             ) from error
         # What an unpickler says of bytes that are no pickle is about its opcodes, and a zip reader's is about records.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
@@ -114,6 +120,10 @@ def _unwrapped(value: Any, path: Path, notes: list[str]) -> dict[str, torch.Tens
             value = value[key]
     if not isinstance(value, Mapping):
         raise LoadError(f"The weights {path.name} hold no state dict but a {type_name(value)}.")
+    if unnamed := [key for key in value if not isinstance(key, str)]:
+        raise LoadError(
+            f"The weights {path.name} hold no state dict: the key {unnamed[0]!r} is no name of a parameter{_STATE_DICT}"
+        )
     others = [str(key) for key, each in value.items() if not isinstance(each, torch.Tensor)]
     others = [key for key in others if not key.endswith("_extra_state")]
     if others or not value:
@@ -155,6 +165,7 @@ def _cast(given: torch.Tensor, own: Any) -> bool:
 def refuse_unrunnable(model: nn.Module) -> None:
     """Raise `LoadError` where a run of the module would fail for lack of weights, or give it some for good."""
     refuse_unmade_module(model)
+    refuse_circular_modules(model)
     refuse_lazy_modules(model)
     refuse_empty_tensors(model)
 
@@ -165,6 +176,30 @@ def refuse_unmade_module(model: nn.Module) -> None:
         raise LoadError(
             f"{type(model).__name__} doesn't call the constructor of nn.Module: add super().__init__() to its __init__."
         )
+
+
+def refuse_circular_modules(model: nn.Module) -> None:
+    """Raise `LoadError` where a module is its own descendant: `eval`, `state_dict` and others of torch never end there."""
+    done = set[int]()
+    # Each module of the current path, its name in the one before it, and its children that are still to be visited.
+    path = [(model, "", model.named_children())]
+    while path:
+        module, _, children = path[-1]
+        name, child = next(children, ("", None))
+        if child is None:
+            done.add(id(module))
+            path.pop()
+            continue
+        if (above := next((depth for depth, (one, *_) in enumerate(path) if one is child), None)) is not None:
+            names = [name for _, name, _ in path[1:]]
+            holder = ".".join([*names, name])
+            held = ".".join(names[:above]) or f"the {type(model).__name__} itself"
+            raise LoadError(
+                f"{holder} of the model is {held}: a module can't be its own descendant. Hold it in a tuple, such as "
+                f"self.{name} = (module,)."
+            )
+        if id(child) not in done:
+            path.append((child, name, child.named_children()))
 
 
 def refuse_empty_tensors(model: nn.Module) -> None:

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from optimizer.errors import LoadError
 from optimizer.kept_functions import FunctionTwins
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
+from optimizer.sentences import quote
 from optimizer.written_state import may_be_written, state_of
 from passes.graph.capture import ModuleGraph
 from passes.graph.forward import unbound_forward
@@ -200,7 +202,13 @@ class _Cloner:
         for value in module.__dict__.values():
             if not holds_no_module(value):
                 self.twins.prepare(value)
-        self.memo[id(module)] = copy.deepcopy(module, self.memo)
+        try:
+            self.memo[id(module)] = copy.deepcopy(module, self.memo)
+        except Exception as error:
+            raise LoadError(
+                f"A {type(module).__name__} of the model can't be copied, and the passes and the exporters work on a copy: "
+                f"{quote(error, with_type=True)}. Mend its __deepcopy__."
+            ) from error
 
     def _remember(self, original: nn.Module, clone: nn.Module) -> None:
         self.memo[id(original)] = clone

@@ -1,6 +1,7 @@
 """`export` and what it refuses; `optimize` is in test_optimize.py."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -439,6 +440,20 @@ def test_a_wrapper_of_torch_compile_is_refused_with_the_way_out(model, image, tm
 def test_what_is_no_module_is_refused():
     with pytest.raises(UsageError, match=r"must be an nn\.Module, not function"):
         optimize(lambda x: x)
+
+
+def test_a_forward_that_changes_the_current_folder_moves_no_bundle(image, tmp_path, monkeypatch):
+    class Wanders(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            os.chdir(tmp_path / "elsewhere")
+            return torch.relu(x)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bundle = export(Wanders(), example_inputs=(image,), output="net", formats=("torchscript",))
+    assert bundle.path == tmp_path / "net"
+    assert (tmp_path / "net" / "manifest.json").is_file()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_an_existing_bundle_is_kept_without_force(model, image, tmp_path):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import enliven
 from torch import nn
@@ -42,7 +43,7 @@ from optimizer.bundle import (
 from optimizer.errors import BundleError, DeviceError, UsageError
 from optimizer.golden import stored_noises, stored_tolerances
 from optimizer.inputs import Call, Samples
-from optimizer.manifest import check_manifest, number, plain, to_json_text, usage_text, without_local_paths
+from optimizer.manifest import MANIFEST, check_manifest, number, plain, to_json_text, usage_text, without_local_paths
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, judge
 from optimizer.verify import device_factor, file_digest, sums_text
 
@@ -1157,6 +1158,35 @@ def test_golden_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "golden.safetensors").write_bytes(b"nonsense")
     with pytest.raises(BundleError, match="can't be read"):
         read_golden(tmp_path, section)
+
+
+@pytest.mark.parametrize("kind", ["input", "output", "tied", "complex"])
+def test_golden_data_of_another_dtype_are_damage(bundle: Bundle, kind: str) -> None:
+    """The hashes agree: whoever wrote the files wrote them so."""
+    path, manifest = bundle.path / "golden.safetensors", json.loads((bundle.path / MANIFEST).read_text())
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    (call, *_), output = manifest["golden"]["calls"], manifest["golden"]["outputs"][0]["name"]
+    given = call["inputs"][0]
+    key = f"{call['name']}/{'output' if kind == 'complex' else kind}/{given if kind == 'input' else output}"
+    if kind == "tied":
+        call["tied"], tensors[key] = [output], torch.ones_like(tensors[f"{call['name']}/output/{output}"])
+    elif kind == "complex":
+        metadata = {"optimize-export-bundle": json.dumps({"complex": [key]})}
+    else:
+        tensors[key] = tensors[key].to(torch.float64)
+    save_file(tensors, path, metadata=metadata)
+    (entry,) = (file for file in manifest["files"] if file["path"] == path.name)
+    entry["sha256"], entry["bytes"] = file_digest(path), path.stat().st_size
+    (bundle.path / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8")
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]}
+    (bundle.path / "SHA256SUMS").write_text(sums_text(digests | {MANIFEST: file_digest(bundle.path / MANIFEST)}))
+    report = verify_bundle(bundle.path)
+    assert not report.intact
+    (problem,) = report.problems
+    assert key in problem
+    assert problem.endswith("isn't made of pairs of real numbers." if kind == "complex" else "."), problem
+    assert report.artifacts == ()
 
 
 def test_the_hash_of_weights_is_of_their_values_alone() -> None:

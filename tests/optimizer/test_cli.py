@@ -206,7 +206,10 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--opset", "-1"], "--opset: '-1' is no whole number; give one such as 17."),
         (["m.py", "--opset", "1.5"], "--opset: '1.5' is no whole number"),
         (["--verify", "b", "--opset", "17"], "--verify doesn't go with --opset."),
-        (["m.py", "--metadata", "author"], "--metadata 'author' has no key; give one such as --metadata author=Jane."),
+        (
+            ["m.py", "--metadata", "author"],
+            "--metadata 'author' has no value; give one such as --metadata author=Jane.",
+        ),
         (["m.py", "--metadata", "=Jane"], "--metadata '=Jane' has no key"),
         (["m.py", "--metadata", " =Jane"], "--metadata ' =Jane' has no key"),
         (["m.py", "--metadata", "a=1", "--metadata", "a=1"], "--metadata gives a twice."),
@@ -346,14 +349,41 @@ def test_batch_sizes_are_read():
 )
 def test_errors_have_their_exit_codes_and_one_line(run, error, code):
     done = run("m.py", "--quiet", engine=Engine(error))
-    assert (done.code, done.out, done.err) == (code, "", "optimize-export: error: a b\n")
+    message = str(error)
+    assert (done.code, done.out) == (code, "")
+    assert done.err == "optimize-export: error: {}\n".format(message.replace("\n", "\\n"))
     done = run("m.py", "--quiet", "--json", engine=Engine(error))
     assert done.code == code
     assert json.loads(done.out) == {
         "ok": False,
         "exit_code": code,
-        "error": {"code": code, "kind": type(error).__name__, "message": "a b"},
+        "error": {"code": code, "kind": type(error).__name__, "message": message},
     }
+
+
+EVIL = "x\noptimize-export: bundle verified\x1b[2J\u202e\x7f\udcff"
+SHOWN = r"x\noptimize-export: bundle verified\x1b[2J\u202e\x7f\udcff"
+
+
+@pytest.mark.parametrize("options", [[], ["--debug"]])
+def test_names_cant_speak_for_the_program(run, options):
+    done = run("m.py", *options, engine=Engine(LoadError(f"There is no file {EVIL}.")))
+    assert done.err.splitlines()[-1] == f"optimize-export: error: There is no file {SHOWN}."
+    assert "optimize-export: bundle verified" not in [line.partition("\x1b")[0] for line in done.err.splitlines()]
+    assert all(line.isprintable() for line in done.err.split("\n"))
+
+
+def test_names_in_a_result_are_escaped(run):
+    document = json.loads(json.dumps(DONE).replace("logits", "{}").replace("{}", json.dumps(EVIL)[1:-1]))
+    document |= {"bundle": EVIL, "notes": [EVIL], "problems": [EVIL]}
+    done = run("m.py", engine=Engine(document))
+    assert all(line.isprintable() for line in (*done.out.split("\n"), *done.err.split("\n")))
+    assert f"bundle: {SHOWN}" in done.out.splitlines()
+    assert f"optimize-export: error: {SHOWN}" in done.err.splitlines()
+    assert run("m.py", "--quiet", engine=Engine(document)).out == f"{SHOWN}\n"
+    done = run("m.py", "--json", engine=Engine(document))
+    assert json.loads(done.out) == document
+    assert all(line.isprintable() for line in done.out.split("\n"))
 
 
 def test_every_error_class_is_documented_in_the_help(run):
@@ -608,8 +638,7 @@ def test_torch_isnt_imported_before_it_is_needed(arguments):
 
 FAKE = """
 import atexit, os, signal, sys, threading
-from exporters.metadata import metadata_of
-from optimizer import cli, result_table
+from optimizer import cli
 class Engine:
     @staticmethod
     def export_model(options, progress):
@@ -664,6 +693,23 @@ def test_a_reader_that_goes_away_is_no_error():
 def test_closed_streams_are_no_error():
     code = "import os\nos.close(1)\n" + FAKE.format(body="print('x')", options="'--quiet'")
     assert process(code).returncode == 0
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("options", ["", "'--json'"])
+def test_streams_that_are_closed_from_the_start_are_no_error(tmp_path, streams, options):
+    """A file that is opened meanwhile doesn't get what is printed, either."""
+    written = tmp_path / "written"
+    body = f"f = open({str(written)!r}, 'w'); f.write('mine'); f.flush(); os.write(1, b'x'); os.write(2, b'x'); print('x', flush=True)"
+    command = ["sh", "-c", f'exec "$0" "$@" {streams}', sys.executable, "-c", FAKE.format(body=body, options=options)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    assert written.read_text() == "mine"
+    if ">&-" in streams.split():
+        assert done.stdout == ""
+    elif options:
+        assert json.loads(done.stdout)["ok"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")

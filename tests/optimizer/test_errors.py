@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from exporters.onnx import OnnxExporter, judge_placement
 from optimizer import artifact_parity, cli
@@ -316,6 +317,110 @@ def test_the_whole_way_and_back(run, folder):
     assert damaged.code == 8
     assert "model.onnx" in damaged.err
     assert "Traceback" not in damaged.err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import os\nos._exit(0)", "model.py couldn't be loaded: it called os._exit(0)."),
+        (
+            "import os\nclass Ends(Net):\n    def forward(self, x):\n        os._exit(0)\nmodel = Ends()",
+            "model.py:model failed on its inputs (float32[2, 3, 8, 8]): it called os._exit(0).",
+        ),
+        (
+            "async def build_model(): return Net()",
+            "build_model() in model.py is an async function; write def in place of async def.",
+        ),
+        (
+            "class Alone(Net):\n    def __deepcopy__(self, memo): raise ValueError('no')\nmodel = Alone()",
+            "A Alone of the model can't be copied, and the passes and the exporters work on a copy: ValueError: no. Mend its "
+            "__deepcopy__.",
+        ),
+        (
+            "model = Net()\nmodel.norm.parent = model",
+            "norm.parent of the model is the Net itself: a module can't be its own descendant. Hold it in a tuple, such as "
+            "self.parent = (module,).",
+        ),
+        (
+            "model = Net()\nmodel.inner = nn.Sequential(nn.Sequential())\nmodel.inner[0].up = model.inner",
+            "inner.0.up of the model is inner: a module can't be its own descendant. Hold it in a tuple, such as "
+            "self.up = (module,).",
+        ),
+    ],
+)
+def test_models_that_cant_be_used(refused, text, sentence):
+    assert refused(3, write(text)) == sentence
+
+
+def test_a_child_process_of_the_users_ends_by_itself(run):
+    done = run(
+        write("import os\nif not (child := os.fork()):\n    os._exit(7)\nassert os.waitpid(child, 0)[1] == 7 << 8")
+    )
+    assert done.code == 0, done.err
+
+
+def test_what_ends_the_process_at_exit_keeps_the_code_of_a_failure(folder):
+    write("import atexit, os\natexit.register(lambda: os._exit(0))\n1 / 0", whole=True)
+    command = [sys.executable, "-m", "optimizer", "model.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+
+
+def test_weights_whose_keys_are_no_names(refused):
+    write()
+    torch.save({1: torch.ones(3), "conv.bias": torch.ones(4)}, "w.pt")
+    assert refused(3, "model.py", "--weights", "w.pt").startswith(
+        "The weights w.pt hold no state dict: the key 1 is no name of a parameter; give a file that torch.save("
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
+def test_paths_that_are_no_text(refused):
+    write()
+    name = os.fsdecode(b"o\xff")
+    assert "o\\udcff isn't UTF-8, which the libraries that write and read a bundle need" in refused(
+        8, "model.py", "--output", name
+    )
+    assert "o\\udcff isn't UTF-8" in refused(8, "--verify", name)
+    assert "o\\udcff isn't UTF-8" in refused(2, "model.py", "--debug-dir", name)
+    assert "--input-names 'o\\udcff' isn't UTF-8." in refused(2, "model.py", "--input-names", name)
+    write(name=name + ".py")
+    assert "o\\udcff.py isn't UTF-8, which torch's exporters need: rename it." in refused(3, name + ".py")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["class", 'say "x"', "model", "é😀`|"])
+def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, monkeypatch, name):
+    done = run(write(), "--quiet", "--input-names", name)
+    assert done.code == 0, done.err
+    monkeypatch.chdir(folder / "dist/model")
+    parts = Path("README.md").read_text(encoding="utf-8").split("```")
+    examples = [part.removeprefix("python\n") for part in parts if part.startswith("python\n")]
+    assert len(examples) == 2
+    for example in examples:
+        found: dict[str, object] = {}
+        exec(compile(example, "README.md", "exec"), found)
+        assert "outputs" in found
+
+
+def test_a_name_with_control_characters_is_none(refused):
+    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is no name for an input."
+
+
+def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):
+    write("import os\nos.chdir(os.path.dirname(os.getcwd()))\nmodel = Net()")
+    torch.save({"conv.weight": torch.ones(4, 3, 3, 3)}, "part.pt")
+    save_file({"x": torch.randn(2, 3, 8, 8)}, "x.safetensors")
+    (folder.parent / "out").mkdir()
+    arguments = ("model.py", "--formats", "torchscript", "--output", "out/net", "--quiet")
+    done = run(*arguments, "--inputs", "x.safetensors")
+    os.chdir(folder)
+    assert (done.code, done.out) == (0, "out/net\n"), done.err
+    assert (folder / "out/net/manifest.json").is_file()
+    assert list((folder.parent / "out").iterdir()) == []
+    done = run(*arguments, "--force", "--weights", "part.pt")
+    os.chdir(folder)
+    assert "The weights part.pt don't fit the model: missing conv.bias" in done.err
 
 
 def test_the_users_modules_of_our_names(run):

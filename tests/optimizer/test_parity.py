@@ -1002,7 +1002,8 @@ def test_an_exact_region_in_half_precision_may_be_off_by_its_last_place():
 
 
 def test_options_that_make_no_sense_are_refused():
-    for options in ({"mode": "serve"}, {"draws": 0}, {"batch_sizes": ()}):
+    numbers = ({"draws": 1.5}, {"batch_sizes": [1.5]}, {"batch_sizes": 2}, {"batch_sizes": ["2"]}, {"seed": 0.5})
+    for options in ({"mode": "serve"}, {"draws": 0}, {"batch_sizes": ()}, *numbers):
         with pytest.raises(UsageError):
             check_parity(torch.sin, torch.sin, (image(),), **options)
     with pytest.raises(UsageError, match="tuple"):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,42 @@ def test_the_program_finds_its_own_packages_wherever_it_is_started(write, tmp_pa
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
     )
     assert done.stdout.strip() == str(ROOT / name / "errors.py"), done.stderr
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["beside it", "imported by the model"])
+def test_the_installed_command_starts_where_the_path_holds_an_optimizer_of_the_user(write, tmp_path, imported):
+    write("WIDTH = 3", "optimizer.py", net=False, inputs=False)
+    # A child process that is started from nothing runs the script again, under another name.
+    uses = """
+        import multiprocessing
+        import optimizer
+
+        def tell(queue):
+            queue.put(optimizer.WIDTH)
+        def build_model():
+            context = multiprocessing.get_context("spawn")
+            queue = context.Queue()
+            child = context.Process(target=tell, args=(queue,))
+            child.start()
+            model = Net(queue.get())
+            child.join()
+            assert child.exitcode == 0
+            return model
+        """
+    write(uses if imported else "", "nets/own.py")
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        module, _, function = tomllib.load(file)["project"]["scripts"]["optimize-export"].partition(":")
+    script = tmp_path / "bin" / "optimize-export"
+    script.parent.mkdir()
+    script.write_text(
+        f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, "nets/own.py", "--formats", "torchscript", "--quiet"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((".", str(ROOT)))},
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{Path('dist/own')}\n", "")

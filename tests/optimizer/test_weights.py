@@ -1,6 +1,8 @@
 """Weights from the files that users have."""
 
 import pickle
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,29 @@ def test_weights_files(write, tmp_path, state, name):
 def test_old_weights_files(write, tmp_path, state):
     torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
     assert_filled(load(str(write("")), weights=tmp_path / "w.pt"), state)
+
+
+def test_compressed_weights_files(write, tmp_path, state):
+    """Plain `torch.load` inflates the records; a mapping of the file would show their compressed bytes."""
+    torch.save(state, tmp_path / "stored.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as stored,
+        zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as deflated,
+    ):
+        for name in stored.namelist():
+            deflated.writestr(name, stored.read(name))
+    assert_filled(load(str(write("")), weights=tmp_path / "w.pt"), state)
+    with torch.utils.serialization.config.patch({"load.mmap": True}):
+        path = write("with torch.device('meta'):\n    model = Net()")
+        assert_filled(load(str(path), weights=tmp_path / "w.pt"), state)
+
+
+def test_weights_in_the_old_tar_format_are_told_so(write, tmp_path):
+    with tarfile.open(tmp_path / "w.pt", "w") as old:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            old.addfile(tarfile.TarInfo(name))
+    message = refused(str(write("")), weights=tmp_path / "w.pt")
+    assert message.startswith("The weights w.pt are in torch's old .tar format")
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
