@@ -193,7 +193,7 @@ class Structure:
 
 def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names in the model's signature, in the order they were given."""
-    names = _positional_names(model, len(args))
+    names = _positional_names(model, len(args), kwargs)
     bound = dict(zip(names, args, strict=True))
     for name, value in kwargs.items():
         if name in bound:
@@ -204,7 +204,7 @@ def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def input_names(paths: Iterable[tuple[Key, ...]]) -> tuple[str, ...]:
     """Identifiers for arguments: `mask`, `past_key_values_0_1`."""
-    return _unique(_identifier(path) for path in paths)
+    return unique(_identifier(path) for path in paths)
 
 
 def output_names(paths: Iterable[tuple[Key, ...]], taken: Sequence[str]) -> tuple[str, ...]:
@@ -214,14 +214,22 @@ def output_names(paths: Iterable[tuple[Key, ...]], taken: Sequence[str]) -> tupl
         unnamed = not path or isinstance(path[0], int)
         name = _identifier(("output", *path) if unnamed else path)
         names.append(f"{name}_out" if name in taken else name)
-    return _unique(names, taken)
+    return unique(names, taken)
 
 
-def _positional_names(model: nn.Module, count: int) -> list[str]:
+def _positional_names(model: nn.Module, count: int, by_name: Collection[str]) -> list[str]:
+    """A name for each of the first `count` arguments.
+
+    One that can't be given by name has a name that no other argument has.
+    """
     parameters = _forward_parameters(model)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
-    return names[:count] + [f"{rest}_{i}" for i in range(count - len(names))]
+    either_way = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
+    before = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+    behind = [f"{rest}_{i}" for i in range(count - len(named))]
+    others = unique([*before, *behind], {*either_way, *by_name})
+    return [*others[: len(before)], *either_way, *others[len(before) :]]
 
 
 def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
@@ -362,7 +370,8 @@ def _identifier(path: tuple[Key, ...]) -> str:
     return identifier("_".join(str(key) for key in path))
 
 
-def _unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
+def unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
+    """The names, with a number behind those that came before or are `taken`: `x`, `x_1`."""
     used, unique = set(taken), []
     for name in names:
         candidate, count = name, 0

@@ -27,6 +27,7 @@ from exporters.proof import Evidence, Route, first_right, gather, prove, prove_b
 from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.torchscript_names import ascii_name, readable
 from exporters.writing import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be mapped into memory.
@@ -208,8 +209,10 @@ def _reads(node: Node, source: str) -> Iterator[str]:
     if isinstance(node, TensorNode):
         yield source
     elif isinstance(node, ContainerNode):
-        indexed = issubclass(node.type, Mapping | list | tuple) and not hasattr(node.type, "_fields")
-        for key, child in zip(node.keys, node.children, strict=True):
+        indexed = issubclass(node.type, Mapping | list | tuple)
+        # The field of a named tuple by its number: the parser takes ASCII names only.
+        keys = range(len(node.keys)) if hasattr(node.type, "_fields") else node.keys
+        for key, child in zip(keys, node.children, strict=True):
             yield from _reads(child, f"{source}[{key!r}]" if indexed else f"{source}.{key}")
 
 
@@ -238,13 +241,16 @@ def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> 
 def _copy_without_traces(source: Path, target: Path) -> None:
     """Copy a TorchScript archive record by record, into a top folder named after neither file."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
-        kept = {f"model/{name}": record for name, record in _without_traces(archive)}
+        kept = {ascii_name(f"model/{name}"): record for name, record in _without_traces(archive)}
         for name, record in kept.items():
             entry = zipfile.ZipInfo(name)
             entry.file_size = record.file_size
             entry.extra = _padding(copy.start_dir, name)
             if name == _IDENTITY:
                 copy.writestr(entry, _identity(kept))
+                continue
+            if name.endswith((".py", ".pkl")):
+                copy.writestr(entry, readable(name, archive.read(record)))
                 continue
             with archive.open(record) as reader, copy.open(entry, "w") as writer:
                 while chunk := reader.read(1 << 20):

@@ -59,8 +59,8 @@ def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
 
 def _constants_of(model: nn.Module, call: Call) -> dict[str, Any]:
     """The arguments without tensors, by their names; positional ones that have none can't be kept."""
-    named = [p.name for p in _parameters(model) or () if p.kind is p.POSITIONAL_OR_KEYWORD]
-    arguments = {**dict(zip(named, call.args, strict=False)), **call.kwargs}
+    positional = zip(_parameters(model) or (), call.args, strict=False)
+    arguments = {**{p.name: value for p, value in positional if p.kind is p.POSITIONAL_OR_KEYWORD}, **call.kwargs}
     return {name: value for name, value in arguments.items() if not leaves_of(value).tensors()}
 
 
@@ -77,7 +77,7 @@ def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, cons
         kwargs = {**constants, **{name: tensor for name, tensor in tensors.items() if name not in numbers}}
         return Call(args, kwargs)
     order = [parameter.name for parameter in parameters]
-    by_number = {p.name for p in parameters[:count] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    by_number = {p.name for p in parameters[:count] if p.kind is p.POSITIONAL_OR_KEYWORD}
     given = {name: value for name, value in constants.items() if name not in by_number}
     given |= {name: tensor for name, tensor in tensors.items() if name not in numbers}
     # A file keeps its tensors in an order of its own, and the first one with rows tells the batch size.
@@ -108,7 +108,7 @@ def _refuse_misfit(
     if strange and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise LoadError(f"The inputs {file} hold {listed(strange)}, which {forward} doesn't take: {takes}.")
     numbered = positional[: len(args)]
-    if twice := [name for name in names if name in numbered]:
+    if twice := [name for name in names if name in numbered and name in by_name]:
         raise LoadError(f"The inputs {file} hold {twice[0]} twice, by name and as {numbered.index(twice[0])}.")
     needed = [p.name for p in parameters if p.default is p.empty and p.name in {*positional, *by_name}]
     if lacking := [name for name in needed if name not in {*numbered, *names}]:

@@ -310,8 +310,11 @@ def _rows_of(batch_size: int | None) -> str:
 
 def _other_than_rows(expected: Call, call: Call) -> str | None:
     """What tells two calls of one batch size apart, apart from the values of their tensors."""
-    structures = [leaves_of({"positional": one.args, **one.kwargs}).structure for one in (expected, call)]
-    if difference := first_difference(*structures):
+    positional, by_name = (
+        [leaves_of(part).structure for part in parts]
+        for parts in ((expected.args, call.args), (expected.kwargs, call.kwargs))
+    )
+    if difference := first_difference(*positional, "positional") or first_difference(*by_name):
         return difference
     for (name, wanted), (_, tensor) in zip(_named_tensors(expected), _named_tensors(call), strict=True):
         if (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):

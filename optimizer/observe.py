@@ -1,6 +1,7 @@
 """What one call of a callable gives: its outputs, and what it changes on the way."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,12 +13,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from exporters.structure import unique
 from optimizer.float64 import Float64Mode, raised
 from optimizer.inputs import Call
 from optimizer.preserve import kept_state, random_state, unregistered_modules
 from optimizer.reentrant import gradients_by_backward, is_reentrant
 from optimizer.structure import clone, leaves_of, rebuild
 from passes.graph.storage import same_values
+
+_OTHER_KINDS = re.compile(r"^(output|gradient of|buffer) | \(changed in place\)$")
 
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
@@ -28,6 +32,7 @@ class Observation:
 
     Attributes:
         values: name -> tensor on the CPU, in the order of the output's tree; Python floats and numpy arrays as tensors.
+            Names of outputs are labels: what stands in the same place of an equal tree has the same one.
         kinds: name -> "output", "input" (an input that was changed in place), "gradient" or "buffer".
         structure: the output's tree without its tensors; None where the callable answers with flat tensors.
         draws: whether random numbers were drawn on the way.
@@ -39,6 +44,13 @@ class Observation:
     draws: bool = False
 
     def add(self, kind: str, name: str, value: torch.Tensor) -> None:
+        """Keep a value.
+
+        Raises:
+            ValueError: the name is taken: one of the two would not be compared.
+        """
+        if name in self.values:
+            raise ValueError(f"two values of a call are named {name!r}")
         self.values[name] = value
         self.kinds[name] = kind
 
@@ -93,13 +105,14 @@ def observe(
 
 
 def input_names(target: Callable[..., Any], call: Call) -> list[str]:
-    """A name for each tensor of the call, after the parameters of the callable's signature where it has them."""
+    """A name of its own for each tensor of the call, after the parameters of the callable's signature where it has them."""
     positional = _parameter_names(target)
-    args = {
-        (positional[index] if index < len(positional) else f"input_{index}"): value
+    args = [
+        (positional[index] if index < len(positional) else f"input_{index}", value)
         for index, value in enumerate(call.args)
-    }
-    return [name for name, _ in leaves_of({**args, **call.kwargs}).tensors()]
+    ]
+    opened = (leaves_of({name: value}) for name, value in (*args, *call.kwargs.items()))
+    return list(unique(name for leaves in opened for name, _ in leaves.tensors()))
 
 
 def own_dtype(target: Any, call: Call) -> torch.dtype:
@@ -138,7 +151,9 @@ def _parameter_names(target: Callable[..., Any]) -> list[str]:
 def _add_outputs(observation: Observation, outputs: Any, *, flat: bool) -> None:
     leaves = leaves_of(outputs)
     observation.structure = None if flat else leaves.structure
-    for name, value in zip(leaves.names, leaves.values, strict=True):
+    # What an output is called by its key must not be the name of a gradient, buffer or input.
+    labels = (f"output {name}" if _OTHER_KINDS.search(name) else name for name in leaves.names)
+    for name, value in zip(labels, leaves.values, strict=True):
         tensor = _as_tensor(value)
         if tensor is not None:
             observation.add("output", name, _on_cpu(tensor))
@@ -179,16 +194,14 @@ def _add_gradients(
 ) -> None:
     tensors = (tensor for _, tensor in leaves_of(outputs).tensors() if tensor.requires_grad)
     roots = [tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor for tensor in tensors]
-    wanted = {
-        f"gradient of {name}": tensor
-        for name, tensor in zip(input_names, inputs, strict=True)
-        if tensor.requires_grad and tensor.is_leaf
-    }
-    if isinstance(target, nn.Module):
-        for name, parameter in target.named_parameters():
-            if parameter.requires_grad:
-                leaf = mode.shadow(parameter) if isinstance(mode, Float64Mode) else parameter
-                wanted[f"gradient of {own_name(name)}"] = parameter if leaf is None else leaf
+    parameters = _own_names(target.named_parameters()) if isinstance(target, nn.Module) else {}
+    # A parameter keeps its name, where an input has the same.
+    labels = dict(zip(unique(input_names, parameters), inputs, strict=True))
+    wanted = {name: tensor for name, tensor in labels.items() if tensor.requires_grad and tensor.is_leaf}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            leaf = mode.shadow(parameter) if isinstance(mode, Float64Mode) else parameter
+            wanted[name] = parameter if leaf is None else leaf
     if not roots or not wanted:
         return
     generator = torch.Generator().manual_seed(seed)
@@ -199,7 +212,9 @@ def _add_gradients(
     gradients = _gradients(target, roots, leaves, cotangents, in_float64=isinstance(mode, Float64Mode))
     for name, leaf, gradient in zip(wanted, leaves, gradients, strict=True):
         # No gradient and a gradient of zeros move a parameter alike: not at all.
-        observation.add("gradient", name, _on_cpu(torch.zeros_like(leaf) if gradient is None else gradient))
+        observation.add(
+            "gradient", f"gradient of {name}", _on_cpu(torch.zeros_like(leaf) if gradient is None else gradient)
+        )
 
 
 def _gradients(
@@ -234,9 +249,14 @@ def own_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def _own_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    named = list(tensors)
+    return dict(zip(unique(own_name(name) for name, _ in named), (tensor for _, tensor in named), strict=True))
+
+
 def _add_buffers(observation: Observation, target: Any, mode: Any) -> None:
     if not isinstance(target, nn.Module):
         return
-    for name, buffer in target.named_buffers():
+    for name, buffer in _own_names(target.named_buffers()).items():
         shadow = mode.shadow(buffer) if isinstance(mode, Float64Mode) else None
-        observation.add("buffer", f"buffer {own_name(name)}", _on_cpu(buffer if shadow is None else shadow))
+        observation.add("buffer", f"buffer {name}", _on_cpu(buffer if shadow is None else shadow))

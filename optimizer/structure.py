@@ -7,15 +7,17 @@ Nothing needs to be registered anywhere, and everything is rebuilt by `copy.deep
 
 import copy
 import dataclasses
+import keyword
 import types
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from exporters.structure import holds_tensor
+from exporters.structure import holds_tensor, unique
 
 _NEVER_OPENED = (
     *(str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType),
@@ -25,7 +27,10 @@ _NEVER_OPENED = (
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """What a tree holds: `names` and `values` side by side, and the tree's `structure` without them (JSON-able)."""
+    """What a tree holds: `names` and `values` side by side, and the tree's `structure` without them (JSON-able).
+
+    The names are labels, each for one place; what is compared is the structure, and values place by place.
+    """
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
@@ -44,7 +49,7 @@ def leaves_of(tree: Any, root: str = "output") -> Leaves:
     """Open a tree.
 
     A single tensor is named `root`, the items of a top-level sequence `root_0`, `root_1`, …, those of a mapping or an
-    object by their keys; below that, names are joined with dots.
+    object by their keys; below that, names are joined with dots. Places of one name are told apart by numbers, `x (1)` and `x (2)`: none is just `x`.
     """
     names: list[str] = []
     values: list[Any] = []
@@ -54,7 +59,14 @@ def leaves_of(tree: Any, root: str = "output") -> Leaves:
         values.append(value)
 
     structure = _open(tree, "", root, keep, set())
-    return Leaves(tuple(names), tuple(values), structure)
+    return Leaves(unique(_numbered(names)), tuple(values), structure)
+
+
+def _numbered(names: Sequence[str]) -> Iterator[str]:
+    total, seen = Counter(names), Counter[str]()
+    for name in names:
+        seen[name] += 1
+        yield name if total[name] == 1 else f"{name} ({seen[name]})"
 
 
 def rebuild(tree: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -104,21 +116,21 @@ def _open(tree: Any, path: str, root: str, keep: Callable[[str, Any], None], ope
     positional = isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
     described = []
     for key, child in children:
-        inner = f"{path}.{key}" if path else f"{root}_{key}" if positional else key
-        described.append([key, _open(child, inner, root, keep, opened)])
+        inner = f"{path}.{key}" if path else f"{root}_{key}" if positional else str(key)
+        described.append([str(key) if positional else _spelled(key), _open(child, inner, root, keep, opened)])
     return [_class_name(tree), described]
 
 
-def _children(tree: Any, opened: set[int]) -> list[tuple[str, Any]] | None:
+def _children(tree: Any, opened: set[int]) -> list[tuple[Any, Any]] | None:
     """The parts of a container by key; None for a leaf."""
     if isinstance(tree, (torch.Tensor, *_NEVER_OPENED)):
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return [(str(field), getattr(tree, field)) for field in tree._fields]
+        return [(field, getattr(tree, field)) for field in tree._fields]
     if isinstance(tree, list | tuple):
-        return [(str(index), child) for index, child in enumerate(tree)]
+        return list(enumerate(tree))
     if isinstance(tree, Mapping):
-        return [(str(key), child) for key, child in tree.items()]
+        return list(tree.items())
     if dataclasses.is_dataclass(tree):
         return [
             (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
@@ -128,6 +140,14 @@ def _children(tree: Any, opened: set[int]) -> list[tuple[str, Any]] | None:
         return None
     around = opened | {id(tree)}
     return [(key, child) for key, child in attributes.items() if holds_tensor(child, around, _NEVER_OPENED)] or None
+
+
+def _spelled(key: Any) -> str:
+    """A key, told apart from every other one: `logits`, `'1'`, `1`."""
+    if isinstance(key, str):
+        text = str.__str__(key)
+        return text if text.isidentifier() and not keyword.iskeyword(text) else repr(text)
+    return str(key) if isinstance(key, bool | int | float | None) else f"{type(key).__name__} {key}"
 
 
 def _leaf_structure(leaf: Any) -> list[Any]:

@@ -1,10 +1,14 @@
-"""Real architectures from the module to a bundle that verifies, at every batch size."""
+"""Models from the module to a bundle that verifies: real architectures at every batch size, and unusual names."""
+
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from real_models import REAL_MODELS, at_batch
 
 from optimizer import export, optimize, verify_bundle
+from optimizer.cli import main
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)
@@ -28,3 +32,19 @@ def test_a_real_model_goes_the_whole_way(name, tmp_path):
         wanted, got = (run(*more_args, **more_kwargs) for run in (model, fast))
     for key, value in wanted.items():
         assert torch.allclose(got[key], value, rtol=1e-3, atol=1e-4 * float(value.abs().max())), key
+
+
+def test_a_file_and_a_class_may_have_names_in_any_letters(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = """
+    import torch
+    class Nétz(torch.nn.Linear):
+        def forward(self, entrée):
+            return {"é": super().forward(entrée)}
+    model, example_inputs = Nétz(4, 3), (torch.ones(2, 4) / 3,)
+    """
+    (tmp_path / "modèle.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    assert main(["modèle.py", "--metadata", "clé=日本", "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{Path('dist/modèle')}\n"
+    assert (tmp_path / "dist/modèle/README.md").read_text(encoding="utf-8").startswith("# Nétz\n")
+    assert main(["--verify", "dist/modèle", "--quiet"]) == 0

@@ -179,7 +179,11 @@ class LayoutWatch(TorchFunctionMode):
         for leaf in _tensors_in((args, kwargs)):
             self._keep(leaf, _NOTHING)
         found: dict[str, tuple[torch.Tensor, int | None]] = {}
-        for name, value in (*zip(positional_names(self.root), args, strict=False), *kwargs.items()):
+        positional = dict(zip(positional_names(self.root), args, strict=False))
+        for name, value in (*positional.items(), *kwargs.items()):
+            # `forward(x, /, **others)` may be given another `x` by name.
+            if name in positional and name in kwargs:
+                continue
             if layout_of(value) == CONTIGUOUS:
                 found[name] = value, _version_of(value)
                 self._keep(value, _State(source=name))

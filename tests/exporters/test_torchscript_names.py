@@ -1,0 +1,126 @@
+import importlib.util
+import sys
+import zipfile
+
+import pytest
+import torch
+from exportable_models import floats
+
+from exporters import ExportRequest
+from exporters.registry import exporter_named
+from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.torchscript_names import ascii_name, readable
+
+SOURCE = """
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+class Sortié(NamedTuple):
+    logîts: torch.Tensor
+    autre: torch.Tensor
+
+class Blöck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lïn = nn.Linear(4, 4)
+        self.register_buffer("bûffer", torch.randn(4))
+        self.paramètre = nn.Parameter(torch.randn(4))
+
+    def forward(self, entrée):
+        return self.lïn(entrée) * self.bûffer + self.paramètre
+
+def añadir(x: torch.Tensor, name: str) -> torch.Tensor:
+    return x + 1 if name == "日本\\n" else x
+
+class Nétz(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.блоки = nn.ModuleList([Blöck(), Blöck()])
+
+    def forward(self, entrée):
+        for блок in self.блоки:
+            entrée = блок(entrée)
+        return {"日本": entrée, "é": entrée.sin(), "e": entrée.cos()}
+
+class Ветвь(Nétz):
+    def forward(self, entrée):
+        for блок in self.блоки:
+            entrée = блок(entrée)
+        if entrée.sum() > 0:
+            entrée = añadir(-entrée, "日本\\n")
+        return Sortié(entrée, entrée.tanh())
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    path = tmp_path / "modèle.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("modèle", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "modèle", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def export(model, name, tmp_path):
+    folder = tmp_path / "dossier 日本"
+    folder.mkdir()
+    calls = tuple(((floats(size, 4),), {}) for size in (2, 3))
+    return exporter_named(name).export(ExportRequest(model.eval(), calls, metadata={"clé": "日本"}), folder)
+
+
+@pytest.mark.parametrize("name", ["torchscript", "onnx", "pt2"])
+def test_names_may_have_any_letters(name, models, tmp_path):
+    model = models.Nétz()
+    artifact = export(model, name, tmp_path)
+    assert exporter_named(name).read_metadata(artifact.path)["clé"] == "日本"
+    x = floats(7, 4)
+    for expected, got in zip(model(x).values(), artifact.load()(x), strict=True):
+        assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_a_traced_file_keeps_the_names_of_attributes(models, tmp_path):
+    model = models.Nétz()
+    artifact = export(model, "torchscript", tmp_path)
+    with torchscript_allowed():
+        state = torch.jit.load(artifact.path).state_dict()
+    assert {key.removeprefix("model.model."): value.tolist() for key, value in state.items()} == {
+        key: value.tolist() for key, value in model.state_dict().items()
+    }
+    with zipfile.ZipFile(artifact.path) as archive:
+        assert all(name.isascii() for name in archive.namelist())
+
+
+def test_a_scripted_file_has_branches_functions_and_texts(models, tmp_path):
+    model = models.Ветвь()
+    artifact = export(model, "torchscript", tmp_path)
+    assert artifact.route == "script"
+    for sign in (1, -1):
+        x = sign * floats(5, 4)
+        for expected, got in zip(model(x), artifact.load()(x), strict=True):
+            assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_every_byte_of_an_escaped_name_is_read_back():
+    # As torch writes the 256 bytes: as signed numbers, digit by digit.
+    written = b""
+    for value in (*range(128), *range(-128, 0)):
+        sign, digits = (-1 if value < 0 else 1), f"{abs(value):03o}"
+        written += b"\\" + bytes(ord("0") + sign * int(digit) for digit in digits)
+    read = readable("code/net.py", b'getattr(self, "' + written + b'")')
+    assert read == b'getattr(self, "' + b"".join(b"\\%03o" % byte for byte in range(256)) + b'")'
+
+
+def test_what_torch_reads_is_left_as_it_is():
+    source = b'x = getattr(self, "a\\t\\"\\\\\\001/)+ \xc3\xa9")\ny : __torch__.Net = self.y\n'
+    assert readable("code/net.py", source) == source
+    attributes = b"\x80\x02c__torch__.net\nNet\nq\x00)\x81}(X\x04\x00\x00\x00fc\xc3\xa9q\x01K\x00ub."
+    assert readable("data.pkl", attributes) == attributes
+
+
+def test_names_stay_apart():
+    assert len({ascii_name(name) for name in ("Netz", "Nétz", "Nètz", "Nêtz")}) == 4
+    assert ascii_name("code/__torch__/modèle.py").isascii()
