@@ -4,7 +4,7 @@ import pytest
 import torch
 from timm_models import timm_member
 
-from optimizer import check_parity, optimize
+from optimizer import optimize
 from passes.errors import UnseenCall
 
 # The BatchNorms that each has behind a convolution.
@@ -25,7 +25,12 @@ def test_every_pair_is_folded(name):
     (record,) = fast.report.passes
     assert (record.status, len(record.changes)) == ("applied", PAIRS[name])
     assert fast.report.verified
-    assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+    with torch.no_grad():
+        for size in (1, 2, 5):
+            images = kwargs["x"].repeat(3, 1, 1, 1)[:size] * torch.linspace(1, 0.5, size).reshape(-1, 1, 1, 1)
+            wanted = model(images)
+            # The original itself is off by up to a tenth of that.
+            assert (fast(images) - wanted).abs().max() < 1e-3 * wanted.std()
 
 
 def test_an_image_without_a_batch_raises_as_in_the_original():

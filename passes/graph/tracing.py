@@ -426,7 +426,7 @@ class ForwardTracer(fx.Tracer):
         source, *others = node.args or (None,)
         is_property = node.op == "call_function" and node.target is getattr and others[0] in names
         is_method = node.op == "call_method" and node.target in names and not (others or node.kwargs)
-        if not (is_property or is_method) or source not in self._rank_of:
+        if not (is_property or is_method) or not isinstance(source, fx.Node) or source not in self._rank_of:
             return None
         asked.add(source)
         return self._rank_of[source]
