@@ -3,7 +3,7 @@
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
-#              through optimize, and all of them through torch.export (an hour and a half)
+#              and thirty of timm through optimize, and all but timm's through torch.export (an hour and a half)
 # make rule    2000 right artifacts and some hundred faults, judged (hours; goes on where it was stopped): RUNS=…
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
 # make bench   the benchmarks (four and a half hours; leave the machine alone meanwhile), then `make docs` shows them
@@ -57,6 +57,7 @@ bench: $(VENV)/examples
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
 	$(BIN)/python benchmarks/large.py --check --json benchmarks/results/large.json --markdown benchmarks/results/large.md
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
+	$(BIN)/python benchmarks/reach.py --models timm --check --json benchmarks/results/reach_timm.json --markdown benchmarks/results/reach_timm.md
 	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
 	$(BIN)/python benchmarks/each_pass.py --json benchmarks/results/each_pass.json --markdown benchmarks/results/each_pass.md
@@ -70,8 +71,10 @@ docs: $(VENV)/dev
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
 
-# One stamp per set of extras; the project itself is linked, so that an edit needs no new install.
+# One stamp per set of extras; the project itself is linked, so that an edit needs no new install. timm and torchvision
+# come without what they depend on: the extras have all of it, and torch in the build that is wanted here.
 $(VENV)/%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[$*]'
+	$(PIP) --no-deps timm torchvision
 	touch $@

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "optimize-export")
+_PACKAGES = ("torch", "transformers", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "optimize-export")
 
 # What a runtime's threads need to fall asleep after its last call: they spin for a while, and would take the next
 # contender's cores.

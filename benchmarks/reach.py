@@ -1,6 +1,7 @@
-"""How many of the foldable pairs of a convolution and a BatchNorm are folded, over the architectures of transformers.
+"""How many of the foldable pairs of a convolution and a BatchNorm are folded, over architectures of transformers and timm.
 
     python benchmarks/reach.py --json build/reach.json --markdown build/reach.md
+    python benchmarks/reach.py --models timm
 
 Which pairs are foldable is counted apart from the passes, from what one eager run of the original does. Beside it, what
 `torch.fx`'s `fuse` folds.
@@ -28,6 +29,7 @@ from optimizer import optimize
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from architectures import NORMED, ZOO, member
 from real_models import REAL_MODELS
+from timm_models import TIMM, timm_member
 
 # The share of foldable pairs that has to be folded.
 GOAL = 0.99
@@ -37,13 +39,14 @@ _SHOWN = 160
 
 # One name may stand for a model of both kinds: the smaller one is taken.
 NAMES = tuple(dict.fromkeys((*REAL_MODELS, *ZOO, *NORMED)))
+LIBRARIES = {"transformers": NAMES, "timm": TIMM}
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model in eval, and a call of it."""
     if name in REAL_MODELS:
         return REAL_MODELS[name]()
-    model, kwargs = member(name)
+    model, kwargs = timm_member(name) if name in TIMM else member(name)
     return model, (), kwargs
 
 
@@ -56,8 +59,8 @@ def measure(name: str) -> dict[str, Any] | None:
     pairs = {pair.norm: pair for pair in foldable_pairs(model, args, kwargs)}
     fast = optimize(model, [FOLD], example_inputs=args or None, example_kwargs=kwargs or None)
     (record,) = fast.report.passes
-    places = {place.where for place in record.changes} if record.status == "applied" else set()
-    skips = {place.where: place.text for place in record.skips}
+    places = {_norm_at(place.where) for place in record.changes} if record.status == "applied" else set()
+    skips = {_norm_at(place.where): place.text for place in record.skips}
     missed = [
         {
             "norm": pair.norm,
@@ -80,6 +83,11 @@ def measure(name: str) -> dict[str, Any] | None:
         "missed": missed,
         "fuse": fused(name),
     }
+
+
+def _norm_at(where: str) -> str:
+    """The module that holds the statistics: timm's BatchNorms call the function in a forward of their own."""
+    return where.removesuffix(" (batch_norm)")
 
 
 def fused(name: str) -> dict[str, Any]:
@@ -149,14 +157,15 @@ def _short(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="names separated by commas (default: all that hold a BatchNorm)")
+    parser.add_argument("--models", help="names separated by commas, or a library: transformers (the default) or timm")
     parser.add_argument("--threads", type=positive, default=1, help="of torch")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 below {100 * GOAL:.0f} %%")
     arguments = parser.parse_args()
-    names = arguments.models.split(",") if arguments.models else list(NAMES)
-    refuse_unknown(parser, "model", names, NAMES)
+    asked = arguments.models or "transformers"
+    names = list(LIBRARIES.get(asked, asked.split(",")))
+    refuse_unknown(parser, "model", names, (*NAMES, *TIMM))
     torch.set_num_threads(arguments.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     where = environment(arguments.threads)

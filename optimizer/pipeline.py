@@ -203,7 +203,7 @@ class Pipeline:
         called = recordings.counts if recordings else None
         uncalled = frozenset(id(m) for m in root.modules() if called is not None and id(m) not in called)
         with held_iterators(root.modules()):
-            captured = capture(root, structures, uncalled)
+            captured = capture(root, structures, uncalled, recordings.ranks if recordings else None)
         for module, name in captured.leaks:
             self.copy.restore_attribute(module, name)
         self._tell("capture", 2, 3, "comparing the graphs with the original")

@@ -84,7 +84,8 @@ def _why_not_through(program: Program, module: nn.Module) -> str | None:
     if is_moving(program, module):
         return None
     if not program.graphs[id(module)].traced:
-        return f"its output passes {path}, whose forward can't be traced"
+        hint = ": give example inputs" if program.recordings is None else ""
+        return f"its output passes {path}, whose forward can't be traced{hint}"
     return None
 
 

@@ -186,7 +186,7 @@ class _Simplifier:
         if is_atom(child):
             return "left out, as an identity does nothing" if is_stock(child, (nn.Identity,)) else None
         inner = self.program.graphs.get(id(child))
-        if inner is None or not inner.traced or child.training or inner.unwatched() is not None:
+        if inner is None or not inner.shows_every_call or child.training or inner.unwatched() is not None:
             return None
         first, *others = inner.graph.nodes
         is_nothing = first.op == "placeholder" and len(others) == 1 and inner.outputs.is_leaf()

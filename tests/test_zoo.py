@@ -1,11 +1,12 @@
 """Thirty architectures through optimize, both exporters and verify, and in bfloat16, all others that hold a BatchNorm through
-optimize, and all of them in multiples of 8 channels; minutes long, so `make zoo` runs it."""
+optimize, and all of them in multiples of 8 channels; thirty of timm through optimize; minutes long, so `make zoo` runs it."""
 
 import functools
 
 import pytest
 import torch
 from architectures import NORMED, ZOO, member
+from timm_models import TIMM, timm_member
 
 from exporters import ExportError, ExportRequest, StructureError, exporter_named
 from optimizer import check_parity, export, optimize, verify_bundle
@@ -81,6 +82,16 @@ def test_a_member_with_batch_norms_is_optimized(name):
     assert report.verified
     assert not [record for record in report.passes if record.status in ("rolled-back", "failed")]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", TIMM)
+def test_a_member_of_timm_is_optimized(name):
+    model, kwargs = timm_member(name)
+    fast = optimize(model, example_kwargs=kwargs)
+    assert fast.report.verified
+    assert not [record for record in fast.report.passes if record.status in ("rolled-back", "failed")]
+    assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
 
 
 @pytest.mark.zoo

@@ -40,6 +40,7 @@ from passes.graph.snapshot import Snapshot
 from passes.graph.structure import CallStructure, Unstructured, signature_of
 from passes.graph.tracing import (
     IS_TENSOR,
+    RANK,
     ForwardTracer,
     Interception,
     Tree,
@@ -49,9 +50,6 @@ from passes.graph.tracing import (
     function_of,
     why_not_traced,
 )
-
-# In the `meta` of an input of a graph: the number of dims that a rewrite of the graph holds for.
-RANK = "optimize_export_rank"
 
 # By these a code reads what an object has without asking the object for it.
 _PAST_ATTRIBUTES = frozenset({"__dict__", "vars"})
@@ -76,7 +74,8 @@ class ModuleGraph:
         graph: its inputs are the tensors of a call, its output a list of the leaves of what the module returns.
         structure: what the calls look like that the graph answers.
         outputs: the tree of the outputs.
-        traced: true for a trace, which is what the forward does for every call of that structure; false for a recorded
+        traced: true for a trace, which is what the forward does for every call of that structure, or of that and the
+            `ranks` that it branches on; false for a recorded
             run, which shows what it did and is never executed.
         whole: false for a part of what recorded runs did: what its values are made of, and where they go, isn't known.
         flags: the values of `training` that the graph holds for; none for the one that the module has.
@@ -99,6 +98,16 @@ class ModuleGraph:
     unwatched: Callable[[], str | None] = _nothing
     gives_way: bool = False
 
+    @property
+    def ranks(self) -> tuple[tuple[int, int], ...]:
+        """The ranks that the graph holds for, each with the place of the input; others go another way, or none."""
+        return tuple((i, node.meta[RANK]) for i, node in enumerate(_inputs_of(self.graph)) if RANK in node.meta)
+
+    @property
+    def shows_every_call(self) -> bool:
+        """Whether it is all that the forward does, of whatever rank its inputs are."""
+        return self.traced and not self.ranks
+
     def forward(
         self,
         others: Mapping[bool, ModuleGraph] | None = None,
@@ -120,7 +129,7 @@ class ModuleGraph:
         graphs = dict.fromkeys(flags, (self.graph, self.outputs))
         for flag, other in (others or {}).items():
             graphs.setdefault(flag, (other.graph, other.outputs))
-        ranks = ((i, node.meta[RANK]) for i, node in enumerate(_inputs_of(self.graph)) if RANK in node.meta)
+        ranks = {rank: None for each in (self, *(others or {}).values()) for rank in each.ranks}
         read = (*self.baked, *(item for other in (others or {}).values() for item in other.baked), *baked)
         gives_way &= self.gives_way and all(other.gives_way for other in (others or {}).values())
         return GraphForward(
@@ -177,6 +186,7 @@ def capture(
     root: nn.Module,
     structures: Mapping[int, CallStructure | str] | None = None,
     uncalled: frozenset[int] = frozenset(),
+    ranks: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Capture:
     """Trace the forward of every module of the tree that is no atom.
 
@@ -187,6 +197,7 @@ def capture(
             why they have none. The others are traced for a tensor at each parameter without a default.
         uncalled: modules, by identity, that a recorded run didn't call: nothing is known of their calls, and they are
             left out.
+        ranks: for the modules, by identity, whose recorded calls agree on it: the number of dims of each tensor of a call.
     """
     if getattr(_busy, "capturing", False):
         raise Untraceable("its forward captures a module while it is traced")
@@ -195,7 +206,7 @@ def capture(
         before = _Before(root.modules(), {f: None for code in codes.values() for f in code.functions})
         leaked: list[_Symbols] = []
         for closely in (False, True):
-            work = _Work(root, structures or {}, uncalled, codes, leaked, closely=closely)
+            work = _Work(root, structures or {}, uncalled, ranks or {}, codes, leaked, closely=closely)
             try:
                 work.run()
             finally:
@@ -288,6 +299,7 @@ class _Work:
         root: nn.Module,
         structures: Mapping[int, CallStructure | str],
         uncalled: frozenset[int],
+        ranks: Mapping[int, tuple[int, ...]],
         codes: Mapping[int, _Code],
         leaked: list[_Symbols],
         *,
@@ -296,6 +308,7 @@ class _Work:
         self.result = Capture(root)
         self.structures = structures
         self.uncalled = uncalled
+        self.ranks = ranks
         self.codes = codes
         self.leaked = leaked
         self.closely = closely
@@ -345,7 +358,8 @@ class _Work:
                     other = self._trace(graph.path, graph.module, graph.structure)
                 except Untraceable:
                     continue
-                if other.outputs == graph.outputs and same_graphs(graph.graph, other.graph):
+                same = other.outputs == graph.outputs and other.ranks == graph.ranks
+                if same and same_graphs(graph.graph, other.graph):
                     graph.flags = (True, False)
 
     def _graph_of(self, path: str, module: nn.Module) -> ModuleGraph:
@@ -372,7 +386,8 @@ class _Work:
         if code.reason:
             raise Untraceable(code.reason)
         before = _Before(module.modules(), code.functions) if self.closely else None
-        tracer = ForwardTracer(self.interception.tree, module, structure, self._returns_tensor)
+        ranks = self.ranks.get(id(module), ())
+        tracer = ForwardTracer(self.interception.tree, module, structure, self._returns_tensor, ranks)
         found: tuple[fx.Graph, pytree.TreeSpec] | None = None
         reason = ""
         self.interception.tracer = tracer

@@ -185,7 +185,7 @@ def _is_pure_module(program: Program, module: nn.Module | None, around: frozense
     if is_atom(module):
         return _is_pure_layer(module)
     graph = program.graphs.get(id(module))
-    if graph is None or not graph.traced or "forward" in module.__dict__ or graph.unwatched() is not None:
+    if graph is None or not graph.shows_every_call or "forward" in module.__dict__ or graph.unwatched() is not None:
         return False
     inner = around | {id(module)}
     return all(

@@ -230,7 +230,9 @@ class Program:
 
     def _may_write(self) -> bool:
         """Whether some forward writes to tensors that it didn't make itself, as far as the graphs tell."""
-        if any(key not in self.graphs or not self.graphs[key].traced for key in self.islands):
+        if any(key not in self.graphs for key in self.islands):
+            return True
+        if not all(graph.shows_every_call for graph in self.graphs.values()):
             return True
         if any(isinstance(module, _NormBase) and module.training for module in self.modules()):
             return True

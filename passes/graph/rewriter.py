@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from passes.graph.baked import Baked, BakedCall, BakedLayer
-from passes.graph.capture import RANK, ModuleGraph
+from passes.graph.capture import ModuleGraph
 from passes.graph.casts import Precision
 from passes.graph.edits import (
     AttributeEdit,
@@ -70,6 +70,7 @@ from passes.graph.padded import PaddedForward, call_wide
 from passes.graph.program import Program
 from passes.graph.region import Region
 from passes.graph.stretches import Stretch
+from passes.graph.tracing import RANK
 
 
 @dataclass(frozen=True)
@@ -688,7 +689,7 @@ class Rewriter:
             self.set_forward(change, norm.module, FoldedNormForward(norm.module, pair, carried=carried))
         self._seal_in_graphs(change, conv, norm, pair, is_beyond=nearer is not None)
         around = self.program.innermost_around(conv.node, norm.node)
-        if around is not None and not around.traced:
+        if around is not None and not around.shows_every_call:
             # The module that calls both gets its forward at the end, once for all its pairs.
             self._guarded[id(around.module)] = around.module
 
@@ -829,7 +830,8 @@ class Rewriter:
             if self.program.graphs.get(id(graph.module)) is graph:
                 self._install(graph.module, self._forward_of(graph))
         for module in self._guarded.values():
-            if not isinstance(inner_forward(module), SealCheckingForward):
+            # A graph goes no other way: a forward that would is the class' own.
+            if not isinstance(inner_forward(module), SealCheckingForward | GraphForward):
                 self._install(module, SealCheckingForward(module))
         self.program.refresh()
 

@@ -162,7 +162,7 @@ def _is_pointwise_module(program: Program, module: nn.Module) -> bool:
         is_off = is_stock(module, _DROPOUTS) and not module.training
         return is_off or is_stock(module, _MODULES)
     inner = program.graphs.get(id(module))
-    if inner is None or not inner.traced or inner.unwatched() is not None or "forward" in module.__dict__:
+    if inner is None or not inner.shows_every_call or inner.unwatched() is not None or "forward" in module.__dict__:
         return False
     first, *others, output = inner.graph.nodes
     if first.op != "placeholder" or not others or not inner.outputs.is_leaf() or output.args[0] != [others[-1]]:

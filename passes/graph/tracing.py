@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,6 +42,8 @@ METADATA = SHAPE_AND_KIND | {
 
 # In the `meta` of a node whose value is a tensor for certain.
 IS_TENSOR = "optimize_export_is_tensor"
+# In the `meta` of an input of a graph: the number of dims that the graph holds for.
+RANK = "optimize_export_rank"
 
 _TENSOR_LAYERS = (
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Dropout, nn.Identity, nn.Flatten, nn.ReLU, nn.GELU, nn.SiLU,
@@ -60,6 +62,23 @@ class _GivenUp(BaseException):
 
 
 _MOST_REFUSALS = 1000
+
+# Questions about a tensor whose answer is its rank, those whose answer is as long as that, and what is made of ranks.
+_RANKS = frozenset({"ndim", "dim", "ndimension"})
+_SHAPES = frozenset({"shape", "size"})
+_ON_RANKS: dict[Any, Callable[..., int]] = {
+    function: function
+    for function in (
+        operator.eq,
+        operator.ne,
+        operator.lt,
+        operator.le,
+        operator.gt,
+        operator.ge,
+        operator.add,
+        operator.sub,
+    )
+}
 
 
 def function_name(func: Any) -> str:
@@ -224,22 +243,37 @@ class _Sealed(fx.Proxy):
             return object.__hash__(self)
         raise self._refused("its forward looks a value up in a set or a dict")
 
-    def _number(self) -> Any:
-        raise self._refused("its forward makes a number of a value, which only a run shows")
-
     # Not `__index__`: torch would ask for it before it lets a size be a symbol.
-    __int__ = __float__ = __complex__ = _number
+    def __int__(self) -> int:
+        return int(self._answer("its forward makes a number of a value, which only a run shows"))
+
+    def __float__(self) -> float:
+        return float(self._answer("its forward makes a number of a value, which only a run shows"))
+
+    def __complex__(self) -> complex:
+        return complex(self._answer("its forward makes a number of a value, which only a run shows"))
 
     def __len__(self) -> int:
-        raise self._refused("its forward asks for the len of a value, which only a run shows")
+        return self._answer("its forward asks for the len of a value, which only a run shows", of_len=True)
 
-    def _text(self, *args: Any) -> str:
+    def __format__(self, spec: str) -> str:
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__", "").startswith(_INTERNAL):
             return f"symbol {self.node.name}"
-        raise self._refused("its forward makes text of a value")
+        return format(self._answer("its forward makes text of a value, which only a run shows"), spec)
 
-    __str__ = __repr__ = __format__ = _text
+    def _text(self) -> str:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").startswith(_INTERNAL):
+            return f"symbol {self.node.name}"
+        return str(self._answer("its forward makes text of a value, which only a run shows"))
+
+    __str__ = __repr__ = _text
+
+    def _answer(self, reason: str, *, of_len: bool = False) -> int:
+        tracer = self.tracer
+        assert isinstance(tracer, ForwardTracer)
+        return tracer.answer(self.node, reason, of_len=of_len)
 
     def _refused(self, reason: str) -> Untraceable:
         tracer = self.tracer
@@ -302,6 +336,7 @@ class ForwardTracer(fx.Tracer):
     """Makes the graph of one forward; every call of a module is one node.
 
     Attributes:
+        ranks: of the inputs, in the order of the structure; empty where they aren't known.
         symbols: every symbol that was made, held weakly; those that live on after the trace were kept somewhere.
         reads: what the forward reads of modules.
     """
@@ -312,6 +347,7 @@ class ForwardTracer(fx.Tracer):
         module: nn.Module,
         structure: CallStructure,
         returns_tensor: Callable[[nn.Module], bool],
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(autowrap_modules=(), param_shapes_constant=True)  # type: ignore[arg-type]
         self.root = module
@@ -319,6 +355,8 @@ class ForwardTracer(fx.Tracer):
         self.tree = tree
         self.structure = structure
         self.returns_tensor = returns_tensor
+        self.ranks = ranks
+        self._rank_of: dict[fx.Node, int] = {}
         self.symbols: list[weakref.ref[fx.Proxy]] = []
         # What was raised on the way: a forward may catch it and go another way than a run does.
         self.refusals: list[str] = []
@@ -335,7 +373,10 @@ class ForwardTracer(fx.Tracer):
             Exception: whatever the forward raises on symbols.
         """
         names = self.structure.tensor_names
-        args, kwargs = self.structure.arguments([self._input(name) for name in names])
+        inputs = [self._input(name) for name in names]
+        if len(self.ranks) == len(inputs):
+            self._rank_of = {symbol.node: rank for symbol, rank in zip(inputs, self.ranks, strict=True)}
+        args, kwargs = self.structure.arguments(inputs)
         with _RecordEverything(self):
             try:
                 outputs = self.root.forward(*args, **kwargs)
@@ -352,7 +393,43 @@ class ForwardTracer(fx.Tracer):
 
     def to_bool(self, obj: Any) -> bool:
         """A branch on a value."""
-        raise self.refused("its forward branches on a value (control flow), which only a run shows")
+        return bool(self.answer(obj.node, "its forward branches on a value (control flow), which only a run shows"))
+
+    def answer(self, node: fx.Node, reason: str, *, of_len: bool = False) -> int:
+        """The value of a node, or its len, that follows from the ranks of the inputs: from here on the graph holds for these.
+
+        A call of other rank is refused by the graph's forward, so whatever the code does with the answer is right.
+
+        Raises:
+            Untraceable: it follows from anything else; `reason` is the message.
+        """
+        asked: set[fx.Node] = set()
+        value = self._known_rank(node, asked, names=_SHAPES) if of_len else self._follows(node, asked)
+        if value is None or writes_in_place(self.graph):
+            raise self.refused(reason)
+        for each in asked:
+            each.meta[RANK] = self._rank_of[each]
+        return value
+
+    def _follows(self, value: Any, asked: set[fx.Node]) -> int | None:
+        """The number or truth value that follows from ranks; None where it follows from anything else."""
+        if not isinstance(value, fx.Node):
+            return value if type(value) in (int, bool) else None
+        rank = self._known_rank(value, asked, names=_RANKS)
+        if rank is not None or value.op != "call_function" or value.target not in _ON_RANKS:
+            return rank
+        operands = [self._follows(each, asked) for each in value.args]
+        return None if None in operands else _ON_RANKS[value.target](*operands)
+
+    def _known_rank(self, node: fx.Node, asked: set[fx.Node], *, names: frozenset[str]) -> int | None:
+        """The rank of an input, where the node is one of these questions about it."""
+        source, *others = node.args or (None,)
+        is_property = node.op == "call_function" and node.target is getattr and others[0] in names
+        is_method = node.op == "call_method" and node.target in names and not (others or node.kwargs)
+        if not (is_property or is_method) or not isinstance(source, fx.Node) or source not in self._rank_of:
+            return None
+        asked.add(source)
+        return self._rank_of[source]
 
     def iter(self, obj: Any) -> Any:
         """An iteration over a value, but for the unpacking that FX knows."""

@@ -1,0 +1,48 @@
+"""Makes torchvision, and with it timm, importable where torchvision's compiled operators don't fit the installed torch.
+
+Its Python code names operators that its C++ library defines; where that isn't loaded, they are declared here without
+implementations. Models that don't call them, which is all of timm's, are built and run as usual.
+"""
+
+import torch
+
+_BOXES = "Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width"
+_SIZES = "int batch_size, int channels, int height, int width"
+_GRADIENT = (
+    "Tensor grad, Tensor rois, {}float spatial_scale, int pooled_height, int pooled_width, {}" + _SIZES + "{} -> Tensor"
+)
+_DEFORMED = (
+    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, int stride_h, int stride_w, int pad_h,"
+    " int pad_w, int dilation_h, int dilation_w, int groups, int offset_groups, bool use_mask"
+)
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    f"roi_align({_BOXES}, int sampling_ratio, bool aligned) -> Tensor",
+    f"roi_pool({_BOXES}) -> (Tensor, Tensor)",
+    f"ps_roi_align({_BOXES}, int sampling_ratio) -> (Tensor, Tensor)",
+    f"ps_roi_pool({_BOXES}) -> (Tensor, Tensor)",
+    f"deform_conv2d({_DEFORMED}) -> Tensor",
+    f"_roi_align_backward({_GRADIENT.format('', '', ', int sampling_ratio, bool aligned)')}",
+    f"_roi_pool_backward({_GRADIENT.format('Tensor argmax, ', '', ')')}",
+    f"_ps_roi_align_backward({_GRADIENT.format('Tensor channel_mapping, ', 'int sampling_ratio, ', ')')}",
+    f"_ps_roi_pool_backward({_GRADIENT.format('Tensor channel_mapping, ', '', ')')}",
+    f"_deform_conv2d_backward(Tensor grad, {_DEFORMED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_declared: list[torch.library.Library] = []
+
+
+def declare() -> None:
+    """Declare the operators that torchvision would, where it can't be imported without; importing it works from then on.
+
+    Raises:
+        ImportError: torchvision isn't installed.
+    """
+    try:
+        import torchvision
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for schema in _SCHEMAS:
+            library.define(schema)
+        _declared.append(library)
+        import torchvision  # noqa: F401

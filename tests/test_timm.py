@@ -1,0 +1,43 @@
+"""Models of timm, whose BatchNorms are functions in a forward that asserts the rank, with a text of it."""
+
+import pytest
+import torch
+from timm_models import timm_member
+
+from optimizer import optimize
+from passes.errors import UnseenCall
+
+# The BatchNorms that each has behind a convolution.
+PAIRS = {
+    "efficientnet_b0": 49,
+    "regnety_002": 44,
+    "mobilenetv3_large_100": 46,
+    "densenet121": 59,
+    "repvgg_a0": 44,
+    "mobilevit_xxs": 32,
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pair_is_folded(name):
+    model, kwargs = timm_member(name)
+    fast = optimize(model, ["fold-conv-bn"], example_kwargs=kwargs)
+    (record,) = fast.report.passes
+    assert (record.status, len(record.changes)) == ("applied", PAIRS[name])
+    assert fast.report.verified
+    with torch.no_grad():
+        for size in (1, 2, 5):
+            images = kwargs["x"].repeat(3, 1, 1, 1)[:size] * torch.linspace(1, 0.5, size).reshape(-1, 1, 1, 1)
+            wanted = model(images)
+            # The original itself is off by up to a tenth of that.
+            assert (fast(images) - wanted).abs().max() < 1e-3 * wanted.std()
+
+
+def test_an_image_without_a_batch_raises_as_in_the_original():
+    model, kwargs = timm_member("lcnet_050")
+    fast = optimize(model, ["fold-conv-bn"], example_kwargs=kwargs)
+    with pytest.raises(AssertionError, match="got 3D input"):
+        model(kwargs["x"][0])
+    with pytest.raises(UnseenCall, match="4-D input"):
+        fast(kwargs["x"][0])
+    assert torch.isfinite(fast(**kwargs)).all()
