@@ -60,8 +60,9 @@ __all__ = ["export", "optimize", "report_of"]
 FORMATS = ("torchscript", "onnx")
 REPORT = "report.json"
 
-# So many numbers that are fixed in the files are named in a note.
+# At most so many numbers that are fixed in the files, or modules, are named in a note.
 _NUMBERS_TOLD = 4
+_NAMES_TOLD = 4
 
 
 def optimize(
@@ -163,6 +164,7 @@ def _optimized(
     before, coverage = size_of(program), coverage_record(program)
     pipeline.run(program, chosen)
     parity = pipeline.verify(program)
+    could_apply = pipeline.could_apply(program)
     report = Report(
         model=type(model).__name__,
         mode=mode,
@@ -174,6 +176,7 @@ def _optimized(
         before=before,
         after=size_of(program),
         notes=[*copy.notes, *pipeline.notes],
+        could_apply=could_apply,
     )
     _note_what_was_seen(report, model, copy.root, mode, parity)
     prepare_forwards(copy.root)
@@ -520,6 +523,11 @@ def _note_what_was_seen(
 ) -> None:
     now = {path: module.training for path, module in result.named_modules()}
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
+    if mode == "inference" and not model.training:
+        norms = [path for path in left if _takes_batch_statistics(model.get_submodule(path))]
+        left = [path for path in left if path not in norms]
+        report.warnings += _warning_on_norms(norms)
+        report.notes += report.warnings
     if left and mode == "inference":
         more = f" and {len(left) - 1} more are" if left[1:] else " is"
         named = (
@@ -542,6 +550,21 @@ def _note_what_was_seen(
         report.notes.append("nothing was verified: give optimize() example inputs")
     else:
         report.notes.extend(note for note in parity.notes if note not in report.notes)
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    """Whether a normalization would compute something else in eval."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+
+
+def _warning_on_norms(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    one = len(paths) == 1
+    return [
+        f"{listed(paths, _NAMES_TOLD)} {'is' if one else 'are'} in training mode in a model in eval: there the model uses the"
+        " statistics of each batch and the result the running ones, so their outputs differ (model.eval() makes them equal)"
+    ]
 
 
 def _sources(copy: WorkingCopy, pipeline: Pipeline) -> tuple[Source, ...]:

@@ -250,7 +250,11 @@ def _installed(distribution: str) -> str:
     "--factor", metavar="K", help="How many times its noise an output may be off; with --rejudge.  [default: 4]"
 )
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
-@click.option("--details", is_flag=True, help="Show the errors of every call of every file, not the worst alone.")
+@click.option(
+    "--details",
+    is_flag=True,
+    help="Show the routes, tensors and errors of each file too, of every output and every call.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
 @click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -554,7 +558,7 @@ def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     from optimizer.result_table import as_text
 
     terminal = sys.stdout.isatty()
-    text = as_text(document, terminal=terminal, encoding=_encoding(sys.stdout), details=details)
+    text = as_text(document, terminal=terminal, details=details)
     return _print_line(text)
 
 

@@ -39,6 +39,7 @@ from passes.graph.region import Region
 from passes.graph.rewriter import Change, Place
 from passes.graph.storage import same_values
 from passes.graph.witness import witness_inputs
+from passes.registry import pass_named, pass_names
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # So many numbers show how far a part of a model is rounded; one that gives fewer is run again, at most so many times.
@@ -598,6 +599,29 @@ class Pipeline:
                 )
             if not self._leave_what_parts_alone(program):
                 self._take_back_culprit(program, report)
+
+    def could_apply(self, program: Program) -> list[str]:
+        """The passes that weren't named and would change something, where the named ones changed nothing.
+
+        The model isn't run for it.
+        """
+        if self.mode != "inference" or not self._passes or any(record.status == "applied" for record in self.records):
+            return []
+        named = {item.name for item in self._passes}
+        return [name for name in pass_names() if name not in named and self._would_apply(program, name)]
+
+    def _would_apply(self, program: Program, name: str) -> bool:
+        tree = _TreeState(program.modules())
+        try:
+            item = pass_named(name).made_with({})
+            item.check(self.context())
+            return item.would_apply(program, self.context())
+        except PassesError:
+            return False  # it needs an option, or can't be had here
+        except Exception:  # noqa: BLE001 - the user didn't ask for this pass: one that raises isn't named
+            tree.restore()
+            program.refresh()
+            return False
 
     def _compare(self, done: Sequence[_Done] | None = None) -> ParityReport:
         """The result beside the original; in training in eval too, which is shown where it isn't right there.

@@ -160,6 +160,8 @@ class Report:
         parity: the result against the original; None where no example inputs were given and nothing was verified.
         before, after: what the model is made of.
         notes: sentences that the user should read.
+        warnings: those of the notes that are about a difference between the result and the model as it was given.
+        could_apply: where no pass changed anything, the passes that weren't named and would.
     """
 
     model: str
@@ -173,6 +175,8 @@ class Report:
     after: Size
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    could_apply: list[str] = field(default_factory=list)
 
     @property
     def verified(self) -> bool:
@@ -193,6 +197,8 @@ class Report:
             "before": self.before.to_json(),
             "after": self.after.to_json(),
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "could_apply": list(self.could_apply),
             "seconds": round(self.seconds, 4),
         }
 
@@ -210,7 +216,9 @@ class Report:
             f" {self.before.operations:,} -> {self.after.operations:,} operations"
         )
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
-        lines += [f"note: {note}" for note in self.notes]
+        if self.could_apply:
+            lines.append(f"no pass changed the model; these would: {', '.join(self.could_apply)}")
+        lines += [f"{'warning' if note in self.warnings else 'note'}: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
