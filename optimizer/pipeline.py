@@ -333,7 +333,7 @@ class Pipeline:
 
     def _run_numbered(self, program: Program, number: int, context: Context) -> None:
         item = self._passes[number]
-        self._tell("optimize", number, len(self._passes) + 1, item.name)
+        self._tell("optimize", number, len(self._passes) + 1, item.name, item.name)
         self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
 
     def _find_wrong_behind(self, program: Program, number: int, context: Context) -> None:
@@ -613,9 +613,11 @@ class Pipeline:
     def _would_apply(self, program: Program, name: str) -> bool:
         tree = _TreeState(program.modules())
         try:
-            item = pass_named(name).made_with({})
-            item.check(self.context())
-            return item.would_apply(program, self.context())
+            item, context = pass_named(name).made_with({}), self.context()
+            if self.mode not in item.modes or not item.would_apply(program, context):
+                return False
+            item.check(context)
+            return True
         except PassesError:
             return False  # it needs an option, or can't be had here
         except Exception:  # noqa: BLE001 - the user didn't ask for this pass: one that raises isn't named
@@ -802,8 +804,8 @@ class Pipeline:
         self._roll_back(self._passes[culprit.number], culprit.record, culprit.result, reason)
         self._run_from(program, culprit.number + 1)
 
-    def _tell(self, stage: str, done: int, total: int, text: str) -> None:
-        self.progress(Progress(stage, done, total, text))
+    def _tell(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:
+        self.progress(Progress(stage, done, total, text, name))
 
     @property
     def precisions(self) -> tuple[Precision, ...]:

@@ -23,12 +23,14 @@ class Progress:
         stage: one of `STAGES`.
         done, total: steps of the stage that are done, and all of them.
         text: what is done now.
+        name: of the pass that runs now; "" elsewhere.
     """
 
     stage: str
     done: int
     total: int
     text: str
+    name: str = ""
 
 
 ProgressFunction = Callable[[Progress], None]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,33 @@ DONE = {
 }
 
 
+def step(stage, done, total, text, name=""):
+    return {"stage": stage, "done": done, "total": total, "text": text, "name": name}
+
+
+STEPS = [
+    step("load", 0, 2, "model.py"),
+    step("load", 1, 2, "model.py:net"),
+    step("optimize", 0, 3, "fold-conv-bn", "fold-conv-bn"),
+    step("optimize", 1, 3, "channels-last", "channels-last"),
+    step("optimize", 1, 3, "fold-conv-bn", "fold-conv-bn"),
+    step("optimize", 2, 3, "comparing"),
+    step("export", 0, 1, "onnx"),
+    step("parity", 1, 2, "onnx"),
+    step("export", 1, 1, ""),
+    step("bundle", 0, 1, "dist/net"),
+    step("bundle", 1, 1, "dist/net"),
+]
+STAGES = [
+    ("start", "torch, onnxruntime"),
+    ("load", "model.py:net"),
+    ("optimize", "fold-conv-bn, channels-last"),
+    ("export", "onnx"),
+    ("parity", "onnx"),
+    ("bundle", "dist/net"),
+]
+
+
 class Engine:
     """Stands in for `optimizer.command`; keeps the options that it was called with."""
 
@@ -95,8 +123,8 @@ class Engine:
 
     def export_model(self, options, progress):
         self.options = options
-        progress(SimpleNamespace(stage="load", done=0, total=2, text="model.py"))
-        progress(SimpleNamespace(stage="load", done=1, total=2, text="model.py:net"))
+        for step in STEPS:
+            progress(SimpleNamespace(**step))
         self.during()
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -438,14 +466,37 @@ def test_what_the_user_prints_goes_to_stderr(run, options):
         assert line in done.err
         assert line not in done.out
     if "--json" in options:
-        assert json.loads(done.out) == DONE
+        document = json.loads(done.out)
+        assert document.pop("stages")
+        assert document == DONE
     elif "--quiet" in options:
         assert done.out == "dist/net\n"
 
 
 def test_quiet_has_no_progress(run):
     assert run("m.py", "--quiet").err == ""
-    assert run("m.py").err == "optimize-export: load: model.py\n"
+    assert run("m.py").err
+
+
+def test_each_stage_has_a_line_with_its_name_and_time(run):
+    lines = run("m.py").err.splitlines()
+    assert [re.sub(r": \d+\.\d s$", "", line) for line in lines] == [
+        f"optimize-export: {stage} {name}" for stage, name in STAGES
+    ]
+
+
+def test_the_document_has_the_time_of_each_stage(run):
+    def during():
+        time.sleep(0.05)
+
+    stages = json.loads(run("m.py", "--json", engine=Engine(during=during)).out)["stages"]
+    assert [(each["stage"], each["name"]) for each in stages] == STAGES
+    assert stages[-1]["seconds"] >= 0.05
+
+
+def test_a_stage_that_fails_has_no_line(run):
+    done = run("m.py", engine=Engine(LoadError("No model.")))
+    assert [line.split(":")[1] for line in done.err.splitlines()][-2:] == [" parity onnx", " error"]
 
 
 def test_the_result_table(run):
@@ -718,12 +769,13 @@ def test_what_is_printed_at_exit_goes_to_stderr():
     assert done.returncode == 0
 
 
-def test_a_terminal_gets_bars():
+def test_a_terminal_gets_a_line_for_each_stage():
     import pty
 
     leader, follower = pty.openpty()
     body = (
-        "from types import SimpleNamespace as P; [progress(P(stage=s, done=1, total=2, text='[b]net')) for s in 'ab']"
+        "from types import SimpleNamespace as P\n"
+        "        [progress(P(stage=s, done=1, total=2, text='[b]net', name='')) for s in 'ab']"
     )
     done = subprocess.run(
         [sys.executable, "-c", FAKE.format(body=body, options="")],
@@ -737,8 +789,11 @@ def test_a_terminal_gets_bars():
     shown = os.read(leader, 1 << 16).decode()
     os.close(leader)
     assert done.returncode == 0
-    assert "[b]net" in shown
-    assert "━" in shown
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "\n", shown)
+    assert [line for line in dict.fromkeys(shown.splitlines()) if "net" in line] == [
+        "a           0.0 s  [b]net",
+        "b           0.0 s  [b]net",
+    ]
     assert done.stdout.startswith(b"bundle: bbb")
 
 
