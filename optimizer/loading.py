@@ -291,11 +291,26 @@ class _Finder:
         for part in name.split("."):
             value = self._held(part, value)
             if value is _ABSENT:
-                here = [other for other in vars(self.module) if not other.startswith("_")]
-                near = difflib.get_close_matches(part, here, 1)
-                hint = f"; did you mean {near[0]}?" if near else "."
-                raise LoadError(f"{self.target.label} has no {name}{hint}")
+                raise LoadError(f"{self.target.label} has no {name}{self._where_else(part)}")
         return value
+
+    def _where_else(self, name: str) -> str:
+        """The end of the sentence on a name that the module lacks: where it is, or what the user can do."""
+        label = self.target.label
+        below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
+        homes = [path for path in below if name in vars(sys.modules[path])]
+        if self.target.file is None and homes:
+            return f" at its top level: give {min(homes, key=lambda path: (len(path), path))}:{name}."
+        near = difflib.get_close_matches(name, [other for other in vars(self.module) if not other.startswith("_")], 1)
+        if near:
+            return f"; did you mean {near[0]}?"
+        factory = next((factory for factory in FACTORY_NAMES if callable(self._held(factory))), None)
+        if self.target.file is None and factory:
+            return (
+                f" at its top level; if {label}.{factory}({name!r}) makes the model, write a file with"
+                f" `model = {label}.{factory}({name!r})` and give that."
+            )
+        return "."
 
     def _held(self, name: str, holder: Any = None) -> Any:
         """What the user's module, or an object in it, has under the name: one with a __getattr__ may raise anything."""
