@@ -32,6 +32,7 @@ from optimizer.bundle import (
 from optimizer.carried_state import refuse_carried_state
 from optimizer.collection import rare_collection
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
+from optimizer.early_checks import check_debug_folder
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
@@ -41,7 +42,6 @@ from optimizer.pipeline import Pipeline, check_requirements, coverage_record, si
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
-from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import listed
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable

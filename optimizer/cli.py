@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from click.core import ParameterSource
 
+from optimizer.early_checks import check_early
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError
 from optimizer.options import (
     DEFAULT_BATCH_SIZES,
@@ -127,6 +128,7 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
 def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
         if isinstance(options, ExportOptions):
+            check_early(options)
             stages.start("torch, onnxruntime")
         engine = _torch_side()
         if isinstance(options, ListOptions):

@@ -14,7 +14,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import random
 import re
 import sys
@@ -28,14 +27,15 @@ import numpy
 import torch
 from torch import nn
 
+from optimizer.early_checks import refuse_missing_inputs, refuse_missing_weights, split_target
 from optimizer.errors import LoadError, UsageError
-from optimizer.input_files import read_calls, refuse_missing_inputs
+from optimizer.input_files import read_calls
 from optimizer.input_spec import draw_inputs, parse_input
 from optimizer.inputs import Call, FurtherInputs, Samples
 from optimizer.sentences import errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.user_code import put_first
-from optimizer.weights import load_weights, refuse_empty_tensors, refuse_missing_weights, refuse_unmade_module
+from optimizer.weights import load_weights, refuse_empty_tensors, refuse_unmade_module
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -181,49 +181,10 @@ class Target:
 
 def parse_target(spec: str, name: str | None = None) -> Target:
     """Tell the file or module from the name in it; `name` is that of `--model`. Raises `LoadError` or `UsageError`."""
-    place, own_name = _split_name(spec)
-    if own_name and name and own_name != name:
-        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; give one of them.")
-    name = own_name or name
-    if name is not None and not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{name!r} is no name of a model in a Python file; give one such as {place}:build_model.")
-    path = Path(place)
-    if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
+    place, path, name = split_target(spec, name)
+    if path is None:
         return Target(place, Path.cwd(), None, name)
-    _refuse_other_files(path)
     return Target(path.name, path.resolve().parent, path.resolve(), name)
-
-
-def _split_name(spec: str) -> tuple[str, str | None]:
-    if not spec.strip():
-        raise UsageError("MODEL is empty; give a path to a .py file, or package.module:factory.")
-    if os.path.exists(spec):
-        return spec, None
-    place, colon, name = spec.rpartition(":")
-    drive = len(place) == 1 and place.isalpha() and ("\\" in name or "/" in name)
-    if not colon or drive or "\\" in name or "/" in name or name.endswith(".py"):
-        return spec, None
-    if not name or not place:
-        raise UsageError(f"MODEL {spec!r} has nothing on one side of the colon; give one such as model.py:build_model.")
-    return place, name
-
-
-def _refuse_other_files(path: Path) -> None:
-    if path.is_dir():
-        files = sorted(file.name for file in path.glob("*.py"))
-        which = f", such as {path / files[0]}" if files else ""
-        raise LoadError(f"{path} is a folder; give the Python file in it that holds the model{which}.")
-    if not path.exists():
-        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
-        raise LoadError(f"There is no file {path}{hint}")
-    if path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
-        raise LoadError(
-            f"{path} holds weights; MODEL is the Python file that builds the model, give these by --weights."
-        )
-    if path.suffix != ".py":
-        raise LoadError(f"{path} is no Python file (.py).")
 
 
 # What the user's module holds -----------------------------------------------------------------------------------------

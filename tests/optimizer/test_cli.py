@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+import exporters.registry
+import passes.registry
 from exporters.metadata import metadata_of
-from optimizer import cli, result_table
+from optimizer import cli, early_checks, result_table
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -147,6 +149,7 @@ def run(monkeypatch, capfd):
     def run(*arguments, engine=None):
         engine = engine or Engine()
         monkeypatch.setattr(cli, "_torch_side", lambda: engine)
+        monkeypatch.setattr(cli, "check_early", lambda options: None)
         code = cli.main(arguments)
         out, err = capfd.readouterr()
         return SimpleNamespace(code=code, out=out, err=err, options=engine.options)
@@ -738,7 +741,38 @@ def process(code: str, **kwargs):
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["m.py", "--batch-sizes", "0"]])
+WRONG = {
+    2: [
+        [__file__, "--passes", "fold-conv-nb"],
+        [__file__, "--passes", "simplify,x:y=z"],
+        [__file__, "--formats", "onnx,tflite"],
+        [__file__, "--debug-dir", os.path.dirname(__file__)],
+        [f"{__file__}:a", "--model", "b"],
+    ],
+    3: [
+        ["there_is_no_such.py"],
+        [__file__, "--weights", "there_is_no_such.pt"],
+        [__file__, "--inputs", "there_is_no_such.safetensors"],
+    ],
+}
+
+
+@pytest.mark.parametrize(("code", "arguments"), [(code, each) for code, wrong in WRONG.items() for each in wrong])
+def test_what_is_told_without_torch_is_what_the_engine_tells(capsys, monkeypatch, tmp_path, code, arguments):
+    told = []
+    for check in (cli.check_early, lambda options: None):
+        monkeypatch.setattr(cli, "check_early", check)
+        assert cli.main([*arguments, "--output", str(tmp_path / "o"), "--quiet"]) == code
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1] != ""
+
+
+def test_the_names_that_are_known_without_torch_are_those_of_the_registries():
+    assert tuple(cls.name for cls in passes.registry._OWN) == early_checks.PASS_NAMES
+    assert tuple(exporters.registry._OWN) == early_checks.FORMAT_NAMES
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["m.py", "--batch-sizes", "0"], *WRONG[2], *WRONG[3]])
 def test_torch_isnt_imported_before_it_is_needed(arguments):
     done = process(
         f"import sys\nfrom optimizer.cli import main\nmain({arguments!r})\n"
@@ -756,7 +790,7 @@ class Engine:
     def export_model(options, progress):
         {body}
         return {{"ok": True, "bundle": "b" * 100000}}
-cli._torch_side = lambda: Engine
+cli._torch_side, cli.check_early = lambda: Engine, lambda options: None
 sys.argv = ["optimize-export", "m.py", {options}]
 sys.exit(cli.main())
 """
