@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +14,8 @@ from passes.base import Detail
 Status = Literal["applied", "unchanged", "rolled-back", "failed"]
 # The costliest come first; the JSON has them all.
 _REMARKS_SHOWN = 5
+# Names of modules and values in a skip reason, by which reasons of one kind differ.
+_NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+|\w*[_\d]\w*")
 STAGES = ("capture", "optimize", "export", "parity", "bundle")
 
 
@@ -232,7 +236,29 @@ def remark_lines(record: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{record['name']}: {rest} more such places are in the report"] if rest else lines
 
 
+def reason_shown(record: Mapping[str, Any]) -> str:
+    """Why a pass was taken back, or its most frequent reason for a skip with the count."""
+    if record.get("reason"):
+        return str(record["reason"])
+    skips = record.get("skips", 0)
+    if isinstance(skips, int) or not skips:
+        return ""
+    kinds = Counter(_kind(skip) for skip in skips)
+    kind, count = kinds.most_common(1)[0]
+    texts = {skip["text"] for skip in skips if _kind(skip) == kind}
+    return f"{texts.pop() if len(texts) == 1 else kind} ({count} of {len(skips)})"
+
+
+def _kind(skip: Mapping[str, str]) -> str:
+    """The reason without the names in it, as reasons of one kind differ by these alone."""
+    text, where = skip["text"], skip["where"]
+    if where:
+        text = re.sub(rf"(?<![\w.]){re.escape(where)}(?![\w.])", "…", text)
+    return _NAMES.sub("…", text)
+
+
 def _pass_line(record: PassRecord, width: int) -> str:
     text = f"{record.name:<{width}}  {record.status:<11}  {len(record.changes)} changes, {len(record.skips)} skips"
     text += f", {record.seconds:.2f} s"
-    return f"{text}: {record.reason}" if record.reason else text
+    reason = reason_shown(record.to_json())
+    return f"{text}: {reason}" if reason else text

@@ -2,10 +2,8 @@
 
 import io
 import math
-import re
 import shutil
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from rich.text import Text
 
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
-from optimizer.report import remark_lines
+from optimizer.report import reason_shown, remark_lines
 
 # Without a terminal, lines are as long as they have to be for `grep` to find them whole.
 _WIDE = 4096
@@ -26,8 +24,6 @@ _STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous"
 
 # What every file says of itself (`exporters.metadata`).
 _OURS = "optimize_export."
-# Names of modules and values in a skip reason, by which reasons of one kind differ.
-_NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+|\w*[_\d]\w*")
 
 Document = Mapping[str, Any]
 Row = Sequence[str]
@@ -250,7 +246,7 @@ def _padded(text: str, width: int) -> str:
 def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterable[Text]:
     columns = ["pass", "status", "changes", "skips", "reason"]
     rows = [
-        [each["name"], each["status"], _count(each.get("changes", 0)), _count(each.get("skips", 0)), _why(each)]
+        [each["name"], each["status"], _count(each.get("changes", 0)), _count(each.get("skips", 0)), reason_shown(each)]
         for each in passes
     ]
     if details:
@@ -258,27 +254,6 @@ def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterabl
         for row, each in zip(rows, passes, strict=True):
             row.insert(4, f"{each.get('seconds') or 0:.2f}")
     yield from _table(columns, rows, width, wraps=True)
-
-
-def _why(record: Document) -> str:
-    """Why a pass was taken back, or its most frequent reason for a skip with the count."""
-    if record.get("reason"):
-        return str(record["reason"])
-    skips = record.get("skips", 0)
-    if isinstance(skips, int) or not skips:
-        return ""
-    kinds = Counter(_kind(skip) for skip in skips)
-    kind, count = kinds.most_common(1)[0]
-    texts = {skip["text"] for skip in skips if _kind(skip) == kind}
-    return f"{texts.pop() if len(texts) == 1 else kind} ({count} of {len(skips)})"
-
-
-def _kind(skip: Document) -> str:
-    """The reason without the names in it, as reasons of one kind differ by these alone."""
-    text, where = skip["text"], skip["where"]
-    if where:
-        text = re.sub(rf"(?<![\w.]){re.escape(where)}(?![\w.])", "…", text)
-    return _NAMES.sub("…", text)
 
 
 def _could_apply(names: Sequence[str]) -> str:

@@ -323,6 +323,17 @@ class Repeating(nn.Module):
         return self.linear(x).sin() + self.linear(x).sin()
 
 
+def test_the_report_shows_why_places_were_skipped():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    skips = fast.report.passes[0].skips
+    assert fast.report.passes[0].status == "unchanged"
+    (line,) = [line for line in str(fast.report).splitlines() if line.startswith("fold-conv-bn")]
+    assert line.endswith(
+        f"{len(skips)} skips, {fast.report.passes[0].seconds:.2f} s: {skips[0].text} (1 of {len(skips)})"
+    )
+
+
 def test_where_no_pass_applies_those_that_would_are_named():
     model, x = Repeating().eval(), torch.randn(2, 8)
     fast = optimize(model, example_inputs=(x,))
