@@ -20,7 +20,14 @@ _WIDE = 4096
 # A table's last column is wrapped down to this width; in less, each row becomes a paragraph.
 _NARROWEST = 24
 _INDENT = 4
-_STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous": "yellow", "failed": "red"}
+_STYLES = {
+    "applied": "green",
+    "ok": "green",
+    "rolled-back": "yellow",
+    "vacuous": "yellow",
+    "failed": "red",
+    "missing": "red",
+}
 
 # What every file says of itself (`exporters.metadata`).
 _OURS = "optimize_export."
@@ -118,10 +125,14 @@ def _files(artifacts: Sequence[Document], missing: Mapping[str, str], width: int
     second = max(cell_len(row[1]) for row in rows)
     for path, size, word, rest in rows:
         start = f"{_padded(path, first)}  " + (f"{size:>{second}}  " if second else "")
-        if cell_len(start) + len(word) + len(rest) > width and "," in rest:
-            yield Text(start.rstrip())
-            start = " " * _INDENT
-        yield Text.assemble(start, (word, _STYLES.get(word, "red" if word == "missing" else "")), rest)
+        style = _STYLES.get(word, "")
+        if cell_len(start) + len(word) + len(rest) <= width:
+            yield Text.assemble(start, (word, style), rest)
+            continue
+        yield Text(start.rstrip())
+        top, *more = _folded(word + rest, max(width - _INDENT, 1))
+        yield Text.assemble(" " * _INDENT, (word, style), top.removeprefix(word))
+        yield from (Text(" " * _INDENT + line) for line in more)
 
 
 def _file_of(format: str) -> str:

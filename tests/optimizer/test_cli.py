@@ -705,7 +705,8 @@ def test_no_table_breaks_a_name_or_a_number(monkeypatch, width, details):
     parity = {"verdict": "ok", "factor": 4.0, "outputs": [output]}
     artifact = {**DONE["artifacts"][0], "path": "model.torchscript.pt", "bytes": 97 << 20, "parity": parity}
     skips = [{"where": "", "text": LONG}] * 2
-    document = {**DONE, "passes": [{**DONE["passes"][0], "skips": skips}], "artifacts": [artifact], "notes": [LONG]}
+    changed = {"passes": [{**DONE["passes"][0], "skips": skips}], "missing": {"pt2": LONG}, "notes": [LONG]}
+    document = {**DONE, **changed, "artifacts": [artifact]}
     text = as_text(document, terminal=True, details=details)
     wide = as_text(document, terminal=False, details=details)
     assert max(map(len, text.splitlines())) <= width
