@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from google.protobuf.message import DecodeError
 
@@ -27,6 +26,7 @@ from exporters.exported_program import conditions_of_program, fixed_dims_told, n
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
 from exporters.onnx_pads import keep_pads
+from exporters.onnx_runtime import ort
 from exporters.onnx_session import CUDA, providers_for, run_session
 from exporters.onnx_values import OnnxValues
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx
-import onnxruntime as ort
 import torch
 
 from exporters.errors import ProviderFallback
+from exporters.onnx_runtime import ort
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"

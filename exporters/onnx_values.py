@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import onnx
-import onnxruntime as ort
 import torch
 
+from exporters.onnx_runtime import ort
 from exporters.onnx_session import providers_for, run_session
 from exporters.steps import Seen
 

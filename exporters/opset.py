@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import onnx
-import onnxruntime as ort
 import torch.onnx
 
 from exporters.errors import UnknownOpset
+from exporters.onnx_runtime import ort
 
 # Not public: where a torch has them elsewhere, its exporters say themselves what they can't write.
 limits: Any = getattr(torch.onnx, "_constants", None)

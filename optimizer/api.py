@@ -32,6 +32,7 @@ from optimizer.bundle import (
 from optimizer.carried_state import refuse_carried_state
 from optimizer.collection import rare_collection
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
+from optimizer.early_checks import check_debug_folder
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
@@ -42,7 +43,6 @@ from optimizer.pipeline import Pipeline, check_requirements, coverage_record, si
 from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
-from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import listed
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
@@ -61,8 +61,9 @@ __all__ = ["export", "optimize", "report_of"]
 FORMATS = ("torchscript", "onnx")
 REPORT = "report.json"
 
-# So many numbers that are fixed in the files are named in a note.
+# At most so many numbers that are fixed in the files, or modules, are named in a note.
 _NUMBERS_TOLD = 4
+_NAMES_TOLD = 4
 
 
 def optimize(
@@ -164,6 +165,7 @@ def _optimized(
     before, coverage = size_of(program), coverage_record(program)
     pipeline.run(program, chosen)
     parity = pipeline.verify(program)
+    could_apply = pipeline.could_apply(program)
     report = Report(
         model=type(model).__name__,
         mode=mode,
@@ -175,6 +177,7 @@ def _optimized(
         before=before,
         after=size_of(program),
         notes=[*copy.notes, *pipeline.notes],
+        could_apply=could_apply,
     )
     _note_what_was_seen(report, model, copy.root, mode, parity)
     prepare_forwards(copy.root)
@@ -513,6 +516,11 @@ def _note_what_was_seen(
 ) -> None:
     now = {path: module.training for path, module in result.named_modules()}
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
+    if mode == "inference" and not model.training:
+        norms = [path for path in left if _takes_batch_statistics(model.get_submodule(path))]
+        left = [path for path in left if path not in norms]
+        report.warnings += _warning_on_norms(norms)
+        report.notes += report.warnings
     if left and mode == "inference":
         more = f" and {len(left) - 1} more are" if left[1:] else " is"
         named = (
@@ -535,6 +543,21 @@ def _note_what_was_seen(
         report.notes.append("nothing was verified: give optimize() example inputs")
     else:
         report.notes.extend(note for note in parity.notes if note not in report.notes)
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    """Whether a normalization would compute something else in eval."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+
+
+def _warning_on_norms(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    one = len(paths) == 1
+    return [
+        f"{listed(paths, _NAMES_TOLD)} {'is' if one else 'are'} in training mode in a model in eval: there the model uses the"
+        " statistics of each batch and the result the running ones, so their outputs differ (model.eval() makes them equal)"
+    ]
 
 
 def _sources(copy: WorkingCopy, pipeline: Pipeline) -> tuple[Source, ...]:

@@ -115,12 +115,16 @@ class BundleParity:
     artifacts: Mapping[str, Mapping[str, Any] | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bundle:
     """A bundle on disk. Its files are read when they are asked for, and verified by `verify_bundle` only."""
 
     path: Path
     manifest: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        files = ", ".join(entry["path"] for entry in self.manifest["artifacts"])
+        return f"Bundle({str(self.path)!r}, files: {files}, parity: {self.manifest['parity']['verdict']})"
 
     @property
     def artifacts(self) -> tuple[Artifact, ...]:

@@ -10,9 +10,11 @@ import json
 import os
 import signal
 import sys
+import textwrap
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from click.core import ParameterSource
 
+from optimizer.early_checks import check_early
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError
 from optimizer.options import (
     DEFAULT_BATCH_SIZES,
@@ -128,6 +131,9 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
 
 def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
+        if isinstance(options, ExportOptions):
+            check_early(options)
+            stages.start("torch, onnxruntime")
         engine = _torch_side()
         if isinstance(options, ListOptions):
             return dict(engine.list_passes())
@@ -135,7 +141,9 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.verify(options))
         if isinstance(options, RejudgeOptions):
             return dict(engine.rejudge(options))
-        return dict(engine.export_model(options, stages))
+        document = dict(engine.export_model(options, stages))
+        stages.finish()
+        return {**document, "stages": stages.times()}
 
 
 def _torch_side() -> ModuleType:
@@ -262,7 +270,11 @@ def _installed(distribution: str) -> str:
     "--factor", metavar="K", help="How many times its noise an output may be off; with --rejudge.  [default: 4]"
 )
 @click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
-@click.option("--details", is_flag=True, help="Show the errors of every call of every file, not the worst alone.")
+@click.option(
+    "--details",
+    is_flag=True,
+    help="Show the routes, tensors and errors of each file too, of every output and every call.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
 @click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -471,47 +483,104 @@ def _sigterm_unwinds() -> Iterator[None]:
 # Progress -------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Stage:
+    """A stretch of one stage: `names` are the passes that ran, `text` is the last thing that was said to be done."""
+
+    stage: str
+    started: float
+    text: str = ""
+    names: dict[str, None] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names) or self.text
+
+
 class _Stages:
-    """A bar per stage on a terminal, else a line per stage; on stderr."""
+    """The time of each stage, and a line with it on stderr: on a terminal the current stage has one that counts."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
-        self._bars: Any = None
-        self._tasks: dict[str, Any] = {}
+        self._live: Any = None
+        self._current: _Stage | None = None
+        self._done: list[_Stage] = []
 
     def __enter__(self) -> "_Stages":
         if self._shown and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.live import Live
 
-            columns = (TextColumn("{task.description:<8}"), BarColumn(24), TimeElapsedColumn())
-            doing = TextColumn("{task.fields[text]}", markup=False)
-            self._bars = Progress(*columns, doing, console=Console(stderr=True))
-            self._bars.start()
+            self._live = Live(
+                console=Console(stderr=True, highlight=False),
+                get_renderable=self._now,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        if error is None:
+            self.finish()
+        self._current = None
+        if self._live is not None:
+            self._live.stop()
 
     def __call__(self, progress: "Progress") -> None:
-        if not self._shown:
+        if self._current is None or self._current.stage != progress.stage:
+            if 0 < progress.total <= progress.done:
+                return  # the end of a stage that another one interrupted
+            self._begin(progress.stage)
+        assert self._current is not None
+        self._current.text = progress.text
+        if progress.name:
+            self._current.names[progress.name] = None
+
+    def start(self, text: str) -> None:
+        """Time what comes before the engine can tell of any stage."""
+        self._begin("start")
+        assert self._current is not None
+        self._current.text = text
+
+    def times(self) -> list[dict[str, Any]]:
+        """The finished stages in order, each with what it was about and its seconds."""
+        return [{"stage": each.stage, "name": each.name, "seconds": round(each.seconds, 3)} for each in self._done]
+
+    def _begin(self, stage: str) -> None:
+        self.finish()
+        self._current = _Stage(stage, time.perf_counter())
+
+    def finish(self) -> None:
+        """End the current stage, and tell its time."""
+        done, self._current = self._current, None
+        if done is None:
             return
-        if self._bars is None:
-            if progress.stage not in self._tasks:
-                self._tasks[progress.stage] = None
-                _say(f"{progress.stage}: {progress.text}")
-            return
-        if progress.stage not in self._tasks:
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage, total=progress.total or None, text="")
-        # Stages take turns (each artifact is written, then checked): only the current one says what it does.
-        for stage, task in self._tasks.items():
-            if stage != progress.stage:
-                self._bars.update(task, text="")
-        current = self._tasks[progress.stage]
-        self._bars.update(current, completed=progress.done, total=progress.total or None, text=printable(progress.text))
+        done.seconds = time.perf_counter() - done.started
+        self._done.append(done)
+        if self._live is not None:
+            console = self._live.console
+            line = _stage_line(done.stage, done.seconds, printable(done.name), console.width)
+            console.print(line, soft_wrap=True)
+        elif self._shown:
+            _say(f"{done.stage}{' ' * bool(done.name)}{done.name}: {done.seconds:.1f} s")
+
+    def _now(self) -> Any:
+        now = self._current
+        return "" if now is None else _stage_line(now.stage, time.perf_counter() - now.started, printable(now.text))
+
+
+def _stage_line(stage: str, seconds: float, text: str, width: int = 0) -> Any:
+    """A line of columns: cut at the screen's edge, or wrapped at spaces where a width is given."""
+    from rich.text import Text
+
+    line = f"{stage:<8} {seconds:6.1f} s  {text}"
+    if width:
+        line = textwrap.fill(line, width, subsequent_indent=" " * 19, break_long_words=False, break_on_hyphens=False)
+    return Text(line, no_wrap=True, overflow="ellipsis")
 
 
 # What is said ---------------------------------------------------------------------------------------------------------
@@ -597,7 +666,7 @@ def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     from optimizer.result_table import as_text
 
     terminal = sys.stdout.isatty()
-    text = as_text(all_printable(document), terminal=terminal, encoding=_encoding(sys.stdout), details=details)
+    text = as_text(all_printable(document), terminal=terminal, details=details)
     return _print_line(text)
 
 

@@ -26,6 +26,7 @@ from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.api import check_dynamic, export, optimize, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
+from optimizer.early_checks import check_early
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -36,17 +37,14 @@ from optimizer.errors import (
     ParityError,
     UsageError,
 )
-from optimizer.input_files import refuse_missing_inputs
 from optimizer.input_spec import parse_input
-from optimizer.loading import Loaded, load, parse_target
+from optimizer.loading import Loaded, load
 from optimizer.manifest import plain
 from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
 from optimizer.report import Progress
-from optimizer.reproducing import check_debug_folder
 from optimizer.sentences import exit_call, one_line
 from optimizer.trial import check_runs
 from optimizer.user_code import hard_exits_raise, names_restored
-from optimizer.weights import refuse_missing_weights
 from passes.base import Pass
 from passes.errors import (
     DuplicatePass,
@@ -203,12 +201,8 @@ def _check(options: ExportOptions) -> list[Pass]:
     refuse_metadata(options.metadata)
     for text in options.inputs:
         parse_input(text)
-    refuse_missing_inputs(options.input_files)
-    if options.weights is not None:
-        refuse_missing_weights(options.weights)
-    parse_target(options.model, options.name)
+    check_early(options)
     check_target(options.output, force=options.force)
-    check_debug_folder(options.debug_dir)
     return passes
 
 

@@ -18,13 +18,6 @@ from optimizer.sentences import listed, quote
 from optimizer.structure import leaves_of
 
 
-def refuse_missing_inputs(paths: Sequence[Path]) -> None:
-    """Raises `LoadError` for a file that isn't there."""
-    for path in paths:
-        if not path.is_file():
-            raise LoadError(f"The inputs file {path} {'is no file' if path.exists() else 'does not exist'}.")
-
-
 def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tuple[Call, ...]:
     """One call per file: its tensors by the names of forward's arguments, or by number (0, 1, …) for positional ones.
 

@@ -14,7 +14,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import random
 import re
 import sys
@@ -28,21 +27,16 @@ import numpy
 import torch
 from torch import nn
 
+from optimizer.early_checks import refuse_missing_inputs, refuse_missing_weights, split_target
 from optimizer.errors import LoadError, UsageError
-from optimizer.input_files import read_calls, refuse_missing_inputs
+from optimizer.input_files import read_calls
 from optimizer.input_spec import draw_inputs, parse_input
 from optimizer.inputs import Call, FurtherInputs, Samples
 from optimizer.options import is_utf8
 from optimizer.sentences import errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.user_code import put_first
-from optimizer.weights import (
-    load_weights,
-    refuse_circular_modules,
-    refuse_empty_tensors,
-    refuse_missing_weights,
-    refuse_unmade_module,
-)
+from optimizer.weights import load_weights, refuse_circular_modules, refuse_empty_tensors, refuse_unmade_module
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -189,51 +183,12 @@ class Target:
 
 def parse_target(spec: str, name: str | None = None) -> Target:
     """Tell the file or module from the name in it; `name` is that of `--model`. Raises `LoadError` or `UsageError`."""
-    place, own_name = _split_name(spec)
-    if own_name and name and own_name != name:
-        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; give one of them.")
-    name = own_name or name
-    if name is not None and not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{name!r} is no name of a model in a Python file; give one such as {place}:build_model.")
-    path = Path(place)
-    if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
+    place, path, name = split_target(spec, name)
+    if path is None:
         return Target(place, Path.cwd(), None, name)
-    _refuse_other_files(path)
     if not is_utf8(str(path.resolve())):
         raise LoadError(f"The path {path.resolve()} isn't UTF-8, which torch's exporters need: rename it.")
     return Target(path.name, path.resolve().parent, path.resolve(), name)
-
-
-def _split_name(spec: str) -> tuple[str, str | None]:
-    if not spec.strip():
-        raise UsageError("MODEL is empty; give a path to a .py file, or package.module:factory.")
-    if os.path.exists(spec):
-        return spec, None
-    place, colon, name = spec.rpartition(":")
-    drive = len(place) == 1 and place.isalpha() and ("\\" in name or "/" in name)
-    if not colon or drive or "\\" in name or "/" in name or name.endswith(".py"):
-        return spec, None
-    if not name or not place:
-        raise UsageError(f"MODEL {spec!r} has nothing on one side of the colon; give one such as model.py:build_model.")
-    return place, name
-
-
-def _refuse_other_files(path: Path) -> None:
-    if path.is_dir():
-        files = sorted(file.name for file in path.glob("*.py"))
-        which = f", such as {path / files[0]}" if files else ""
-        raise LoadError(f"{path} is a folder; give the Python file in it that holds the model{which}.")
-    if not path.exists():
-        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
-        raise LoadError(f"There is no file {path}{hint}")
-    if path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
-        raise LoadError(
-            f"{path} holds weights; MODEL is the Python file that builds the model, give these by --weights."
-        )
-    if path.suffix != ".py":
-        raise LoadError(f"{path} is no Python file (.py).")
 
 
 # What the user's module holds -----------------------------------------------------------------------------------------
@@ -301,11 +256,26 @@ class _Finder:
         for part in name.split("."):
             value = self._held(part, value)
             if value is _ABSENT:
-                here = [other for other in vars(self.module) if not other.startswith("_")]
-                near = difflib.get_close_matches(part, here, 1)
-                hint = f"; did you mean {near[0]}?" if near else "."
-                raise LoadError(f"{self.target.label} has no {name}{hint}")
+                raise LoadError(f"{self.target.label} has no {name}{self._where_else(part)}")
         return value
+
+    def _where_else(self, name: str) -> str:
+        """The end of the sentence on a name that the module lacks: where it is, or what the user can do."""
+        label = self.target.label
+        below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
+        homes = [path for path in below if name in vars(sys.modules[path])]
+        if self.target.file is None and homes:
+            return f" at its top level: give {min(homes, key=lambda path: (len(path), path))}:{name}."
+        near = difflib.get_close_matches(name, [other for other in vars(self.module) if not other.startswith("_")], 1)
+        if near:
+            return f"; did you mean {near[0]}?"
+        factory = next((factory for factory in FACTORY_NAMES if callable(self._held(factory))), None)
+        if self.target.file is None and factory:
+            return (
+                f" at its top level; if {label}.{factory}({name!r}) makes the model, write a file with"
+                f" `model = {label}.{factory}({name!r})` and give that."
+            )
+        return "."
 
     def _held(self, name: str, holder: Any = None) -> Any:
         """What the user's module, or an object in it, has under the name: one with a __getattr__ may raise anything."""

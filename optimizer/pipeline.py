@@ -39,6 +39,7 @@ from passes.graph.region import Region
 from passes.graph.rewriter import Change, Place
 from passes.graph.storage import same_values
 from passes.graph.witness import witness_inputs
+from passes.registry import pass_named, pass_names
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # So many numbers show how far a part of a model is rounded; one that gives fewer is run again, at most so many times.
@@ -332,7 +333,7 @@ class Pipeline:
 
     def _run_numbered(self, program: Program, number: int, context: Context) -> None:
         item = self._passes[number]
-        self._tell("optimize", number, len(self._passes) + 1, item.name)
+        self._tell("optimize", number, len(self._passes) + 1, item.name, item.name)
         self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
 
     def _find_wrong_behind(self, program: Program, number: int, context: Context) -> None:
@@ -599,6 +600,31 @@ class Pipeline:
             if not self._leave_what_parts_alone(program):
                 self._take_back_culprit(program, report)
 
+    def could_apply(self, program: Program) -> list[str]:
+        """The passes that weren't named and would change something, where the named ones changed nothing.
+
+        The model isn't run for it.
+        """
+        if self.mode != "inference" or not self._passes or any(record.status == "applied" for record in self.records):
+            return []
+        named = {item.name for item in self._passes}
+        return [name for name in pass_names() if name not in named and self._would_apply(program, name)]
+
+    def _would_apply(self, program: Program, name: str) -> bool:
+        tree = _TreeState(program.modules())
+        try:
+            item, context = pass_named(name).made_with({}), self.context()
+            if self.mode not in item.modes or not item.would_apply(program, context):
+                return False
+            item.check(context)
+            return True
+        except PassesError:
+            return False  # it needs an option, or can't be had here
+        except Exception:  # noqa: BLE001 - the user didn't ask for this pass: one that raises isn't named
+            tree.restore()
+            program.refresh()
+            return False
+
     def _compare(self, done: Sequence[_Done] | None = None) -> ParityReport:
         """The result beside the original; in training in eval too, which is shown where it isn't right there.
 
@@ -778,8 +804,8 @@ class Pipeline:
         self._roll_back(self._passes[culprit.number], culprit.record, culprit.result, reason)
         self._run_from(program, culprit.number + 1)
 
-    def _tell(self, stage: str, done: int, total: int, text: str) -> None:
-        self.progress(Progress(stage, done, total, text))
+    def _tell(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:
+        self.progress(Progress(stage, done, total, text, name))
 
     @property
     def precisions(self) -> tuple[Precision, ...]:

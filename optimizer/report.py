@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +14,8 @@ from passes.base import Detail
 Status = Literal["applied", "unchanged", "rolled-back", "failed"]
 # The costliest come first; the JSON has them all.
 _REMARKS_SHOWN = 5
+# Names of modules and values in a skip reason, by which reasons of one kind differ.
+_NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+|\w*[_\d]\w*")
 STAGES = ("capture", "optimize", "export", "parity", "bundle")
 
 
@@ -23,12 +27,14 @@ class Progress:
         stage: one of `STAGES`.
         done, total: steps of the stage that are done, and all of them.
         text: what is done now.
+        name: of the pass that runs now; "" elsewhere.
     """
 
     stage: str
     done: int
     total: int
     text: str
+    name: str = ""
 
 
 ProgressFunction = Callable[[Progress], None]
@@ -160,6 +166,8 @@ class Report:
         parity: the result against the original; None where no example inputs were given and nothing was verified.
         before, after: what the model is made of.
         notes: sentences that the user should read.
+        warnings: those of the notes that are about a difference between the result and the model as it was given.
+        could_apply: where no pass changed anything, the passes that weren't named and would.
     """
 
     model: str
@@ -173,6 +181,8 @@ class Report:
     after: Size
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    could_apply: list[str] = field(default_factory=list)
 
     @property
     def verified(self) -> bool:
@@ -193,6 +203,8 @@ class Report:
             "before": self.before.to_json(),
             "after": self.after.to_json(),
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "could_apply": list(self.could_apply),
             "seconds": round(self.seconds, 4),
         }
 
@@ -210,7 +222,9 @@ class Report:
             f" {self.before.operations:,} -> {self.after.operations:,} operations"
         )
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
-        lines += [f"note: {note}" for note in self.notes]
+        if self.could_apply:
+            lines.append(f"no pass changed the model; these would: {', '.join(self.could_apply)}")
+        lines += [f"{'warning' if note in self.warnings else 'note'}: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -222,7 +236,29 @@ def remark_lines(record: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{record['name']}: {rest} more such places are in the report"] if rest else lines
 
 
+def reason_shown(record: Mapping[str, Any]) -> str:
+    """Why a pass was taken back, or its most frequent reason for a skip with the count."""
+    if record.get("reason"):
+        return str(record["reason"])
+    skips = record.get("skips", 0)
+    if isinstance(skips, int) or not skips:
+        return ""
+    kinds = Counter(_kind(skip) for skip in skips)
+    kind, count = kinds.most_common(1)[0]
+    texts = {skip["text"] for skip in skips if _kind(skip) == kind}
+    return f"{texts.pop() if len(texts) == 1 else kind} ({count} of {len(skips)})"
+
+
+def _kind(skip: Mapping[str, str]) -> str:
+    """The reason without the names in it, as reasons of one kind differ by these alone."""
+    text, where = skip["text"], skip["where"]
+    if where:
+        text = re.sub(rf"(?<![\w.]){re.escape(where)}(?![\w.])", "…", text)
+    return _NAMES.sub("…", text)
+
+
 def _pass_line(record: PassRecord, width: int) -> str:
     text = f"{record.name:<{width}}  {record.status:<11}  {len(record.changes)} changes, {len(record.skips)} skips"
     text += f", {record.seconds:.2f} s"
-    return f"{text}: {record.reason}" if record.reason else text
+    reason = reason_shown(record.to_json())
+    return f"{text}: {reason}" if reason else text

@@ -5,7 +5,6 @@ Written beside its place and moved there when it is whole.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from exporters.base import Artifact
-from optimizer.errors import UsageError
 from optimizer.locating import Located
-from optimizer.options import is_utf8
 from optimizer.reference import GoldenEntry
 from optimizer.verdict import ParityReport
 
@@ -125,18 +122,6 @@ _RUN = {
 """,
 }
 _NEEDS = {"onnx": "torch and onnxruntime", "torchscript": "torch", "pt2": "torch", "aoti": "torch"}
-
-
-def check_debug_folder(directory: str | Path | None) -> None:
-    """See that a folder can be written there.
-
-    Raises:
-        UsageError: something stands there already.
-    """
-    if directory is not None and os.path.lexists(directory):
-        raise UsageError(f"{directory} exists already: name a folder for debugging that doesn't, or take it away.")
-    if directory is not None and not is_utf8(str(directory)):
-        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: name another path.")
 
 
 def write_reproduction(

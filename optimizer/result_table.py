@@ -1,90 +1,176 @@
-"""The result of the command as tables: a view of its JSON document, made for people."""
+"""The result of the command as text for people: a view of its JSON document."""
 
 import io
 import math
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
-from optimizer.report import remark_lines
+from exporters.errors import ExporterError
+from exporters.registry import exporter_named
+from optimizer.report import reason_shown, remark_lines
 
-# Where nobody looks at a terminal, lines are as long as they have to be for `grep` to find them whole.
+# Without a terminal, lines are as long as they have to be for `grep` to find them whole.
 _WIDE = 4096
-_STYLES = {"applied": "green", "ok": "green", "rolled-back": "yellow", "vacuous": "yellow", "failed": "red"}
+# A table's last column is wrapped down to this width; in less, each row becomes a paragraph.
+_NARROWEST = 24
+_INDENT = 4
+_STYLES = {
+    "applied": "green",
+    "ok": "green",
+    "rolled-back": "yellow",
+    "vacuous": "yellow",
+    "failed": "red",
+    "missing": "red",
+}
 
 # What every file says of itself (`exporters.metadata`).
 _OURS = "optimize_export."
 
 Document = Mapping[str, Any]
+Row = Sequence[str]
 
 
-def as_text(document: Document, *, terminal: bool, encoding: str = "utf-8", details: bool = False) -> str:
-    """The tables of a document; colours, frames and the width of the screen only for a terminal.
+def as_text(document: Document, *, terminal: bool, details: bool = False) -> str:
+    """The result as lines; colours and the width of the screen only for a terminal.
 
     Args:
-        details: show the figures of every call, too.
+        details: show routes, tensors, and the errors of every output and call, too.
     """
     stream = io.StringIO()
     width = shutil.get_terminal_size().columns if terminal else _WIDE
-    # rich believes in the width of a dumb terminal only where it is given a height, too.
+    # rich uses the width of a dumb terminal only where it is given a height, too.
     console = Console(
         file=stream, force_terminal=terminal, width=width, height=25, highlight=False, emoji=False, markup=False
     )
-    frames = box.SIMPLE_HEAD if terminal and encoding.lower().startswith("utf") else None
-    for part in _parts(document, frames, details=details):
-        console.print(part, soft_wrap=isinstance(part, Text))  # a path that is broken in two can't be copied
+    for line in _lines(document, width, details=details):
+        for part in [line] if isinstance(line, Text) else _wrapped(line, width) or [""]:
+            console.print(part, soft_wrap=True)  # a path that is broken in two can't be copied
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
-def _parts(document: Document, frames: box.Box | None, *, details: bool) -> Iterable[RenderableType]:
+def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | str]:
     if "available_passes" in document:
-        yield _available(document["available_passes"], frames)
+        yield from _available(document["available_passes"], width)
         return
+    report = document.get("report", {})
     if document.get("passes"):
-        yield _passes(document["passes"], frames)
-        for line in (line for each in document["passes"] for line in remark_lines(each)):
-            yield Text(line)
+        yield from _passes(document["passes"], width, details=details)
+        for each in document["passes"]:
+            yield from remark_lines(each)
+        if could := report.get("could_apply"):
+            yield _could_apply(could)
         yield ""
-    if any("bytes" in artifact for artifact in document.get("artifacts", ())):
-        yield _artifacts(document["artifacts"], frames)
+    artifacts = document.get("artifacts", ())
+    missing = document.get("missing") or {}
+    if artifacts or missing:
+        yield from _files(artifacts, missing, width)
         yield ""
-    elif any("calls" in artifact for artifact in document.get("artifacts", ())):
-        yield _ran(document["artifacts"], frames)
+    if details and any("route" in artifact for artifact in artifacts):
+        yield from _artifacts(artifacts, width)
+        yield ""
+    elif details and any("calls" in artifact for artifact in artifacts):
+        yield from _ran(artifacts, width)
         yield ""
     outputs = [
         (artifact, output)
-        for artifact in document.get("artifacts", ())
+        for artifact in artifacts
         for output in (artifact.get("parity") or artifact).get("outputs", ())
-        if "max_error" in output
+        if "max_error" in output and (details or output.get("problem"))
     ]
     if outputs:
-        yield _parity(outputs, frames)
+        yield from _parity(outputs, width)
         yield ""
     if details and any(output.get("calls") for _, output in outputs):
-        yield _every_call(outputs, frames)
+        yield from _every_call(outputs, width)
         yield ""
-    for artifact in document.get("artifacts", ()):
+    for artifact in artifacts:
         if rows := (artifact.get("parity") or {}).get("rows"):
-            yield Text(_rows(artifact["format"], rows))
-    for artifact in document.get("artifacts", ()):
+            yield _rows(artifact["format"], rows)
+    for artifact in artifacts:
         if given := [item for item in artifact.get("metadata", {}).items() if not item[0].startswith(_OURS)]:
-            yield Text(_metadata(artifact["format"], given))
-    for artifact in document.get("artifacts", ()):
+            yield _metadata(artifact["format"], given)
+    for artifact in artifacts:
         if (place := artifact.get("divergence")) is not None:
-            yield Text(_differs(artifact["format"], place))
+            yield _differs(artifact["format"], place)
+    warnings = report.get("warnings", ())
+    for warning in warnings:
+        yield from (Text(line, style="yellow") for line in _wrapped(f"warning: {warning}", width))
     for note in document.get("notes", ()):
-        yield Text(f"note: {note}")
-    if "report" in document:
-        yield Text(_gained(document["report"]))
+        if note not in warnings:
+            yield f"note: {note}"
+    if "before" in report:
+        yield from _gained(report)
     if "sha256sums" in document:
-        yield Text(f"SHA-256 for --verify --expect: {document['sha256sums']}")
+        yield f"SHA-256 for --verify --expect: {document['sha256sums']}"
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The lines of a sentence; its words and numbers stay whole."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False)
+
+
+# One line for each file ------------------------------------------------------------------------------------------------
+
+
+def _files(artifacts: Sequence[Document], missing: Mapping[str, str], width: int) -> Iterable[Text]:
+    rows = [(each.get("path", each["format"]), _bytes(each), *_verdict(each)) for each in artifacts]
+    rows += [(_file_of(format), "", "missing", f": {sentence}") for format, sentence in missing.items()]
+    first = max(cell_len(row[0]) for row in rows)
+    second = max(cell_len(row[1]) for row in rows)
+    for path, size, word, rest in rows:
+        start = f"{_padded(path, first)}  " + (f"{size:>{second}}  " if second else "")
+        style = _STYLES.get(word, "")
+        if cell_len(start) + len(word) + len(rest) <= width:
+            yield Text.assemble(start, (word, style), rest)
+            continue
+        yield Text(start.rstrip())
+        top, *more = _folded(word + rest, max(width - _INDENT, 1))
+        yield Text.assemble(" " * _INDENT, (word, style), top.removeprefix(word))
+        yield from (Text(" " * _INDENT + line) for line in more)
+
+
+def _file_of(format: str) -> str:
+    try:
+        return getattr(exporter_named(format), "file_name", format)
+    except ExporterError:
+        return format  # another package's format: the document has its sentence
+
+
+def _bytes(artifact: Document) -> str:
+    return _size(artifact["bytes"]) if "bytes" in artifact else ""
+
+
+def _verdict(artifact: Document) -> tuple[str, str]:
+    """The verdict on a file as a word and what follows it."""
+    parity = artifact.get("parity")
+    if parity is None:
+        return ("failed", "") if artifact.get("problem") else ("not checked", "")
+    verdict = parity["verdict"]
+    if verdict == "vacuous":
+        return verdict, ": the outputs prove nothing"
+    judged = [output for output in parity["outputs"] if output.get("judged", True)]
+    if verdict != "ok" or not judged:
+        return verdict, ""
+    if any(output.get("by_user") for output in judged):
+        return verdict, ", within your tolerance"
+    share = max(_share(output, parity.get("factor", 4)) for output in judged)
+    if share == 0:
+        return verdict, ", no error"
+    return verdict, f", {'under 1' if share < 0.01 else f'{100 * share:.0f}'} % of the allowed error"
+
+
+def _share(output: Document, factor: float) -> float:
+    """An output's error as a share of the allowed one, which is `factor` times the noise."""
+    ratios = [float(output.get(name) or 0) for name in ("ratio", "slice_ratio")]
+    return max(ratios) / factor
 
 
 def _metadata(format: str, given: Sequence[tuple[str, str]]) -> str:
@@ -105,60 +191,107 @@ def _rows(format: str, rows: Document) -> str:
     return f"rows of {format}: none depends on the others, of batches of {sizes}, run {otherwise}{lacking}"
 
 
-def _gained(report: Document) -> str:
+def _gained(report: Document) -> Iterable[str]:
     before, after, coverage = report["before"], report["after"], report["coverage"]
-    return (
+    yield (
         f"operations: {before['operations']:,} -> {after['operations']:,}; "
-        f"parameters: {before['parameters']:,} -> {after['parameters']:,}; "
-        f"within reach of passes: {coverage['reached']:,} of {coverage['parameterised']:,} modules with parameters"
+        f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
     )
-
-
-def _table(frames: box.Box | None, *columns: str) -> Table:
-    table = Table(box=frames, pad_edge=False, padding=(0, 2, 0, 0) if frames is None else (0, 1))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _passes(passes: Sequence[Document], frames: box.Box | None) -> Table:
-    table = _table(frames, "pass", "status", "changes", "skips", "seconds", "reason")
-    for each in passes:
-        table.add_row(
-            each["name"],
-            _coloured(each["status"]),
-            _count(each.get("changes", 0)),
-            _count(each.get("skips", 0)),
-            f"{each.get('seconds') or 0:.2f}",
-            Text(each.get("reason") or ""),
+    unreached = coverage["parameterised"] - coverage["reached"]
+    if unreached > 0:
+        yield (
+            f"no pass can rewrite {unreached:,} of {coverage['parameterised']:,} modules with weights:"
+            " report.json says which and why, under coverage.islands"
         )
-    return table
 
 
-def _artifacts(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
-    table = _table(frames, "file", "size", "route", "inputs", "outputs", "nodes on", "parity")
-    for each in artifacts:
-        verdict = (each.get("parity") or {}).get("verdict", "not checked")
-        table.add_row(
+# Tables ----------------------------------------------------------------------------------------------------------------
+
+
+def _table(columns: Row, rows: Sequence[Row], width: int, *, wraps: bool = False) -> Iterable[Text]:
+    """Aligned rows where they fit; else a paragraph for each row. No cell is ever broken but the last, at its spaces.
+
+    Args:
+        wraps: the last column holds sentences, which may be wrapped.
+    """
+    widths = [max(cell_len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
+    start = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = min(widths[-1], max(width - start, _NARROWEST)) if wraps else widths[-1]
+    if start + room > width:
+        yield from _paragraphs(columns, rows, width)
+        return
+    for row in (columns, *rows):
+        cells = [_padded(cell, size) for cell, size in zip(row[:-1], widths, strict=False)]
+        first, *more = (_folded(row[-1], room) if wraps else [row[-1]]) or [""]
+        line = Text("  ").join([Text(cell, style=_STYLES.get(cell.rstrip(), "")) for cell in cells])
+        line = Text("  ").join([line, Text(first, style=_STYLES.get(first, ""))])
+        if row is columns:
+            line.stylize("bold")
+        yield line
+        yield from (Text(" " * start + text) for text in more)
+
+
+def _paragraphs(columns: Row, rows: Sequence[Row], width: int) -> Iterable[Text]:
+    for first, *cells in rows:
+        pieces = [f"{name} {cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell]
+        line = first
+        for number, piece in enumerate(pieces):
+            joined = f"{line}{',' if number else ':'} {piece}"
+            # A comma may follow.
+            if cell_len(joined) < width:
+                line = joined
+                continue
+            yield Text(line + ("," if number else ":"))
+            *full, last = [" " * _INDENT + text for text in _folded(piece, max(width - _INDENT, 1))]
+            yield from map(Text, full)
+            line = last
+        yield Text(line)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - cell_len(text))
+
+
+def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterable[Text]:
+    columns = ["pass", "status", "changes", "skips", "reason"]
+    rows = [
+        [each["name"], each["status"], _count(each.get("changes", 0)), _count(each.get("skips", 0)), reason_shown(each)]
+        for each in passes
+    ]
+    if details:
+        columns.insert(4, "seconds")
+        for row, each in zip(rows, passes, strict=True):
+            row.insert(4, f"{each.get('seconds') or 0:.2f}")
+    yield from _table(columns, rows, width, wraps=True)
+
+
+def _could_apply(names: Sequence[str]) -> str:
+    return f"no pass changed the model; {' and '.join(names)} would: --passes {','.join(names)}"
+
+
+def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
+    columns = ("file", "route", "inputs", "outputs", "nodes on")
+    rows = [
+        (
             each["path"],
-            _size(each["bytes"]),
-            Text(each["route"]),
-            Text(_tensors(each["inputs"])),
-            Text(_tensors(each["outputs"])),
+            each["route"],
+            _tensors(each["inputs"]),
+            _tensors(each["outputs"]),
             _placement(each.get("placement")),
-            _coloured(verdict),
         )
-    return table
+        for each in artifacts
+    ]
+    yield from _table(columns, rows, width)
 
 
-def _ran(artifacts: Sequence[Document], frames: box.Box | None) -> Table:
+def _ran(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
     """What was run to judge a bundle again."""
-    table = _table(frames, "file", "run on", "calls", "nodes on", "parity")
-    for each in artifacts:
-        verdict = (each.get("parity") or {}).get("verdict", "failed")
-        nodes = _placement(each.get("placement"))
-        table.add_row(each["path"], each["device"], str(each["calls"]), nodes, _coloured(verdict))
-    return table
+    rows = [(each["path"], each["device"], str(each["calls"]), _placement(each.get("placement"))) for each in artifacts]
+    yield from _table(("file", "run on", "calls", "nodes on"), rows, width)
 
 
 def _placement(counts: Mapping[str, int] | None) -> str:
@@ -171,17 +304,18 @@ def _placement(counts: Mapping[str, int] | None) -> str:
 _FIGURES = ("mean", "99.9 %", "cosine", "top-1")
 
 
-def _parity(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
-    """One row per output: what it is judged by, and the worst of its other figures over all calls."""
-    table = _table(frames, "parity of", "output", "largest error", "allowed", *_FIGURES, "verdict")
+def _parity(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
+    """One row per output: its error and the allowed one, and the worst of its other figures over all calls."""
+    columns = ("parity of", "output", "error", "allowed", *_FIGURES, "result")
+    rows = []
     for artifact, output in outputs:
         # An artifact fails for one of its outputs; that it is vacuous is true of each.
         overall = (artifact.get("parity") or artifact).get("verdict", "ok")
         verdict = "failed" if output.get("problem") else "ok" if overall == "failed" else overall
         error, allowed = _judged(output)
         figures = _figures(output)
-        table.add_row(artifact["format"], Text(str(output["name"])), error, allowed, *figures, _coloured(verdict))
-    return table
+        rows.append((artifact["format"], str(output["name"]), error, allowed, *figures, verdict))
+    yield from _table(columns, rows, width)
 
 
 def _judged(output: Document) -> tuple[str, str]:
@@ -192,15 +326,16 @@ def _judged(output: Document) -> tuple[str, str]:
     return _number(output["max_error"]), allowed
 
 
-def _every_call(outputs: Sequence[tuple[Document, Document]], frames: box.Box | None) -> Table:
-    table = _table(frames, "parity of", "output", "batch size", "draw", "largest error", *_FIGURES)
+def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
+    columns = ("parity of", "output", "batch", "draw", "error", *_FIGURES)
+    table = []
     for artifact, output in outputs:
         for call in output.get("calls", ()):
             rows = "-" if call["batch_size"] is None else str(call["batch_size"])
             size = ", ".join([rows, *(f"{name} {size}" for name, size in call.get("sizes", {}).items())])
             error, figures = _number(call["max_error"]), _figures(call)
-            table.add_row(artifact["format"], Text(str(output["name"])), size, str(call["draw"]), error, *figures)
-    return table
+            table.append((artifact["format"], str(output["name"]), size, str(call["draw"]), error, *figures))
+    yield from _table(columns, table, width)
 
 
 def _figures(of: Document) -> tuple[str, ...]:
@@ -219,21 +354,15 @@ def _agreement(share: float | None, undecided: int) -> str:
     return f"{shown} ({undecided} left out)" if undecided else shown
 
 
-def _available(passes: Sequence[Document], frames: box.Box | None) -> Table:
-    table = _table(frames, "pass", "what it does", "options")
-    for each in passes:
-        table.add_row(each["name"], Text(each["summary"]), Text(_options(each["options"])))
-    return table
+def _available(passes: Sequence[Document], width: int) -> Iterable[Text]:
+    rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
+    yield from _table(("pass", "what it does", "options"), rows, width)
 
 
 def _options(options: Any) -> str:
     if isinstance(options, Mapping):
         return ", ".join(f"{name}={value}" for name, value in options.items())
     return ", ".join(map(str, options))
-
-
-def _coloured(word: str) -> Text:
-    return Text(word, style=_STYLES.get(word, ""))
 
 
 def _count(value: int | Sequence[Any]) -> str:
@@ -256,7 +385,7 @@ def _size(count: int) -> str:
         if size < 1024:
             break
         size, unit = size / 1024, bigger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 9.95 else f"{size:.1f} {unit}"
 
 
 def _differs(name: str, place: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from optimizer.early_checks import refuse_missing_weights
 from optimizer.errors import LoadError
 from optimizer.sentences import listed, quote, type_name
 
@@ -60,14 +61,6 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     if cast and not assign:
         notes.append(f"{len(cast)} tensors of {path.name} were cast to the dtypes of the model ({cast[0]} first).")
     return notes
-
-
-def refuse_missing_weights(path: Path) -> None:
-    if not path.is_file():
-        kind = (
-            "is a folder; give the file in it" if path.is_dir() else "is no file" if path.exists() else "doesn't exist"
-        )
-        raise LoadError(f"The weights file {path} {kind}.")
 
 
 def _read_weights(path: Path, notes: list[str]) -> dict[str, torch.Tensor]:

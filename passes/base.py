@@ -8,7 +8,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -131,6 +131,13 @@ class Pass(ABC):
         if self.needs_run and not context.example_calls:
             raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: give example inputs.")
 
+    def would_apply(self, program: Program, context: Context) -> bool:
+        """Whether a run would change something that exported files hold, too; it leaves the program as it was.
+
+        Asked of passes that the user didn't name, where the named ones changed nothing. False where only a run tells.
+        """
+        return False
+
     @property
     def options(self) -> dict[str, Any]:
         """The fields with their values."""
@@ -208,6 +215,12 @@ class GraphPass(Pass):
     def rewrite_in(self, graph: Rewriter, context: Context) -> None:
         """As `rewrite`, for the passes that need to know the run."""
         self.rewrite(graph)
+
+    def would_apply(self, program: Program, context: Context) -> bool:
+        """As `Pass.would_apply`: rewrite, without any run of the model, and take that back."""
+        result = self.run(program, replace(context, run_inside=None, run_compiled=None, apart=None))
+        result.rewriter.roll_back()
+        return bool(result.changes)
 
 
 def _parse(owner: str, name: str, text: str, kind: Any) -> Any:

@@ -135,6 +135,12 @@ class CastPrecision(GraphPass):
                     " has no arithmetic for it: take dtype='float16'."
                 )
 
+    def would_apply(self, program: Program, context: Context) -> bool:
+        """As `Pass.would_apply`; False on a CPU, whose runtimes lack kernels for many operations in the dtype."""
+        if context.device.type == "cpu":
+            return False
+        return super().would_apply(program, context)
+
     def rewrite(self, graph: Rewriter) -> None:
         """Only `rewrite_in` knows whether there are example inputs."""
         self.rewrite_in(graph, Context("inference", torch.device("cpu")))

@@ -65,6 +65,10 @@ class JitFusion(GraphPass):
         super().check(context)
         self._backend(context.device)
 
+    def would_apply(self, program: Program, context: Context) -> bool:
+        """False: exported files hold the operations, not the kernels."""
+        return False
+
     def _backend(self, device: torch.device) -> Backend:
         fuses, missing = torchscript_fuses(device), missing_compiler(device)
         no_fuser = f"this build of torch has no TorchScript fuser for {device.type}"

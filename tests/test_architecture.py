@@ -69,6 +69,14 @@ def test_only_the_graph_package_knows_fx(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_onnxruntime_is_imported_with_its_telemetry_off(path: Path) -> None:
+    if name_of(path) == "exporters/onnx_runtime.py":
+        return
+    for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
+        assert name.split(".")[0] != "onnxruntime", f"{name_of(path)}:{node.lineno} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_only_the_command_prints(path: Path) -> None:
     if name_of(path) == "optimizer/cli.py":
         return

@@ -167,6 +167,12 @@ def test_a_bundle_has_its_files_and_nothing_is_left_beside_it(bundle: Bundle) ->
     ]
 
 
+def test_a_bundle_is_shown_in_one_line(bundle: Bundle) -> None:
+    files = ", ".join(entry["path"] for entry in bundle.manifest["artifacts"])
+    verdict = bundle.manifest["parity"]["verdict"]
+    assert str(bundle) == repr(bundle) == f"Bundle('{bundle.path}', files: {files}, parity: {verdict})"
+
+
 def test_the_manifest_has_what_was_given_and_what_is_added(bundle: Bundle) -> None:
     manifest = bundle.manifest
     check_manifest(manifest)

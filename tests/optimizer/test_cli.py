@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+import exporters.registry
+import passes.registry
 from exporters.metadata import metadata_of
-from optimizer import cli, result_table
+from optimizer import cli, early_checks, result_table
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -41,7 +44,18 @@ DONE = {
     "exit_code": 0,
     "bundle": "dist/net",
     "passes": [
-        {"name": "fold-conv-bn", "status": "applied", "changes": 53, "skips": [1], "seconds": 0.5, "reason": None},
+        {
+            "name": "fold-conv-bn",
+            "status": "applied",
+            "changes": 53,
+            "skips": [
+                {"where": "a", "text": "it is a here"},
+                {"where": "b", "text": "it has a hook"},
+                {"where": "b.1", "text": "it is b.1 here"},
+            ],
+            "seconds": 0.5,
+            "reason": None,
+        },
         {
             "name": "channels-last",
             "status": "rolled-back",
@@ -62,7 +76,8 @@ DONE = {
             "placement": {"CUDAExecutionProvider": 121, "CPUExecutionProvider": 4},
             "parity": {
                 "verdict": "ok",
-                "outputs": [{"name": "logits", "max_error": 1.23e-6, "tolerance": 4e-6, "problem": None}],
+                "factor": 4.0,
+                "outputs": [{"name": "logits", "max_error": 1.23e-6, "tolerance": 4e-6, "ratio": 0.6, "problem": None}],
             },
         }
     ],
@@ -75,6 +90,33 @@ DONE = {
 }
 
 
+def step(stage, done, total, text, name=""):
+    return {"stage": stage, "done": done, "total": total, "text": text, "name": name}
+
+
+STEPS = [
+    step("load", 0, 2, "model.py"),
+    step("load", 1, 2, "model.py:net"),
+    step("optimize", 0, 3, "fold-conv-bn", "fold-conv-bn"),
+    step("optimize", 1, 3, "channels-last", "channels-last"),
+    step("optimize", 1, 3, "fold-conv-bn", "fold-conv-bn"),
+    step("optimize", 2, 3, "comparing"),
+    step("export", 0, 1, "onnx"),
+    step("parity", 1, 2, "onnx"),
+    step("export", 1, 1, ""),
+    step("bundle", 0, 1, "dist/net"),
+    step("bundle", 1, 1, "dist/net"),
+]
+STAGES = [
+    ("start", "torch, onnxruntime"),
+    ("load", "model.py:net"),
+    ("optimize", "fold-conv-bn, channels-last"),
+    ("export", "onnx"),
+    ("parity", "onnx"),
+    ("bundle", "dist/net"),
+]
+
+
 class Engine:
     """Stands in for `optimizer.command`; keeps the options that it was called with."""
 
@@ -83,8 +125,8 @@ class Engine:
 
     def export_model(self, options, progress):
         self.options = options
-        progress(SimpleNamespace(stage="load", done=0, total=2, text="model.py"))
-        progress(SimpleNamespace(stage="load", done=1, total=2, text="model.py:net"))
+        for step in STEPS:
+            progress(SimpleNamespace(**step))
         self.during()
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -107,6 +149,7 @@ def run(monkeypatch, capfd):
     def run(*arguments, engine=None):
         engine = engine or Engine()
         monkeypatch.setattr(cli, "_torch_side", lambda: engine)
+        monkeypatch.setattr(cli, "check_early", lambda options: None)
         code = cli.main(arguments)
         out, err = capfd.readouterr()
         return SimpleNamespace(code=code, out=out, err=err, options=engine.options)
@@ -464,52 +507,147 @@ def test_what_the_user_prints_goes_to_stderr(run, options):
         assert line in done.err
         assert line not in done.out
     if "--json" in options:
-        assert json.loads(done.out) == DONE
+        document = json.loads(done.out)
+        assert document.pop("stages")
+        assert document == DONE
     elif "--quiet" in options:
         assert done.out == "dist/net\n"
 
 
 def test_quiet_has_no_progress(run):
     assert run("m.py", "--quiet").err == ""
-    assert run("m.py").err == "optimize-export: load: model.py\n"
+    assert run("m.py").err
+
+
+def test_each_stage_has_a_line_with_its_name_and_time(run):
+    lines = run("m.py").err.splitlines()
+    assert [re.sub(r": \d+\.\d s$", "", line) for line in lines] == [
+        f"optimize-export: {stage} {name}" for stage, name in STAGES
+    ]
+
+
+def test_the_document_has_the_time_of_each_stage(run):
+    def during():
+        time.sleep(0.05)
+
+    stages = json.loads(run("m.py", "--json", engine=Engine(during=during)).out)["stages"]
+    assert [(each["stage"], each["name"]) for each in stages] == STAGES
+    assert stages[-1]["seconds"] >= 0.05
+
+
+def test_a_stage_that_fails_has_no_line(run):
+    done = run("m.py", engine=Engine(LoadError("No model.")))
+    assert [line.split(":")[1] for line in done.err.splitlines()][-2:] == [" parity onnx", " error"]
 
 
 def test_the_result_table(run):
-    lines = [line.split() for line in run("m.py").out.splitlines()]
-    assert lines == [
-        ["pass", "status", "changes", "skips", "seconds", "reason"],
-        ["fold-conv-bn", "applied", "53", "1", "0.50"],
-        ["channels-last", "rolled-back", "0", "0", "1.00", "error", "3"],
-        [],
-        ["file", "size", "route", "inputs", "outputs", "nodes", "on", "parity"],
-        ["model.onnx", "2.0", "KiB", "dynamo", "x[batch,3,224]", "logits[batch,10]", "CUDA", "121,", "CPU", "4", "ok"],
-        [],
-        ["parity", "of", "output", "largest", "error", "allowed", "mean", "99.9", "%", "cosine", "top-1", "verdict"],
-        ["onnx", "logits", "1.2e-06", "4e-06", "-", "-", "-", "-", "ok"],
-        [],
-        ["note:", "[no]", "markup"],
-        [
-            "operations:",
-            "1,175",
-            "->",
-            "122;",
-            "parameters:",
-            "25,000,000",
-            "->",
-            "24,000,000;",
-            "within",
-            "reach",
-            "of",
-            "passes:",
-            "106",
-            "of",
-            "107",
-            "modules",
-            "with",
-            "parameters",
-        ],
-        ["bundle:", "dist/net"],
+    assert run("m.py").out.splitlines() == [
+        "pass           status       changes  skips  reason",
+        "fold-conv-bn   applied      53       3      it is … here (2 of 3)",
+        "channels-last  rolled-back  0        0      error 3",
+        "",
+        "model.onnx  2.0 KiB  ok, 15 % of the allowed error",
+        "",
+        "note: [no] markup",
+        "operations: 1,175 -> 122; parameters: 25,000,000 -> 24,000,000",
+        "no pass can rewrite 1 of 107 modules with weights: report.json says which and why, under coverage.islands",
+        "bundle: dist/net",
     ]
+
+
+def test_details_are_shown_where_they_are_asked_for(run):
+    lines = [line.split() for line in run("m.py", "--details").out.splitlines()]
+    for row in (
+        ["pass", "status", "changes", "skips", "seconds", "reason"],
+        ["channels-last", "rolled-back", "0", "0", "1.00", "error", "3"],
+        ["file", "route", "inputs", "outputs", "nodes", "on"],
+        ["model.onnx", "dynamo", "x[batch,3,224]", "logits[batch,10]", "CUDA", "121,", "CPU", "4"],
+        ["parity", "of", "output", "error", "allowed", "mean", "99.9", "%", "cosine", "top-1", "result"],
+        ["onnx", "logits", "1.2e-06", "4e-06", "-", "-", "-", "-", "ok"],
+    ):
+        assert row in lines
+
+
+@pytest.mark.parametrize(
+    ("skips", "shown"),
+    [
+        ([], ""),
+        (["a", "b", "b"], "b (2 of 3)"),
+        (["its output passes a.bn1, whose forward"], "its output passes a.bn1, whose forward (1 of 1)"),
+        (
+            ["it has a hook", "its output passes a.bn1, whose forward", "its output passes b.2.bn, whose forward"],
+            "its output passes …, whose forward (2 of 3)",
+        ),
+        (["the layer head is another's", "the layer tail is another's", "x"], "the layer … is another's (2 of 3)"),
+    ],
+)
+def test_the_most_frequent_reason_of_a_skip_is_shown_with_its_count(skips, shown):
+    places = {"the layer head is another's": "head", "the layer tail is another's": "tail"}
+    skipped = [{"where": places.get(text, ""), "text": text} for text in skips]
+    passes = [{**DONE["passes"][0], "status": "unchanged", "changes": [], "skips": skipped}]
+    row = as_text({**DONE, "passes": passes}, terminal=False).splitlines()[1]
+    assert row.split(maxsplit=4)[4:] == ([shown] if shown else [])
+
+
+def test_passes_that_would_change_something_are_named():
+    report = {**DONE["report"], "could_apply": ["simplify", "merge-linears"]}
+    line = "no pass changed the model; simplify and merge-linears would: --passes simplify,merge-linears"
+    assert line in as_text({**DONE, "report": report}, terminal=False).splitlines()
+    assert "would" not in as_text(DONE, terminal=False)
+
+
+def test_nothing_is_said_of_reach_where_passes_reach_everything():
+    report = {**DONE["report"], "coverage": {"reached": 107, "parameterised": 107}}
+    assert "107" not in as_text({**DONE, "report": report}, terminal=False)
+
+
+def test_a_warning_is_told_once():
+    report = {**DONE["report"], "warnings": ["bn is in training mode"]}
+    text = as_text({**DONE, "report": report, "notes": ["bn is in training mode", "n"]}, terminal=False)
+    assert [line for line in text.splitlines() if line.startswith(("note", "warning"))] == [
+        "warning: bn is in training mode",
+        "note: n",
+    ]
+
+
+OUTPUT = {"name": "y", "max_error": 1e-6, "tolerance": 4e-6, "problem": None, "ratio": 0.6, "slice_ratio": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("parity", "shown"),
+    [
+        (
+            {"verdict": "ok", "factor": 4.0, "outputs": [OUTPUT, {**OUTPUT, "ratio": 2}]},
+            "ok, 50 % of the allowed error",
+        ),
+        ({"verdict": "ok", "factor": 4.0, "outputs": [{**OUTPUT, "slice_ratio": 4}]}, "ok, 100 % of the allowed error"),
+        (
+            {"verdict": "ok", "factor": 16.0, "outputs": [{**OUTPUT, "ratio": 0.1}]},
+            "ok, under 1 % of the allowed error",
+        ),
+        ({"verdict": "ok", "factor": 4.0, "outputs": [{**OUTPUT, "ratio": 0}]}, "ok, no error"),
+        ({"verdict": "ok", "outputs": [{**OUTPUT, "by_user": True}]}, "ok, within your tolerance"),
+        ({"verdict": "ok", "outputs": [{**OUTPUT, "judged": False}]}, "ok"),
+        ({"verdict": "failed", "factor": 4.0, "outputs": [OUTPUT]}, "failed"),
+        ({"verdict": "vacuous", "factor": 4.0, "outputs": [OUTPUT]}, "vacuous: the outputs prove nothing"),
+        (None, "not checked"),
+    ],
+)
+def test_one_line_tells_what_became_of_a_file(parity, shown):
+    artifact = {**DONE["artifacts"][0], "bytes": 97 << 20, "parity": parity}
+    assert f"model.onnx  97 MiB  {shown}" in as_text({**DONE, "artifacts": [artifact]}, terminal=False).splitlines()
+
+
+def test_a_format_that_is_missing_has_a_line_with_its_reason():
+    missing = {"pt2": "torch.export can't capture it.", "theirs": "It has no place for text."}
+    lines = as_text({**DONE, "missing": missing}, terminal=False).splitlines()
+    start = lines.index("model.onnx  2.0 KiB  ok, 15 % of the allowed error")
+    assert lines[start + 1 : start + 3] == [
+        "model.pt2            missing: torch.export can't capture it.",
+        "theirs               missing: It has no place for text.",
+    ]
+    alone = as_text({"ok": False, "missing": missing}, terminal=False).splitlines()
+    assert alone[0] == "model.pt2  missing: torch.export can't capture it."
 
 
 def test_remarks_stand_below_the_passes():
@@ -529,7 +667,8 @@ def test_remarks_stand_below_the_passes():
 def test_by_a_tolerance_of_the_users_the_table_shows_what_that_is_about():
     output = {**DONE["artifacts"][0]["parity"]["outputs"][0], "by_user": True, "max_difference": 3e-8}
     artifact = {**DONE["artifacts"][0], "parity": {"verdict": "ok", "outputs": [output]}}
-    lines = [line.split() for line in as_text({**DONE, "artifacts": [artifact]}, terminal=False).splitlines()]
+    text = as_text({**DONE, "artifacts": [artifact]}, terminal=False, details=True)
+    lines = [line.split() for line in text.splitlines()]
     assert ["onnx", "logits", "3e-08", "4e-06", "(yours)", "-", "-", "-", "-", "ok"] in lines
 
 
@@ -540,7 +679,7 @@ CALLS = [
 ]
 
 
-def test_the_worst_figures_are_shown_and_those_of_every_call_with_details(run):
+def test_the_figures_of_each_output_and_call_are_shown_with_details(run):
     output = {**DONE["artifacts"][0]["parity"]["outputs"][0], **FIGURES, "calls": CALLS}
     artifact = {**DONE["artifacts"][0], "parity": {"verdict": "ok", "outputs": [output]}}
     engine = Engine({**DONE, "artifacts": [artifact]})
@@ -551,8 +690,7 @@ def test_the_worst_figures_are_shown_and_those_of_every_call_with_details(run):
     ]
     for options, shown in (((), False), (("--details",), True)):
         lines = [line.split() for line in run("m.py", *options, engine=engine).out.splitlines()]
-        assert worst in lines
-        assert [call in lines for call in calls] == [shown, shown]
+        assert [row in lines for row in (worst, *calls)] == [shown] * 3
     lines = [line.split() for line in run("--verify", "b", "--details", engine=engine).out.splitlines()]
     assert all(call in lines for call in calls)
 
@@ -563,11 +701,12 @@ def test_a_bundle_that_is_judged_again_shows_what_was_run_where():
         {**ran, "placement": {"CUDAExecutionProvider": 9}, "parity": {"verdict": "ok", "outputs": []}},
         {**ran, "path": "model.torchscript.pt", "placement": None, "parity": None, "problem": "it can't be loaded"},
     ]
-    lines = as_text({"ok": True, "bundle": "b", "artifacts": artifacts}, terminal=False).splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["file", "run", "on", "calls", "nodes", "on", "parity"],
-        ["model.onnx", "cuda", "3", "CUDA", "9", "ok"],
-        ["model.torchscript.pt", "cuda", "3", "-", "failed"],
+    lines = as_text({"ok": True, "bundle": "b", "artifacts": artifacts}, terminal=False, details=True).splitlines()
+    assert lines[:3] == ["model.onnx            ok", "model.torchscript.pt  failed", ""]
+    assert [line.split() for line in lines[3:6]] == [
+        ["file", "run", "on", "calls", "nodes", "on"],
+        ["model.onnx", "cuda", "3", "CUDA", "9"],
+        ["model.torchscript.pt", "cuda", "3", "-"],
     ]
 
 
@@ -592,13 +731,27 @@ def test_rows_are_told_of_below_the_figures():
     assert "rows of onnx: Row 1 of y depends" in text
 
 
-def test_tables_fit_a_narrow_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
+LONG = "the BatchNorm at the end of a rather long chain of layers has another reader"
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+@pytest.mark.parametrize("details", [False, True])
+def test_no_table_breaks_a_name_or_a_number(monkeypatch, width, details):
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "dumb")  # no colours, which would count as characters here
-    text = as_text(DONE, terminal=True, encoding="ascii")
-    assert max(len(line) for line in text.splitlines() if not line.startswith("operations")) <= 60
-    assert text.isascii()
-    assert "─" in as_text(DONE, terminal=True, encoding="utf-8")
+    output = {**DONE["artifacts"][0]["parity"]["outputs"][0], **FIGURES, "calls": CALLS}
+    parity = {"verdict": "ok", "factor": 4.0, "outputs": [output]}
+    artifact = {**DONE["artifacts"][0], "path": "model.torchscript.pt", "bytes": 97 << 20, "parity": parity}
+    skips = [{"where": "", "text": LONG}] * 2
+    changed = {"passes": [{**DONE["passes"][0], "skips": skips}], "missing": {"pt2": LONG}, "notes": [LONG]}
+    document = {**DONE, **changed, "artifacts": [artifact]}
+    text = as_text(document, terminal=True, details=details)
+    wide = as_text(document, terminal=False, details=details)
+    assert max(map(len, text.splitlines())) <= width
+    assert max(map(len, wide.splitlines())) > width
+    said = text.replace(",", "").replace(":", "").split()
+    # The title of the first column is left out where each row is a paragraph.
+    assert {*wide.replace(",", "").replace(":", "").split()} <= {*said, "file", "parity"}
 
 
 def test_a_failed_check_shows_figures_and_problems(run):
@@ -608,7 +761,7 @@ def test_a_failed_check_shows_figures_and_problems(run):
         "exit_code": 6,
         "bundle": "b",
         "problems": ["model.onnx: y has inf."],
-        "artifacts": [{"format": "onnx", "path": "model.onnx", "outputs": outputs}],
+        "artifacts": [{"format": "onnx", "path": "model.onnx", "outputs": outputs, "problem": "y has inf"}],
     }
     done = run("--verify", "b", engine=Engine(failed))
     assert done.code == 6
@@ -627,7 +780,38 @@ def process(code: str, **kwargs):
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["m.py", "--batch-sizes", "0"]])
+WRONG = {
+    2: [
+        [__file__, "--passes", "fold-conv-nb"],
+        [__file__, "--passes", "simplify,x:y=z"],
+        [__file__, "--formats", "onnx,tflite"],
+        [__file__, "--debug-dir", os.path.dirname(__file__)],
+        [f"{__file__}:a", "--model", "b"],
+    ],
+    3: [
+        ["there_is_no_such.py"],
+        [__file__, "--weights", "there_is_no_such.pt"],
+        [__file__, "--inputs", "there_is_no_such.safetensors"],
+    ],
+}
+
+
+@pytest.mark.parametrize(("code", "arguments"), [(code, each) for code, wrong in WRONG.items() for each in wrong])
+def test_what_is_told_without_torch_is_what_the_engine_tells(capsys, monkeypatch, tmp_path, code, arguments):
+    told = []
+    for check in (cli.check_early, lambda options: None):
+        monkeypatch.setattr(cli, "check_early", check)
+        assert cli.main([*arguments, "--output", str(tmp_path / "o"), "--quiet"]) == code
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1] != ""
+
+
+def test_the_names_that_are_known_without_torch_are_those_of_the_registries():
+    assert tuple(cls.name for cls in passes.registry._OWN) == early_checks.PASS_NAMES
+    assert tuple(exporters.registry._OWN) == early_checks.FORMAT_NAMES
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["m.py", "--batch-sizes", "0"], *WRONG[2], *WRONG[3]])
 def test_torch_isnt_imported_before_it_is_needed(arguments):
     done = process(
         f"import sys\nfrom optimizer.cli import main\nmain({arguments!r})\n"
@@ -644,7 +828,7 @@ class Engine:
     def export_model(options, progress):
         {body}
         return {{"ok": True, "bundle": "b" * 100000}}
-cli._torch_side = lambda: Engine
+cli._torch_side, cli.check_early = lambda: Engine, lambda options: None
 sys.argv = ["optimize-export", "m.py", {options}]
 sys.exit(cli.main())
 """
@@ -657,12 +841,13 @@ def test_what_is_printed_at_exit_goes_to_stderr():
     assert done.returncode == 0
 
 
-def test_a_terminal_gets_bars():
+def test_a_terminal_gets_a_line_for_each_stage():
     import pty
 
     leader, follower = pty.openpty()
     body = (
-        "from types import SimpleNamespace as P; [progress(P(stage=s, done=1, total=2, text='[b]net')) for s in 'ab']"
+        "from types import SimpleNamespace as P\n"
+        "        [progress(P(stage=s, done=1, total=2, text='[b]net', name='')) for s in 'ab']"
     )
     done = subprocess.run(
         [sys.executable, "-c", FAKE.format(body=body, options="")],
@@ -676,8 +861,11 @@ def test_a_terminal_gets_bars():
     shown = os.read(leader, 1 << 16).decode()
     os.close(leader)
     assert done.returncode == 0
-    assert "[b]net" in shown
-    assert "━" in shown
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "\n", shown)
+    assert [line for line in dict.fromkeys(shown.splitlines()) if "net" in line] == [
+        "a           0.0 s  [b]net",
+        "b           0.0 s  [b]net",
+    ]
     assert done.stdout.startswith(b"bundle: bbb")
 
 

@@ -460,8 +460,9 @@ def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monk
     assert shown.code == 6
     assert "Traceback" not in shown.err
     rows = [line.split() for line in shown.out.splitlines()]
-    assert rows[0][:6] == ["parity", "of", "output", "largest", "error", "allowed"]
-    assert (rows[1][0], rows[1][-1]) == ("onnx", "failed")
+    assert rows[:2] == [["model.onnx", "failed"], []]
+    assert rows[2][:5] == ["parity", "of", "output", "error", "allowed"]
+    assert (rows[3][0], rows[3][-1]) == ("onnx", "failed")
     document = json.loads(run("model.py", "--formats", "onnx", "--json").out)
     assert (document["ok"], document["error"]["code"], document["error"]["kind"]) == (False, 6, "ParityError")
     assert document["artifacts"][0]["parity"]["outputs"][0]["max_error"] > 0

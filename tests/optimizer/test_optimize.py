@@ -20,6 +20,7 @@ from optimizer import optimize, report_of
 from optimizer.errors import LoadError, UsageError
 from passes.base import GraphPass
 from passes.graph.match import TensorRef, conv_bn_chains
+from passes.simplify import Simplify
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -280,19 +281,91 @@ def test_state_dicts_go_in_and_out():
     [
         ([], None),
         ([""], "the model is in training mode"),
-        (["1.norm"], "1.norm is in training mode, the model in eval"),
-        (["1.norm", "2"], "1.norm and 1 more are in training mode, the model in eval"),
+        (["3"], "3 is in training mode, the model in eval"),
+        (["3", "4"], "3 and 1 more are in training mode, the model in eval"),
     ],
 )
 def test_what_was_in_training_is_named(paths, note):
-    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), Block(), nn.BatchNorm2d(4))).eval()
+    unlike = nn.BatchNorm2d(4, track_running_stats=False)
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), Block(), nn.BatchNorm2d(4), nn.Dropout(), unlike)).eval()
     for path in paths:
         model.get_submodule(path).training = True
     for inputs in ((X,), None):
         report = report_of(optimize(model, ["fold-conv-bn"], example_inputs=inputs))
         said = [text for text in report.notes if "in training mode" in text]
         assert said == ([] if note is None else [f"{note}; the result, and what it was compared with, is in eval"])
+        assert report.warnings == []
     assert not report_of(optimize(model, ["torch-compile:backend=eager"], mode="training")).notes[:-1]
+
+
+def test_a_warning_names_the_norms_that_were_left_in_training():
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), Block(), nn.BatchNorm2d(4), nn.Dropout())).eval()
+    for path in ("1.norm", "2", "3"):
+        model.get_submodule(path).training = True
+    report = report_of(optimize(model, ["fold-conv-bn"], example_inputs=(X,)))
+    (warning,) = report.warnings
+    assert warning.startswith(
+        "1.norm, 2 are in training mode in a model in eval: there the model uses the statistics of"
+    )
+    assert warning in report.notes
+    assert f"warning: {warning}" in str(report)
+    assert any(note.startswith("3 is in training mode") for note in report.notes)
+
+
+class Repeating(nn.Module):
+    """Computes one thing twice, which `simplify` finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sin() + self.linear(x).sin()
+
+
+def test_the_report_shows_why_places_were_skipped():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    skips = fast.report.passes[0].skips
+    assert fast.report.passes[0].status == "unchanged"
+    (line,) = [line for line in str(fast.report).splitlines() if line.startswith("fold-conv-bn")]
+    assert line.endswith(
+        f"{len(skips)} skips, {fast.report.passes[0].seconds:.2f} s: {skips[0].text} (1 of {len(skips)})"
+    )
+
+
+def test_where_no_pass_applies_those_that_would_are_named():
+    model, x = Repeating().eval(), torch.randn(2, 8)
+    fast = optimize(model, example_inputs=(x,))
+    assert fast.report.could_apply == ["simplify"]
+    assert "no pass changed the model; these would: simplify" in str(fast.report)
+    assert torch.equal(fast(x), model(x))
+    assert optimize(model, ["simplify"], example_inputs=(x,)).report.passes[0].status == "applied"
+
+
+@pytest.mark.parametrize(
+    ("model", "passes"),
+    [
+        (nn.Sequential(nn.Linear(8, 8)), None),
+        (Repeating(), ["simplify"]),
+        (Repeating(), ["channels-last", "simplify"]),
+        (Repeating(), []),
+    ],
+)
+def test_nothing_is_named_without_a_place_after_a_pass_that_applied_or_where_no_pass_was_wanted(model, passes):
+    assert optimize(model.eval(), passes, example_inputs=(torch.randn(2, 8),)).report.could_apply == []
+
+
+def test_a_pass_that_raises_when_nobody_asked_for_it_isnt_named(monkeypatch):
+    def rewrite(self, graph):
+        graph.program.root.linear = None
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Simplify, "rewrite", rewrite)
+    model, x = Repeating().eval(), torch.randn(2, 8)
+    fast = optimize(model, example_inputs=(x,), strict=True)
+    assert fast.report.could_apply == []
+    assert torch.equal(fast(x), model(x))
 
 
 def test_a_module_that_stays_in_training_is_not_said_to_be_in_eval():

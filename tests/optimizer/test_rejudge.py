@@ -245,6 +245,7 @@ def test_the_command_judges_as_it_verifies(
     assert cli.main(["--rejudge", str(written), "--details"]) == 0
     shown = capsys.readouterr().out
     assert "scores" in shown
-    assert "batch size" in shown
+    assert "batch" in shown
+    assert "draw" in shown
     assert cli.main(["--rejudge", str(written), "--atol", "boxes=1"]) == 2
     assert "atol names the output 'boxes'; there are: scores (logits in the model)" in capsys.readouterr().err
