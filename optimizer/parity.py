@@ -44,7 +44,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.observe import Observation
-from optimizer.preserve import one_at_a_time
+from optimizer.preserve import in_turn, one_at_a_time
 from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
 from optimizer.verdict import (
     FACTOR,
@@ -95,6 +95,7 @@ class RegionParity:
     report: ParityReport | None = None
 
 
+@in_turn
 def check_parity(
     reference: Callable[..., Any],
     candidate: Callable[..., Any],

@@ -16,7 +16,7 @@ from optimizer.golden import GoldenCall, read_golden, stored_noises, stored_tole
 from optimizer.inputs import Call
 from optimizer.manifest import MANIFEST, SUMS, describe_device, plain
 from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
-from optimizer.preserve import pinned_settings, random_state
+from optimizer.preserve import in_turn, pinned_settings, random_state
 
 # The noise was measured on one device. On another one the same sums are taken in another order and other instructions are
 # fused, which draws another sample of the same rounding errors; these factors, on top of parity's own, leave room for it.
@@ -228,6 +228,7 @@ def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------- the artifacts
 
 
+@in_turn
 def verify_contents(folder: Path, manifest: Mapping[str, Any], device: str, load: Loader) -> VerifyReport:
     """Judge the files of a bundle and run its artifacts on a device. Nothing that was changed is loaded."""
     damage = damage_of(folder, manifest)
