@@ -40,7 +40,7 @@ from optimizer.manifest import is_to_be_repeated, plain, to_json_text
 from optimizer.options import check_numbers
 from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
-from optimizer.preserve import one_at_a_time, outside_inference_mode, unregistered_modules
+from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode, unregistered_modules
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.sentences import listed
@@ -209,6 +209,7 @@ class StaysInEval:
         return self.owner
 
 
+@in_turn
 def export(
     model: nn.Module,
     *,

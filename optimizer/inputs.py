@@ -310,11 +310,9 @@ def _rows_of(batch_size: int | None) -> str:
 
 def _other_than_rows(expected: Call, call: Call) -> str | None:
     """What tells two calls of one batch size apart, apart from the values of their tensors."""
-    positional, by_name = (
-        [leaves_of(part).structure for part in parts]
-        for parts in ((expected.args, call.args), (expected.kwargs, call.kwargs))
-    )
-    if difference := first_difference(*positional, "positional") or first_difference(*by_name):
+    wanted_args, args = (leaves_of(one.args).structure for one in (expected, call))
+    wanted_kwargs, kwargs = (leaves_of(one.kwargs).structure for one in (expected, call))
+    if difference := first_difference(wanted_args, args, "positional") or first_difference(wanted_kwargs, kwargs):
         return difference
     for (name, wanted), (_, tensor) in zip(_named_tensors(expected), _named_tensors(call), strict=True):
         if (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):

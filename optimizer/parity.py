@@ -45,7 +45,7 @@ from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.observe import Observation
 from optimizer.options import check_numbers
-from optimizer.preserve import one_at_a_time
+from optimizer.preserve import in_turn, one_at_a_time
 from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
 from optimizer.verdict import (
     FACTOR,
@@ -96,6 +96,7 @@ class RegionParity:
     report: ParityReport | None = None
 
 
+@in_turn
 def check_parity(
     reference: Callable[..., Any],
     candidate: Callable[..., Any],

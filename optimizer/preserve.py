@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import os
 import pickle
 import random
 import sys
@@ -10,7 +11,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,51 @@ from passes.graph.storage import kind_of, same_values, write_values
 # The numeric settings, the random state and the patches of a recorded run are the process's: two threads that measure or
 # optimize take turns.
 one_at_a_time = threading.RLock()
+# Seconds that a fork waits for another thread's turn to end.
+_LONGEST_WAIT = 600.0
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def in_turn(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, called by one thread at a time."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with one_at_a_time:
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Fork(threading.local):
+    """Forks between two turns.
+
+    A child process has the settings and patches of another thread's turn, the flags and buffers of the module that is run in
+    it, and no thread that puts them back. So a fork waits, but for the thread's own turn, which goes on in the child. After
+    the longest wait it goes on all the same, as the turn may be waiting for the fork: the child can then take turns of its
+    own, and patches let its threads through, but settings stay as they are.
+    """
+
+    has_turn = False
+
+    def before(self) -> None:
+        self.has_turn = one_at_a_time.acquire(timeout=_LONGEST_WAIT)
+
+    def after(self) -> None:
+        if self.has_turn:
+            one_at_a_time.release()
+
+    def after_in_child(self) -> None:
+        if not self.has_turn:
+            one_at_a_time._at_fork_reinit()  # type: ignore[attr-defined]
+        self.after()
+
+
+_fork = _Fork()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.after_in_child)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from optimizer.golden import GoldenCall, read_golden, stored_noises, stored_tole
 from optimizer.inputs import Call
 from optimizer.manifest import MANIFEST, SUMS, describe_device, plain
 from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
-from optimizer.preserve import pinned_settings, random_state
+from optimizer.preserve import in_turn, pinned_settings, random_state
 from optimizer.regular_files import open_regular, read_text_bytes
 from optimizer.sentences import listed
 
@@ -253,6 +253,7 @@ def damage_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------- the artifacts
 
 
+@in_turn
 def verify_contents(
     folder: Path, manifest: Mapping[str, Any], device: str | None, load: Loader, *, expect: str | None = None
 ) -> VerifyReport:

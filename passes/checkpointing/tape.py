@@ -20,6 +20,7 @@ A forward that takes another way than its plan keeps everything from there on, a
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import types
@@ -434,6 +435,16 @@ class _Waiting:
 
 # One thread at a time: the generators belong to all. What was drawn has to be what comes after the state that was kept.
 _DRAWING = threading.RLock()
+
+
+def _free_in_child() -> None:
+    # The thread that draws doesn't exist in a process that another one forked.
+    if not _DRAWING._is_owned():  # type: ignore[attr-defined]
+        _DRAWING._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_in_child)
 
 
 class _State:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import os
 import threading
 import types
 import weakref
@@ -58,6 +59,16 @@ _PAST_ATTRIBUTES = frozenset({"__dict__", "vars"})
 _capturing = threading.Lock()
 # Whether this thread captures: a forward that captures a module while it is traced would wait for itself.
 _busy = threading.local()
+
+
+def _free_in_child() -> None:
+    # The thread that captures doesn't exist in a process that another one forked.
+    if not getattr(_busy, "capturing", False):
+        _capturing._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_in_child)
 
 
 def _nothing() -> None:
