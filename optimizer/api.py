@@ -44,6 +44,7 @@ from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode, u
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.sentences import listed
+from optimizer.vacuous import is_vacuous, refuse_vacuous
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
@@ -133,6 +134,56 @@ def optimize(
         )
 
 
+def optimize_to_export(
+    model: nn.Module,
+    passes: Sequence[Pass | str] | None = None,
+    *,
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
+    device: str,
+    reference_device: str | None,
+    strict: bool,
+    batch_sizes: Sequence[int],
+    static_batch: bool,
+    dynamic: Dynamic | None,
+    input_names: Sequence[str] | None,
+    seed: int,
+    progress: ProgressFunction,
+) -> nn.Module:
+    """As `optimize`; but a model that `export` would refuse, as its outputs carry no signal, is refused before any pass runs.
+
+    Raises:
+        VacuousError: as `export`.
+    """
+
+    def refuse(reference: Reference) -> None:
+        if not is_vacuous(reference):
+            return
+        # Other batch sizes may show what two don't: export decides.
+        home = _resolved(reference_device or device, require_gpu=False)
+        samples = _samples(example_inputs, example_kwargs, further_inputs, seed, home)
+        assert samples is not None
+        samples, _ = _opened(model, samples, dynamic, input_names, static_batch)
+        _measured(_on_device(model, home), samples, _sizes(samples, batch_sizes, static=static_batch))
+
+    with one_at_a_time, rare_collection(), outside_inference_mode():
+        return _optimized(
+            model,
+            passes,
+            example_inputs=example_inputs,
+            example_kwargs=example_kwargs,
+            further_inputs=further_inputs,
+            mode="inference",
+            device=device,
+            strict=strict,
+            batch_sizes=None if static_batch else batch_sizes,
+            seed=seed,
+            progress=progress,
+            measured=refuse,
+        )
+
+
 def _optimized(
     model: nn.Module,
     passes: Sequence[Pass | str] | None,
@@ -146,6 +197,7 @@ def _optimized(
     batch_sizes: Sequence[int] | None,
     seed: int,
     progress: ProgressFunction,
+    measured: Callable[[Reference], None] | None = None,
 ) -> nn.Module:
     started = time.perf_counter()
     _check_model(model, runs=example_inputs is not None or bool(example_kwargs))
@@ -160,7 +212,9 @@ def _optimized(
     original = _on_device(model, target)
     copy = _copy_of(original, mode)
     pipeline = Pipeline(copy, original, samples, target, strict, batch_sizes, progress)
-    pipeline.measure_original()
+    reference = pipeline.measure_original()
+    if measured is not None and reference is not None:
+        measured(reference)
     program = pipeline.capture()
     before, coverage = size_of(program), coverage_record(program)
     pipeline.run(program, chosen)
@@ -277,6 +331,7 @@ def export(
             the message names the reasons.
         ExportFailed: the original was changed after `optimize`, or answers a call otherwise after others.
         DeviceError: there is no GPU where one is required.
+        VacuousError: no output of the original carries a signal, so nothing could be proven of any file.
         ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
             written.
         BundleError: the folder can't be written.
@@ -304,10 +359,11 @@ def export(
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
     there = samples if home.type == target.type else samples.to(home)
-    reference = rounding = Reference.measure(original, there, batch_sizes=sizes, draws=2)
+    reference = rounding = _measured(original, there, sizes)
     refuse_carried_state(original, reference)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.in_kind(precision)
+        refuse_vacuous(reference)
     _refuse_sizes_not_taken(dims, samples, reference)
     notes += _note_on_fixed_batch(samples, reference, static=static_batch)
     request = replace(
@@ -392,6 +448,13 @@ def export(
     bundle = write_bundle(output, fill, force=force)
     tell(Progress("bundle", 1, 1, str(output)))
     return bundle
+
+
+def _measured(original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None) -> Reference:
+    """The original as all files are compared with it; VacuousError where that would prove nothing."""
+    reference = Reference.measure(original, samples, batch_sizes=batch_sizes, draws=2)
+    refuse_vacuous(reference)
+    return reference
 
 
 def _check_model(model: object, *, runs: bool) -> None:
@@ -784,11 +847,8 @@ def _raise_unless_ok(
                 "artifacts": [plain({**entry, "measurement": None}) for entry in entries],
                 "notes": _all_notes((), reports),
             }
-            advice = " Give trained weights, or inputs that the model answers differently." * (
-                report.verdict == "vacuous"
-            )
             where = f" {remarks[name]}" if name in remarks else ""
-            what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{where}{advice}"
+            what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{where}"
             raise ParityError(what, figures)
 
 

@@ -90,6 +90,7 @@ Exit codes:
   6    the result doesn't compute what the original computes; nothing was published
   7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
   8    the bundle couldn't be written, read or verified
+  9    the model's outputs carry no signal, so nothing could be proven
   130  interrupted (Ctrl-C); 143 where it was terminated
 """
 

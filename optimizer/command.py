@@ -24,7 +24,7 @@ from exporters.errors import (
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
-from optimizer.api import check_dynamic, export, optimize, report_of
+from optimizer.api import check_dynamic, export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle
 from optimizer.early_checks import check_early
 from optimizer.errors import (
@@ -132,15 +132,19 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
             input_names=options.input_names,
             static_batch=options.static_batch,
         )
-    fast = optimize(
+    fast = optimize_to_export(
         loaded.model,
         passes,
         example_inputs=loaded.example_inputs,
         example_kwargs=loaded.example_kwargs,
         further_inputs=loaded.further_inputs,
         device=device,
+        reference_device=options.reference_device,
         strict=options.strict,
-        batch_sizes=None if options.static_batch else options.batch_sizes,
+        batch_sizes=options.batch_sizes,
+        static_batch=options.static_batch,
+        dynamic=options.dynamic,
+        input_names=options.input_names,
         seed=options.seed,
         progress=progress,
     )

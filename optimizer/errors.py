@@ -7,7 +7,8 @@
     ├── DeviceError                     5  the required device is missing
     ├── ParityError                     6  the result doesn't compute what the original computes
     ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`
-    └── BundleError                     8  the bundle couldn't be written, read or verified
+    ├── BundleError                     8  the bundle couldn't be written, read or verified
+    └── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
 
 Each message is one sentence that says what is wrong, where, and what to do.
 `passes.errors` and `exporters.errors` hold the errors of those packages; the functions of `optimizer.api` raise them as
@@ -74,6 +75,12 @@ class BundleError(OptimizeExportError):
     """The bundle couldn't be written, read or verified."""
 
     exit_code = 8
+
+
+class VacuousError(OptimizeExportError):
+    """The model's outputs carry no signal (zeros, the same for every input), so nothing could be proven of any file."""
+
+    exit_code = 9
 
 
 class Terminated(BaseException):

@@ -147,14 +147,14 @@ class Pipeline:
         """ "inference" or "training"."""
         return self.copy.mode
 
-    def measure_original(self) -> None:
-        """Run the original at two batch sizes or more, which all results are compared with.
+    def measure_original(self) -> Reference | None:
+        """Run the original at two batch sizes or more, which all results are compared with; None without inputs.
 
         Raises:
             LoadError: it raises on the example inputs.
         """
         if self.samples is None:
-            return
+            return None
         self._tell("capture", 0, 3, "running the original")
         sizes = self._two_sizes(self.samples)
         self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=2, mode=self.mode)
@@ -164,6 +164,7 @@ class Pipeline:
         self._calls += [self.samples.at(size, draw) for size, draw in self.samples.further]
         if len(self._calls) < 2:
             self.notes.append("only one batch size could be run, so that constants of the batch size aren't found")
+        return self._reference
 
     def _two_sizes(self, samples: Samples) -> list[int] | None:
         if not samples.dynamic or samples.batch_size is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from optimizer.errors import UsageError
 from optimizer.row_verdict import Allowed, RowMeasurement, RowReport, judge_rows
+from optimizer.sentences import listed
 
 FACTOR = 4.0
 # How many times its own noise one channel, column or band of magnitude may be off. Outputs have thousands of slices, of each
@@ -365,6 +366,17 @@ def judge(
     )
 
 
+def why_vacuous(noises: Iterable[OutputNoise]) -> str | None:
+    """Why outputs prove nothing of any candidate, as a clause; None where one of them does prove something."""
+    judged = [noise for noise in noises if noise.deterministic]
+    if not judged:
+        return "no output of the original is deterministic"
+    if any(noise.signal is None for noise in judged if noise.kind != "buffer"):
+        return None
+    named = [f"{noise.name} is {noise.signal}" for noise in judged if noise.signal]
+    return f"the outputs carry no signal ({listed(named)})"
+
+
 def allowed_by(
     noises: Iterable[OutputNoise], names: Mapping[str, str], atol: Mapping[str, float], rtol: Mapping[str, float]
 ) -> dict[str, Allowed]:
@@ -504,11 +516,9 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: Ro
         output.name for output in judged if not (output.by_user or math.isfinite(output.noise + output.noise_rms))
     ]:
         return "vacuous", f"The noise of {unbounded[0]} is infinite, so that any error would be allowed."
-    if not judged:
-        return "vacuous", "No output of the original is deterministic: there is nothing to compare with."
-    if all(output.signal is not None for output in judged if output.kind != "buffer"):
-        named = "; ".join(f"{output.name} is {output.signal}" for output in judged if output.signal)
-        return "vacuous", _sentence(f"The outputs carry no signal: {named}")
+    noises = (replace(seen.noise, name=output.name) for seen, output in zip(measurement.outputs, outputs, strict=True))
+    if (why := why_vacuous(noises)) is not None:
+        return "vacuous", _sentence(why[0].upper() + why[1:])
     ratio = max(output.ratio for output in judged)
     measure = (
         f"the error of the original in {measurement.precision}"

@@ -1,5 +1,6 @@
 """`export` and what it refuses; `optimize` is in test_optimize.py."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from exporters.onnx import OnnxExporter, judge_placement
 from exporters.registry import exporter_named
 from exporters.torchscript import TorchScriptExporter
 from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
-from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError
+from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError, VacuousError
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile
 
@@ -286,9 +287,58 @@ def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, i
 def test_outputs_that_prove_nothing_are_not_published(image, tmp_path):
     model = nn.Conv2d(3, 4, 3)
     nn.init.zeros_(model.weight)
-    with pytest.raises(ParityError, match=r"carry no signal.*Give trained weights"):
-        export(model, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",))
+    told: list[Progress] = []
+    with pytest.raises(
+        VacuousError,
+        match=r"^The outputs carry no signal \(output is the same for every input\), so nothing could be proven: load trained"
+        r" weights \(--weights FILE on the command line\), or give other example inputs\.$",
+    ):
+        export(model, example_inputs=(image,), output=tmp_path / "net", atol=1.0, progress=told.append)
+    assert [progress.stage for progress in told] == ["parity"]
     assert list(tmp_path.iterdir()) == []
+    # What is to be had without a proof goes on.
+    assert report_of(optimize(model, example_inputs=(image,))).parity.verdict == "vacuous"
+
+
+def test_outputs_that_prove_nothing_in_half_precision_are_not_published(tmp_path):
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x) * 1e-3 + 1
+
+    x = torch.randn(2, 4)
+    assert export(Small(), example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",)).parity.ok
+    fast = optimize(Small(), ["cast-precision:how=weights"], example_inputs=(x,))
+    with pytest.raises(
+        VacuousError, match=r"^Computed in bfloat16, the outputs carry no signal .*: leave cast-precision"
+    ):
+        export(fast, example_inputs=(x,), output=tmp_path / "half", formats=("torchscript",))
+
+
+def test_answers_that_differ_from_themselves_are_not_published(tmp_path):
+    class Moody(nn.Module):
+        count = itertools.count()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + next(Moody.count)
+
+    with pytest.raises(
+        VacuousError, match=r"^No output of the original is deterministic, .*: make the model give the same"
+    ):
+        export(Moody(), example_inputs=(torch.ones(2, 3),), output=tmp_path / "net")
+
+
+def test_one_output_that_proves_nothing_is_a_note(tmp_path):
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.relu(), x * 0
+
+    bundle = export(Two(), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net", formats=("torchscript",))
+    assert bundle.parity.ok
+    assert "output_1 is all zero and proves nothing." in bundle.manifest["notes"]
 
 
 def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):

@@ -27,6 +27,7 @@ from optimizer.errors import (
     OptimizeFailed,
     ParityError,
     UsageError,
+    VacuousError,
 )
 from optimizer.options import (
     ExportOptions,
@@ -388,6 +389,7 @@ def test_batch_sizes_are_read():
         (ParityError("a b"), 6),
         (OptimizeFailed("a b"), 7),
         (BundleError("a b"), 8),
+        (VacuousError("a b"), 9),
     ],
 )
 def test_errors_have_their_exit_codes_and_one_line(run, error, code):

@@ -450,6 +450,33 @@ def test_a_file_called_optimizer(run):
     assert (done.code, done.out) == (0, "dist/optimizer\n"), done.err
 
 
+def test_outputs_without_signal_are_told_before_any_pass_runs(run, folder):
+    text = "model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 5))\nnn.init.zeros_(model[2].weight)"
+    write(text)
+    done = run("model.py")
+    assert (done.code, done.out) == (9, "")
+    assert "error: The outputs carry no signal (output is the same for every input), so nothing could be" in done.err
+    assert "optimize: " not in done.err
+    document = json.loads(run("model.py", "--json", "--atol", "1").out)
+    assert (document["exit_code"], document["error"]["kind"]) == (9, "VacuousError")
+    assert not (folder / "dist").exists()
+
+
+def test_outputs_with_signal_at_larger_batches_alone_are_exported(run):
+    """Labels are the same for every input more often than not where there are two or three rows."""
+    write(
+        """
+        class Late(nn.Module):
+            def forward(self, x):
+                late = torch.arange(x.shape[0], device=x.device) >= 3
+                return (late & (x.mean((1, 2, 3)) > 0)).long()
+        model = Late()
+        """
+    )
+    done = run("model.py", "--quiet", "--formats", "torchscript")
+    assert (done.code, done.out) == (0, "dist/model\n"), done.err
+
+
 def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monkeypatch):
     monkeypatch.setattr(artifact_parity, "judge", lambda measurement, **_: judge(measurement, atol=0.0, rtol=0.0))
     write("model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 50), nn.Softmax(1))")
@@ -498,7 +525,7 @@ def test_a_format_that_cant_be_had_withholds_the_bundle(refused):
 
 def test_an_output_of_nan_isnt_called_good(refused):
     write("class Nan(Net):\n    def forward(self, x): return super().forward(x) * float('nan')\nmodel = Nan()")
-    assert "NaN or infinite in every element" in refused(6, "model.py", "--formats", "torchscript")
+    assert "NaN or infinite in every element" in refused(9, "model.py", "--formats", "torchscript")
 
 
 def test_bundles_that_are_none(refused):
