@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, named_inputs
+from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
@@ -58,6 +60,8 @@ from passes.graph.moved_bias import moved_biases
 from passes.registry import make_passes
 
 __all__ = ["export", "optimize", "report_of"]
+
+logger = logging.getLogger(__name__)
 
 FORMATS = ("torchscript", "onnx")
 REPORT = "report.json"
@@ -283,6 +287,7 @@ def export(
     reference_device: str | None = None,
     require_gpu: bool = False,
     force: bool = False,
+    strict: bool = False,
     atol: Tolerance = None,
     rtol: Tolerance = None,
     row_independence: bool = False,
@@ -295,6 +300,9 @@ def export(
 
     What is exported is the model as it stood before any pass that leaves no graph (torch-compile). The original is the
     module that was given to `optimize`; for a module that doesn't come from there it is the module itself.
+
+    A format that can't be exported, or whose file isn't proven, is missing from the bundle: `bundle.missing` has the reason
+    of each, and a warning is logged.
 
     Args:
         model: a result of `optimize`, or any module; it is exported in eval.
@@ -315,6 +323,7 @@ def export(
             the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
         require_gpu: raise where there is none.
         force: replace a bundle that stands at `output`.
+        strict: raise where a format would be missing, and write nothing.
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs in the files
             (or in the model, where those differ).
         row_independence: see, too, that each row of the outputs is the same whatever the other rows of its batch are, in the
@@ -327,13 +336,13 @@ def export(
 
     Raises:
         UsageError, LoadError: as for `optimize`.
-        ExporterError: an unknown format or opset, metadata that no file can hold, or a format that couldn't be exported;
-            the message names the reasons.
+        ExporterError: an unknown format or opset, metadata that no file can hold, or no format could be exported (with
+            `strict`: one couldn't); the message names the reasons.
         ExportFailed: the original was changed after `optimize`, or answers a call otherwise after others.
         DeviceError: there is no GPU where one is required.
         VacuousError: no output of the original carries a signal, so nothing could be proven of any file.
-        ParityError: an artifact computes something else, or rows depend on each other where they mustn't; nothing is
-            written.
+        ParityError: no file is proven (with `strict`: one isn't), and one of them computes something else; or rows of the
+            original depend on each other where they mustn't. Nothing is written.
         BundleError: the folder can't be written.
     """
     _check_model(model, runs=True)
@@ -391,27 +400,46 @@ def export(
         debug_dir=debug_dir,
     )
 
+    # What keeps a format out of the bundle, and the figures of the files that were written and aren't proven.
+    missing: dict[str, Exception] = {}
+    unproven: list[dict[str, Any]] = []
+
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}
-        # On artifacts that fail.
-        remarks: dict[str, str] = {}
         for number, exporter in enumerate(exporters):
             tell(Progress("export", number, len(exporters), exporter.name))
-            with kept_values(exported, reference.written):
-                artifact = exporter.export(request, folder)
+            try:
+                with kept_values(exported, reference.written):
+                    artifact = exporter.export(request, folder)
+            except (StructureError, MetadataError):
+                # Nothing that another format could mend.
+                raise
+            except ExporterError as error:
+                missing[exporter.name] = error
+                continue
             artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
-            notes.extend(_without_metadata(artifact, own))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
-            measurement, placement = by.measured(artifact, rows)
-            parity = reports[exporter.name] = by.judged(measurement)
+            try:
+                measurement, placement = by.measured(artifact, rows)
+            except ExporterError as error:
+                missing[exporter.name] = error
+                _remove(artifact)
+                continue
+            parity = by.judged(measurement)
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
-            if parity.verdict == "failed":
-                found, remarks[exporter.name] = failures.explained(artifact, measurement, parity)
-                entry |= found.to_json()
+            if not parity.ok:
+                found, remark = failures.explained(artifact, measurement, parity)
+                missing[exporter.name] = _not_proven(parity, exporter.name, remark)
+                unproven.append(plain({**entry, **found.to_json(), "measurement": None}))
+                _remove(artifact)
+                continue
+            notes.extend(_without_metadata(artifact, own))
+            reports[exporter.name] = parity
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))
-        _raise_unless_ok(reports, remarks, entries)
+        if missing and (strict or not entries):
+            _raise_missing(missing, [*(plain({**entry, "measurement": None}) for entry in entries), *unproven])
         tell(Progress("bundle", 0, 1, str(output)))
         golden = write_golden(
             folder,
@@ -438,6 +466,7 @@ def export(
             "output_structure": adapter.output_structure,
             **({"example_sizes": dict(dims.given)} if dims.given else {}),
             "artifacts": entries,
+            "missing": {name: str(error) for name, error in missing.items()},
             "parity": {**_overall(reports, reference), "reference_device": describe_device(home)},
             "golden": golden,
             "coverage": None if report is None else report.coverage.to_json(),
@@ -446,8 +475,17 @@ def export(
         }
 
     bundle = write_bundle(output, fill, force=force)
+    # As they are said here: the manifest names no folder of this machine.
+    bundle = replace(bundle, missing={name: str(error) for name, error in missing.items()}, unproven=tuple(unproven))
     tell(Progress("bundle", 1, 1, str(output)))
+    if bundle.missing:
+        logger.warning("%s", bundle.what_is_missing(output))
     return bundle
+
+
+def _remove(artifact: Artifact) -> None:
+    for path in artifact.files:
+        path.unlink()
 
 
 def _measured(original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None) -> Reference:
@@ -838,18 +876,26 @@ def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[
     return list(dict.fromkeys([*own, *(note for report in reports.values() for note in report.notes)]))
 
 
-def _raise_unless_ok(
-    reports: Mapping[str, ParityReport], remarks: Mapping[str, str], entries: Sequence[dict[str, Any]]
-) -> None:
-    for name, report in reports.items():
-        if not report.ok:
-            figures = {
-                "artifacts": [plain({**entry, "measurement": None}) for entry in entries],
-                "notes": _all_notes((), reports),
-            }
-            where = f" {remarks[name]}" if name in remarks else ""
-            what = f"The {name} artifact isn't shown to compute what the original does: {report.reason}{where}"
-            raise ParityError(what, figures)
+def _not_proven(parity: ParityReport, name: str, remark: str) -> ParityError:
+    where = f" {remark}" if remark else ""
+    return ParityError(
+        f"The {name} artifact isn't shown to compute what the original does: {parity.reason}{where}",
+        {"notes": _all_notes((), {name: parity})},
+    )
+
+
+def _raise_missing(missing: Mapping[str, Exception], entries: Sequence[dict[str, Any]]) -> None:
+    """Raise what withholds all formats; a file that computes something else comes before one that couldn't be made.
+
+    Args:
+        entries: the figures of all files that were run.
+    """
+    errors = list(missing.values())
+    if wrong := next((error for error in errors if isinstance(error, ParityError)), None):
+        raise ParityError(str(wrong), {"artifacts": entries, **wrong.figures})
+    if len(errors) == 1:
+        raise errors[0]
+    raise ExportError(" ".join(map(str, errors))) from errors[0]
 
 
 def _overall(reports: Mapping[str, ParityReport], reference: Reference) -> dict[str, Any]:

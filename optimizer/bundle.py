@@ -15,7 +15,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ _ORDER = (
     "output_structure",
     "example_sizes",
     "artifacts",
+    "missing",
     "parity",
     "golden",
     "coverage",
@@ -117,10 +118,18 @@ class BundleParity:
 
 @dataclass(frozen=True, repr=False)
 class Bundle:
-    """A bundle on disk. Its files are read when they are asked for, and verified by `verify_bundle` only."""
+    """A bundle on disk. Its files are read when they are asked for, and verified by `verify_bundle` only.
+
+    Attributes:
+        missing: the formats that were asked for and aren't in it, each with the reason in a sentence.
+        unproven: of a bundle that was just exported, the figures of the files that were written, weren't proven and were
+            removed, as in the manifest's `artifacts`.
+    """
 
     path: Path
     manifest: Mapping[str, Any]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    unproven: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         files = ", ".join(entry["path"] for entry in self.manifest["artifacts"])
@@ -141,6 +150,13 @@ class Bundle:
         """The SHA-256 of SHA256SUMS, for `verify_bundle(expect=…)`. BundleError where it can't be read."""
         with _speaking(self.path, "read"):
             return file_digest(self.path / SUMS)
+
+    def what_is_missing(self, place: str | Path) -> str:
+        """A sentence on the formats that are missing and those that are published at `place`."""
+        lacking = f"{listed(list(self.missing))} {'are' if len(self.missing) > 1 else 'is'} missing from the bundle"
+        formats = [entry["format"] for entry in self.manifest["artifacts"]]
+        published = f"{listed(formats)} {'are' if len(formats) > 1 else 'is'} published at {place}"
+        return f"{lacking}, and {published}: {' '.join(self.missing.values())}"
 
     def load(self, format: str, device: str = "cpu") -> LoadedArtifact:
         """The artifact of a format, ready to be called with flat tensors. BundleError where the bundle has none.
@@ -229,7 +245,8 @@ def open_bundle(path: str | Path) -> Bundle:
         raise BundleError(f"There is no bundle at {folder}: no such folder.")
     if not folder.is_dir():
         raise BundleError(f"{folder} is not a bundle: it is a file, and a bundle is a folder with a {MANIFEST}.")
-    return Bundle(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
+    return Bundle(folder, manifest, manifest.get("missing", {}))
 
 
 def verify_bundle(

@@ -85,9 +85,9 @@ Exit codes:
   1    a defect of the program itself
   2    an option, or a combination of options, that makes no sense
   3    the model, its weights or its inputs couldn't be loaded
-  4    a requested format couldn't be exported
+  4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
   5    the required device is missing
-  6    the result doesn't compute what the original computes; nothing was published
+  6    the result, or a verified bundle, isn't proven to compute what the original computes; nothing was published
   7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
   8    the bundle couldn't be written, read or verified
   9    the model's outputs carry no signal, so nothing could be proven
@@ -249,7 +249,11 @@ def _installed(distribution: str) -> str:
     is_flag=True,
     help="See, too, that each row of the outputs is the same whatever the other rows of its batch are.",
 )
-@click.option("--strict", is_flag=True, help="Fail where a pass fails or is rolled back.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Fail where a pass fails or is rolled back; publish nothing where a format is missing.",
+)
 @click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option("--debug-dir", metavar="DIR", help="Where a file computes something else: write what shows it there.")

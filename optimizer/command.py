@@ -4,6 +4,7 @@ The one module that `cli` imports late. Whatever can be known before work is che
 """
 
 import errno
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,10 +74,11 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
     """Make the bundle. Raises the errors of `optimizer.errors`, and none of those of the other packages.
 
-    Where an artifact computes something else nothing is published, and the document has the figures and `exit_code` 6.
+    Where a format is missing from the bundle the document says so with `exit_code` 4. Where no file is left, and one of them
+    computes something else, nothing is published, and the document has the figures and `exit_code` 6.
     """
     try:
-        with _own_errors(), names_restored(), hard_exits_raise():
+        with _own_errors(), names_restored(), hard_exits_raise(), _unlogged():
             return _make(options, progress)
     except ParityError as error:
         return _parity_failed(error)
@@ -166,6 +168,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         reference_device=options.reference_device,
         require_gpu=options.require_gpu,
         force=options.force,
+        strict=options.strict,
         atol=options.atol,
         rtol=options.rtol,
         row_independence=options.row_independence,
@@ -239,8 +242,7 @@ def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loade
 def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, seconds: float) -> Document:
     manifest = bundle.manifest
     document = {
-        "ok": True,
-        "exit_code": 0,
+        **_outcome(output, bundle),
         "bundle": str(output),
         "sha256sums": bundle.sha256sums,
         "model": manifest["model"],
@@ -249,6 +251,8 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
         "coverage": report["coverage"],
         # What was measured is in the manifest: nobody reads thousands of its lines here.
         "artifacts": [{**artifact, "measurement": None} for artifact in manifest["artifacts"]],
+        "missing": bundle.missing,
+        "unproven": bundle.unproven,
         "parity": manifest["parity"],
         "report": report,
         "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),
@@ -257,9 +261,28 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
     return dict(plain(document))
 
 
+def _outcome(output: Path, bundle: Bundle) -> Document:
+    if not bundle.missing:
+        return {"ok": True, "exit_code": 0}
+    code = ExportFailed.exit_code
+    told = {"code": code, "kind": ExportFailed.__name__, "message": bundle.what_is_missing(output)}
+    return {"ok": False, "exit_code": code, "error": told}
+
+
 def _parity_failed(error: ParityError) -> Document:
     told = {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
     return dict(plain({"ok": False, "exit_code": error.exit_code, "error": told, **error.figures}))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What the library logs isn't printed by Python besides: the command says it itself."""
+    library, nobody = logging.getLogger("optimizer"), logging.NullHandler()
+    library.addHandler(nobody)
+    try:
+        yield
+    finally:
+        library.removeHandler(nobody)
 
 
 @contextmanager

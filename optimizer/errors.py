@@ -3,9 +3,9 @@
     OptimizeExportError                 1  a defect of the program itself
     ├── UsageError                      2  an option or a combination of options that makes no sense
     ├── LoadError                       3  the model, its weights or its inputs couldn't be loaded
-    ├── ExportFailed                    4  a requested format couldn't be exported
+    ├── ExportFailed                    4  a requested format is missing: it couldn't be exported, or its file isn't proven
     ├── DeviceError                     5  the required device is missing
-    ├── ParityError                     6  the result doesn't compute what the original computes
+    ├── ParityError                     6  the result isn't proven to compute what the original computes
     ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`
     ├── BundleError                     8  the bundle couldn't be written, read or verified
     └── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
@@ -40,7 +40,7 @@ class LoadError(OptimizeExportError):
 
 
 class ExportFailed(OptimizeExportError):
-    """A requested format couldn't be exported."""
+    """A requested format is missing from the bundle: it couldn't be exported, or its file isn't proven."""
 
     exit_code = 4
 

@@ -309,7 +309,7 @@ _manifest = _record(
         "golden": _golden,
         "files": _each(_file, at_least=1),
     },
-    {"coverage": _or_null(_object), "notes": _texts, "example_sizes": _counts},
+    {"coverage": _or_null(_object), "notes": _texts, "example_sizes": _counts, "missing": _texts_by_key},
 )
 
 
@@ -347,6 +347,8 @@ def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:
     formats = [artifact["format"] for artifact in manifest["artifacts"]]
     if len(set(formats)) != len(formats):
         yield "a format stands twice in `artifacts`"
+    if both := set(formats) & set(manifest.get("missing", {})):
+        yield f"{min(both)} is in `artifacts` and in `missing`"
     for artifact in manifest["artifacts"]:
         for path in artifact["files"]:
             if path not in files:
@@ -567,12 +569,17 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         " told you; `--no-run` loads no model file.",
         "",
     ]
-    if notes := manifest.get("notes"):
+    if notes := [*lacks(manifest), *manifest.get("notes", ())]:
         lines += [*(f"- {printable(' '.join(note.split()))}" for note in notes), ""]
     for artifact in manifest["artifacts"]:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
         lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(sized), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def lacks(manifest: Mapping[str, Any]) -> list[str]:
+    """A note for each format that was asked for and isn't in the bundle."""
+    return [f"the format {name} is missing: {reason}" for name, reason in manifest.get("missing", {}).items()]
 
 
 def _shape(tensor: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from exporters.base import LoadedArtifact
 from optimizer.errors import BundleError
 from optimizer.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
 from optimizer.inputs import Call
-from optimizer.manifest import MANIFEST, SUMS, describe_device, plain
+from optimizer.manifest import MANIFEST, SUMS, describe_device, lacks, plain
 from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
 from optimizer.preserve import in_turn, pinned_settings, random_state
 from optimizer.regular_files import open_regular, read_text_bytes
@@ -280,7 +280,7 @@ def verify_contents(
     if device is None:
         return _not_run(folder, golden, calls, expect)
     here = describe_device(device)
-    notes = [f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
+    notes = [*lacks(manifest), f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
     factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")

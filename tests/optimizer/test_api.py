@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -282,6 +283,58 @@ def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, i
         # The caller takes over what was trained: that is no reason to refuse.
         model.load_state_dict(fast.state_dict())
     assert export(fast, example_inputs=(image,), output=tmp_path / "again", formats=("torchscript",)).parity.ok
+
+
+class Untraced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.jit.is_tracing():
+            raise RuntimeError("not while tracing")
+        return self.linear(x)
+
+
+def test_a_format_that_fails_leaves_the_others(tmp_path, caplog):
+    x = torch.randn(2, 3)
+    told = r"The model can't be exported to torchscript \("
+    with pytest.raises(ExportError, match=told):
+        export(Untraced(), example_inputs=(x,), output=tmp_path / "net", strict=True)
+    assert list(tmp_path.iterdir()) == []
+    bundle = export(Untraced(), example_inputs=(x,), output=tmp_path / "net")
+    assert list(bundle.missing) == ["torchscript"]
+    assert re.match(told, bundle.missing["torchscript"])
+    assert [artifact.format for artifact in bundle.artifacts] == ["onnx"]
+    assert bundle.parity.ok
+    ours = [record for record in caplog.records if record.name == "optimizer.api"]
+    assert [record.levelname for record in ours] == ["WARNING"]
+    assert f"torchscript is missing from the bundle, and onnx is published at {tmp_path / 'net'}: " in caplog.text
+    again = open_bundle(bundle.path)
+    assert again.missing == bundle.missing
+    report = verify_bundle(again.path)
+    assert report.ok
+    assert any(note.startswith("the format torchscript is missing: ") for note in report.notes)
+    before = (bundle.path / "manifest.json").read_bytes()
+    with pytest.raises(ExportError):
+        export(Untraced(), example_inputs=(x,), output=bundle.path, formats=("torchscript",), force=True)
+    assert (bundle.path / "manifest.json").read_bytes() == before
+
+
+def test_no_format_that_is_left_is_an_error_that_names_all(tmp_path):
+    class Loop(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([row * (index + 1) for index, row in enumerate(x)])
+
+    with pytest.raises(ExportError, match=r"can't be exported to onnx .* can't be exported to pt2 "):
+        export(Loop(), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net", formats=("onnx", "pt2"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_of_all_formats_misses_none(model, image, tmp_path):
+    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",))
+    assert bundle.missing == {}
+    assert bundle.manifest["missing"] == {}
 
 
 def test_outputs_that_prove_nothing_are_not_published(image, tmp_path):

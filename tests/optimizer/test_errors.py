@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -501,7 +502,85 @@ def test_nodes_that_run_elsewhere_withhold_the_bundle(refused, monkeypatch):
         judge_placement([("CUDAExecutionProvider", "a", "Conv"), ("CPUExecutionProvider", "b", "Add")], frozenset())
 
     monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
-    assert refused(6, write()) == "onnxruntime runs `b` (Add) on the CPU, not on the GPU."
+    assert refused(6, write(), "--formats", "onnx") == "onnxruntime runs `b` (Add) on the CPU, not on the GPU."
+    assert refused(6, write(), "--formats", "onnx", "--strict").startswith("onnxruntime runs `b`")
+
+
+UNTRACED = """
+class Big(Net):
+    def forward(self, x):
+        if torch.jit.is_tracing():
+            raise RuntimeError("not while tracing")
+        return super().forward(x)
+model = Big()
+"""
+
+
+def test_a_format_that_cant_be_had_leaves_the_others(run, folder):
+    write(UNTRACED)
+    done = run("model.py", "--passes", "none", "--quiet")
+    assert (done.code, done.out, done.err.count("\n")) == (4, "dist/model\n", 1)
+    assert done.err.startswith(
+        "optimize-export: error: torchscript is missing from the bundle, and onnx is published at dist/model: The model"
+        " can't be exported to torchscript ("
+    )
+    document = json.loads(run("model.py", "--passes", "none", "--json", "--force").out)
+    assert (document["ok"], document["exit_code"], document["bundle"]) == (False, 4, "dist/model")
+    assert [artifact["format"] for artifact in document["artifacts"]] == ["onnx"]
+    assert document["artifacts"][0]["parity"]["ok"]
+    assert list(document["missing"]) == ["torchscript"]
+    assert document["unproven"] == []
+    error = document["error"]
+    assert (error["code"], error["kind"]) == (4, "ExportFailed")
+    assert document["missing"]["torchscript"] in error["message"]
+    assert not (folder / "dist/model/model.torchscript.pt").exists()
+    checked = run("--verify", "dist/model")
+    assert checked.code == 0
+    assert "note: the format torchscript is missing: The model can't be exported to torchscript (" in checked.out
+    assert "- the format torchscript is missing: The" in (folder / "dist/model/README.md").read_text()
+
+
+def test_a_format_that_is_missing_withholds_all_with_strict(refused):
+    assert "torchscript" in refused(4, write(UNTRACED), "--passes", "none", "--strict")
+
+
+def test_a_file_that_isnt_proven_is_missing_with_its_figures(run, folder, monkeypatch):
+    wrong_onnx(monkeypatch)
+    done = run(write(), "--json")
+    document = json.loads(done.out)
+    assert (done.code, document["exit_code"]) == (4, 4)
+    assert [artifact["format"] for artifact in document["artifacts"]] == ["torchscript"]
+    (figures,) = document["unproven"]
+    assert (figures["format"], figures["parity"]["ok"]) == ("onnx", False)
+    assert figures["parity"]["outputs"][0]["max_error"] > figures["parity"]["outputs"][0]["tolerance"]
+    assert document["missing"]["onnx"].startswith("The onnx artifact isn't shown to compute what the original does: ")
+    assert sorted(path.name for path in (folder / "dist/model").glob("model*")) == ["model.torchscript.pt"]
+    assert run("--verify", "dist/model", "--quiet").code == 0
+    before = (folder / "dist/model/manifest.json").read_bytes()
+    strict = run("model.py", "--strict", "--force", "--json")
+    document = json.loads(strict.out)
+    assert (strict.code, document["error"]["kind"]) == (6, "ParityError")
+    assert [artifact["parity"]["ok"] for artifact in document["artifacts"]] == [True, False]
+    assert (folder / "dist/model/manifest.json").read_bytes() == before
+
+
+def wrong_onnx(monkeypatch):
+    class Off:
+        device, placement, settings = "cpu", None, {}
+
+        def __init__(self, loaded):
+            self.loaded = loaded
+
+        def __call__(self, *tensors):
+            return tuple(tensor * 1.01 for tensor in self.loaded(*tensors))
+
+    export = OnnxExporter.export
+
+    def wrong(self, request, directory):
+        made = export(self, request, directory)
+        return replace(made, loader=lambda path, device: Off(OnnxExporter.load(path, device)))
+
+    monkeypatch.setattr(OnnxExporter, "export", wrong)
 
 
 def test_a_tolerance_for_an_output_that_there_isnt(refused):
