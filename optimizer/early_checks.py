@@ -105,6 +105,8 @@ def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, 
     if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
         return place, None, name
     _refuse_other_files(path)
+    if not is_utf8(str(path.resolve())):
+        raise LoadError(f"The path {path.resolve()} isn't UTF-8, which torch's exporters need: rename it.")
     return place, path, name
 
 

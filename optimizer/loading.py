@@ -32,7 +32,6 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.input_files import read_calls
 from optimizer.input_spec import draw_inputs, parse_input
 from optimizer.inputs import Call, FurtherInputs, Samples
-from optimizer.options import is_utf8
 from optimizer.sentences import errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
 from optimizer.user_code import put_first
@@ -186,8 +185,6 @@ def parse_target(spec: str, name: str | None = None) -> Target:
     place, path, name = split_target(spec, name)
     if path is None:
         return Target(place, Path.cwd(), None, name)
-    if not is_utf8(str(path.resolve())):
-        raise LoadError(f"The path {path.resolve()} isn't UTF-8, which torch's exporters need: rename it.")
     return Target(path.name, path.resolve().parent, path.resolve(), name)
 
 

@@ -926,7 +926,7 @@ def save_golden(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 NOTHING_PROVEN = {
-    "no signal": (for_every_output(signal="all zero"), "carry no signal: y is all zero; positive is all zero."),
+    "no signal": (for_every_output(signal="all zero"), "carry no signal (y is all zero, positive is all zero)."),
     "infinite noise": (for_every_output(noise=float("inf")), "The noise of y is infinite"),
     "infinite noise in the mean": (for_every_output(noise_rms=float("inf")), "The noise of y is infinite"),
     "nothing deterministic": (for_every_output(deterministic=False), "No output of the original is deterministic"),
