@@ -541,7 +541,8 @@ class _Stages:
                 return  # the end of a stage that another one interrupted
             self._begin(progress.stage)
         assert self._current is not None
-        self._current.text = progress.text
+        if progress.text:
+            self._current.text = progress.text
         if progress.name:
             self._current.names[progress.name] = None
 

@@ -214,7 +214,7 @@ def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     except FileNotFoundError:
         return f"{SUMS} is missing."
     except OSError as error:
-        return f"{MANIFEST} or {SUMS} can't be read: {error.strerror or error}."
+        return f"{Path(error.filename or folder).name} can't be read: {error.strerror or error}."
     if written != sums_text(digests).encode("utf-8"):
         return f"{MANIFEST} or {SUMS} was changed: they don't agree."
     return None
