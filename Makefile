@@ -11,6 +11,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+TIMM := $(VENV)/timm
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Two processes of one thread each are faster than one of two: most of the time is Python's.
 WORKERS ?= 2
@@ -23,7 +24,7 @@ SEED := $(or $(SEED),$(shell date +%s))
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
 
-test: $(VENV)/test
+test: $(VENV)/test $(TIMM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 fuzz: $(VENV)/test
@@ -31,7 +32,7 @@ fuzz: $(VENV)/test
 	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(N) FUZZ_SEED=$(SEED) \
 		$(BIN)/python -m pytest tests/test_fuzz.py -n $(WORKERS) --dist worksteal
 
-zoo: $(VENV)/test
+zoo: $(VENV)/test $(TIMM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal
 
 rule: $(VENV)/examples
@@ -51,7 +52,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/examples
+bench: $(VENV)/examples $(TIMM)
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
@@ -71,10 +72,16 @@ docs: $(VENV)/dev
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
 
-# One stamp per set of extras; the project itself is linked, so that an edit needs no new install. timm and torchvision
-# come without what they depend on: the extras have all of it, and torch in the build that is wanted here.
+# One stamp per set of extras; the project itself is linked, so that an edit needs no new install.
 $(VENV)/%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[$*]'
-	$(PIP) --no-deps timm torchvision
+	touch $@
+
+# Without their dependencies, which the extras have: torchvision would bring another build of torch. And in a folder of
+# their own: transformers imports any torchvision that it finds, also one whose operators don't fit the installed torch.
+$(TIMM): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf $@
+	$(PIP) --no-deps --target $@ timm torchvision
 	touch $@

@@ -1,11 +1,16 @@
-"""Makes torchvision, and with it timm, importable where torchvision's compiled operators don't fit the installed torch.
+"""Make torchvision and timm importable: those of the folder that `make` installs them into, or the installed ones.
 
-Its Python code names operators that its C++ library defines; where that isn't loaded, they are declared here without
-implementations. Models that don't call them, which is all of timm's, are built and run as usual.
+torchvision's compiled operators may not fit the installed torch. Its Python code names them; where they aren't loaded, they
+are declared here without implementations. Models that don't call them, which is all of timm's, are built and run as usual.
 """
+
+import sys
+from pathlib import Path
 
 import torch
 
+# As the Makefile has it.
+FOLDER = Path(sys.prefix) / "timm"
 _BOXES = "Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width"
 _SIZES = "int batch_size, int channels, int height, int width"
 _GRADIENT = (
@@ -33,11 +38,13 @@ _declared: list[torch.library.Library] = []
 
 
 def declare() -> None:
-    """Declare the operators that torchvision would, where it can't be imported without; importing it works from then on.
+    """Make both packages importable, and declare torchvision's operators where it can't be imported without.
 
     Raises:
         ImportError: torchvision isn't installed.
     """
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
     try:
         import torchvision
     except RuntimeError:
