@@ -36,6 +36,7 @@ from optimizer.collection import rare_collection
 from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.early_checks import check_debug_folder
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
+from optimizer.fixed_dims import note_on_fixed_dims
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
@@ -381,6 +382,10 @@ def export(
     with kept_values(exported, reference.written):
         adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
     notes += _note_on_numbers(adapter)
+    if dynamic is None:
+        call = there.given
+        given = named_inputs(original, call.args, call.kwargs, input_names=input_names)
+        notes += note_on_fixed_dims(given, there, reference, open_batch=request.dynamic_batch)
     flatten = adapter.flatten_inputs
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=target.type)
     request = replace(request, place_of=place_of)

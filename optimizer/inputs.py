@@ -162,7 +162,7 @@ class Samples:
     def rows_alone(self) -> Iterator[Call]:
         """Some rows of the user's own call, each by itself, where inputs tell more of a row than numbers do, as masks do."""
         own = [tensor for number, tensor in enumerate(_tensors(self.given)) if self._has_open_rows(number, tensor)]
-        if self._function is not None or not self.batch_size or not any(map(_keeps_values, own)):
+        if self._function is not None or not self.batch_size or not any(map(keeps_values, own)):
             return
         for row in range(min(self.batch_size, _ROWS_ALONE)):
             yield self._row_alone(row, set(map(id, own)))
@@ -384,7 +384,7 @@ def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.T
 def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:
     """Another tensor of the kind; `slices` says for some dims which of the observed slices stands where."""
     source = tensor.detach()
-    if source.layout is not torch.strided or _keeps_values(source):
+    if source.layout is not torch.strided or keeps_values(source):
         return _selected(source, slices)
     if source.is_complex():
         parts = [_redrawn(part, slices, generator) for part in (source.real, source.imag)]
@@ -412,7 +412,7 @@ def _in_layout_of(source: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return drawn
 
 
-def _keeps_values(source: torch.Tensor) -> bool:
+def keeps_values(source: torch.Tensor) -> bool:
     """Whether its values tell more than numbers that could be drawn: tokens, flags, masks."""
     if source.layout is not torch.strided or source.is_complex():
         return False

@@ -376,15 +376,16 @@ class Reference:
         if not rows.with_rows:
             raise UsageError("No output has as many rows as the batch, so that there are none to look at.")
         # Where the batch is fixed no file can be run on one row.
-        rows.alone = len(self.batch_sizes) > 1 and (1 in self.batch_sizes or self._runs_on(rows.one_row()))
+        rows.alone = len(self.batch_sizes) > 1 and (1 in self.batch_sizes or self.runs_on(rows.one_row()))
         return rows
 
-    def _runs_on(self, call: Call) -> bool:
+    def runs_on(self, call: Call) -> bool:
+        """Whether the original doesn't raise at a call."""
         with one_at_a_time, as_run(self._original.target, self._blank.mode), _silent():
             try:
                 observe(self._original.target, call, seed=self._blank.seed, written=self.written)
             except Exception as error:  # noqa: BLE001 - the original is foreign code: it may need more than one row
-                logger.debug("the original raises on one row: %s", error)
+                logger.debug("the original raises at another size: %s", error)
                 return False
         return True
 

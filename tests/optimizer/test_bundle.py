@@ -705,6 +705,8 @@ BROKEN = [
     (put("other.safetensors", "golden", "path"), "contradicts itself: other.safetensors is not in `files`"),
     (put("0" * 64, "artifacts", 0, "sha256"), "contradicts itself: the SHA-256 of model.affine"),
     (put("z", "artifacts", 0, "outputs", 0, "name"), "contradicts itself: the outputs of the artifact affine"),
+    (put({"onnx": 1}, "missing"), r"`missing\.onnx` must be a text"),
+    (put({"affine": "No."}, "missing"), "contradicts itself: affine is in `artifacts` and in `missing`"),
 ]
 
 

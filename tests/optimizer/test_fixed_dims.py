@@ -1,0 +1,141 @@
+"""Lengths that are fixed in the files: a note names them with the option that opens them, and the option does so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optimizer import cli, export
+from optimizer.options import parse_dynamic
+
+FORMATS = ("torchscript",)
+BOTH = "--dynamic input_ids:0=batch,1=time --dynamic attention_mask:0=batch,1=time"
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids) * attention_mask[..., None]
+        return self.head(hidden.sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+def tokens(length: int = 12) -> torch.Tensor:
+    return torch.arange(2 * length).reshape(2, length) % 50
+
+
+def option_in(notes: list[str]) -> str | None:
+    """The option in the only note on fixed dims; None where there is no such note."""
+    found = [note for note in notes if note.startswith("fixed in the files, though")]
+    assert len(found) <= 1
+    return re.search(r"`(.*)`", found[0])[1] if found else None
+
+
+def parsed(option: str) -> dict[str, dict[int, str | None]]:
+    words = shlex.split(option)
+    assert set(words[::2]) == {"--dynamic"}
+    return parse_dynamic(words[1::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_the_option_in_the_note_opens_the_length(tmp_path, dtype):
+    inputs = (tokens(), torch.ones(2, 12, dtype=dtype))
+    bundle = export(Text(), example_inputs=inputs, output=tmp_path / "net", formats=FORMATS)
+    (note,) = [note for note in bundle.manifest["notes"] if "fixed in the files" in note]
+    assert "dim 1 of input_ids (12), dim 1 of attention_mask (12)" in note
+    assert option_in([note]) == BOTH
+    assert f"`{BOTH}`" in (bundle.path / "README.md").read_text()
+    dynamic = parsed(BOTH)
+    opened = export(Text(), example_inputs=inputs, output=tmp_path / "open", formats=FORMATS, dynamic=dynamic)
+    assert [spec.shape for spec in opened.artifacts[0].inputs] == [("batch", "time")] * 2
+    assert option_in(opened.manifest["notes"]) is None
+
+
+def test_the_command_takes_the_option_as_it_is_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(
+        "import sys\nimport torch\n"
+        f"sys.path.append({str(Path(__file__).parent)!r})\n"
+        "from test_fixed_dims import Text, tokens\n"
+        "model = Text()\nexample_inputs = (tokens(), torch.ones(2, 12, dtype=torch.long))\n"
+    )
+    given = ["model.py", "--formats", "torchscript", "--json"]
+    assert cli.main(given) == 0
+    option = option_in(json.loads(capfd.readouterr().out)["notes"])
+    assert cli.main([*given, "--output", "open", *shlex.split(option)]) == 0
+    (artifact,) = json.loads(capfd.readouterr().out)["artifacts"]
+    assert [each["shape"] for each in artifact["inputs"]] == [["batch", "time"], ["batch", "time"]]
+
+
+def test_a_fixed_batch_is_left_fixed(tmp_path):
+    inputs = (tokens(), torch.ones(2, 12, dtype=torch.int64))
+    options = {"example_inputs": inputs, "formats": FORMATS, "static_batch": True}
+    bundle = export(Text(), output=tmp_path / "net", **options)
+    option = option_in(bundle.manifest["notes"])
+    assert option == "--dynamic input_ids:1=time --dynamic attention_mask:1=time"
+    opened = export(Text(), output=tmp_path / "open", dynamic=parsed(option), **options)
+    assert [spec.shape for spec in opened.artifacts[0].inputs] == [(2, "time")] * 2
+
+
+def test_lengths_that_differ_have_names_of_their_own(tmp_path):
+    class Translate(Text):
+        def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(target) + self.embed(source).mean(1, keepdim=True))
+
+    inputs = (tokens(12), tokens(7))
+    bundle = export(Translate(), example_inputs=inputs, output=tmp_path / "net", formats=FORMATS)
+    option = option_in(bundle.manifest["notes"])
+    assert option == "--dynamic source:0=batch,1=time --dynamic target:0=batch,1=time_2"
+    opened = export(
+        Translate(), example_inputs=inputs, output=tmp_path / "open", formats=FORMATS, dynamic=parsed(option)
+    )
+    assert [spec.shape for spec in opened.artifacts[0].inputs] == [("batch", "time"), ("batch", "time_2")]
+
+
+def test_a_dim_that_the_model_fixes_is_left_out(tmp_path):
+    class Boxes(Text):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = nn.Linear(4, 8)
+
+        def forward(self, ids: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids) + self.place(boxes / 10))
+
+    boxes = torch.arange(2 * 12 * 4).reshape(2, 12, 4) % 11
+    bundle = export(Boxes(), example_inputs=(tokens(), boxes), output=tmp_path / "net", formats=FORMATS)
+    assert option_in(bundle.manifest["notes"]) == "--dynamic ids:0=batch,1=time --dynamic boxes:0=batch,1=time"
+
+
+class Columns(nn.Module):
+    """Each column of the table has a weight of its own: there is no other number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+        self.head = nn.Linear(6 * 4, 3)
+
+    def forward(self, columns: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(columns).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Columns(), (tokens(6),)),
+        (nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
+        (nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3)), (torch.tensor([3, 7, 9]),)),
+    ],
+    ids=["columns", "images", "no-length"],
+)
+def test_no_note_where_there_is_nothing_to_open(tmp_path, model, inputs):
+    bundle = export(model, example_inputs=inputs, output=tmp_path / "net", formats=FORMATS)
+    assert option_in(bundle.manifest["notes"]) is None
