@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -223,8 +224,9 @@ def _optimized(
     program = pipeline.capture()
     before, coverage = size_of(program), coverage_record(program)
     pipeline.run(program, chosen)
-    parity = pipeline.verify(program)
+    # Before the result is verified: the passes are tried on it, and taken back.
     could_apply = pipeline.could_apply(program)
+    parity = pipeline.verify(program)
     report = Report(
         model=type(model).__name__,
         mode=mode,
@@ -324,7 +326,7 @@ def export(
             the artifacts are. On another device these may be off by more, by the factor that `verify_bundle` goes by.
         require_gpu: raise where there is none.
         force: replace a bundle that stands at `output`.
-        strict: raise where a format would be missing, and write nothing.
+        strict: raise if a format would be missing; nothing is written then.
         atol, rtol: tolerances in place of the measured noise; a number, or a dict by the names of the outputs in the files
             (or in the model, where those differ).
         row_independence: see, too, that each row of the outputs is the same whatever the other rows of its batch are, in the
@@ -413,7 +415,8 @@ def export(
         entries = []
         reports: dict[str, ParityReport] = {}
         for number, exporter in enumerate(exporters):
-            tell(Progress("export", number, len(exporters), exporter.name))
+            tell(Progress("export", number, len(exporters), exporter.name, exporter.name))
+            before = set(folder.iterdir())
             try:
                 with kept_values(exported, reference.written):
                     artifact = exporter.export(request, folder)
@@ -422,6 +425,8 @@ def export(
                 raise
             except ExporterError as error:
                 missing[exporter.name] = error
+                # An exporter of another package may leave half of a file behind.
+                _remove(set(folder.iterdir()) - before)
                 continue
             artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
@@ -429,15 +434,18 @@ def export(
                 measurement, placement = by.measured(artifact, rows)
             except ExporterError as error:
                 missing[exporter.name] = error
-                _remove(artifact)
+                _remove(artifact.files)
                 continue
             parity = by.judged(measurement)
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
             if not parity.ok:
-                found, remark = failures.explained(artifact, measurement, parity)
+                remark = ""
+                if parity.verdict == "failed":
+                    found, remark = failures.explained(artifact, measurement, parity)
+                    entry |= found.to_json()
                 missing[exporter.name] = _not_proven(parity, exporter.name, remark)
-                unproven.append(plain({**entry, **found.to_json(), "measurement": None}))
-                _remove(artifact)
+                unproven.append(plain({**entry, "measurement": None}))
+                _remove(artifact.files)
                 continue
             notes.extend(_without_metadata(artifact, own))
             reports[exporter.name] = parity
@@ -488,9 +496,12 @@ def export(
     return bundle
 
 
-def _remove(artifact: Artifact) -> None:
-    for path in artifact.files:
-        path.unlink()
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _measured(original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None) -> Reference:
@@ -662,8 +673,9 @@ def _warning_on_norms(paths: Sequence[str]) -> list[str]:
         return []
     one = len(paths) == 1
     return [
-        f"{listed(paths, _NAMES_TOLD)} {'is' if one else 'are'} in training mode in a model in eval: there the model uses the"
-        " statistics of each batch and the result the running ones, so their outputs differ (model.eval() makes them equal)"
+        f"{listed(paths, _NAMES_TOLD)} {'is' if one else 'are'} in training mode inside a model in eval mode: the model"
+        " normalizes with the statistics of each batch, the result with the running statistics, so their outputs differ."
+        " Call model.eval() first if that isn't intended"
     ]
 
 

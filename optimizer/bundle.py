@@ -9,6 +9,7 @@ bundle/
 """
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -50,6 +51,7 @@ from optimizer.manifest import (
     without_local_paths,
 )
 from optimizer.options import is_utf8, parse_digest
+from optimizer.regular_files import read_text_bytes
 from optimizer.rejudge import RejudgeReport, rejudge_contents
 from optimizer.sentences import listed
 from optimizer.verdict import Tolerance
@@ -149,7 +151,7 @@ class Bundle:
     def sha256sums(self) -> str:
         """The SHA-256 of SHA256SUMS, for `verify_bundle(expect=…)`. BundleError where it can't be read."""
         with _speaking(self.path, "read"):
-            return file_digest(self.path / SUMS)
+            return hashlib.sha256(read_text_bytes(self.path / SUMS)).hexdigest()
 
     def what_is_missing(self, place: str | Path) -> str:
         """A sentence on the formats that are missing and those that are published at `place`."""
@@ -266,7 +268,7 @@ def verify_bundle(
     Args:
         device: "cpu", "cuda" or "auto" (cuda where there is one).
         expect: the SHA-256 that the bundle's SHA256SUMS must have, as 64 hexadecimal digits: `Bundle.sha256sums` where it
-            was written. Without it the hashes show accidents, and no attacks.
+            was written. Without it the hashes detect accidents, not attacks.
         run: False checks the hashes and the golden data, and loads no artifact.
 
     Raises:

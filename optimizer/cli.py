@@ -87,7 +87,7 @@ Exit codes:
   3    the model, its weights or its inputs couldn't be loaded
   4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
   5    the required device is missing
-  6    the result, or a verified bundle, isn't proven to compute what the original computes; nothing was published
+  6    no proof that the files compute what the original computes; an export publishes nothing
   7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
   8    the bundle couldn't be written, read or verified
   9    the model's outputs carry no signal, so nothing could be proven
@@ -134,7 +134,7 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
         if isinstance(options, ExportOptions):
             check_early(options)
-            stages.start("torch, onnxruntime")
+            stages.start("importing torch and onnxruntime")
         engine = _torch_side()
         if isinstance(options, ListOptions):
             return dict(engine.list_passes())
@@ -263,7 +263,7 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--expect",
     metavar="SHA256",
-    help="With --verify: the SHA-256 of the bundle's SHA256SUMS, as the export told its builder. Other bundles aren't run.",
+    help="With --verify: the SHA-256 of SHA256SUMS that the builder gave you. Any other bundle is refused before it is loaded.",
 )
 @click.option("--no-run", is_flag=True, help="With --verify: check hashes and golden data, and load no model file.")
 @click.option(
@@ -344,7 +344,8 @@ def _verify_options(context: click.Context, values: Mapping[str, Any]) -> Verify
         raise UsageError(f"--no-run and {'--device' if device_given else '--require-gpu'} contradict each other.")
     return VerifyOptions(
         bundle=Path(values["verify"]),
-        device=values["device"],
+        # Where nothing is run there is no device to choose.
+        device="cpu" if values["no_run"] else values["device"],
         require_gpu=values["require_gpu"],
         expect=None if values["expect"] is None else parse_digest("--expect", values["expect"]),
         run=not values["no_run"],

@@ -89,7 +89,7 @@ def verify(options: VerifyOptions) -> Document:
     with _own_errors():
         report = verify_bundle(
             options.bundle,
-            device=options.device if options.run else "cpu",
+            device=options.device,
             require_gpu=options.require_gpu,
             expect=options.expect,
             run=options.run,

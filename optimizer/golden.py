@@ -157,7 +157,10 @@ def read_golden(
         # A FIFO would block.
         open_regular(path).close()
         with safe_open(path, framework="pt", device="cpu") as file:
-            complex_names = frozenset(json.loads(file.metadata()[SCHEMA_NAME])["complex"])
+            written = (file.metadata() or {}).get(SCHEMA_NAME)
+            if written is None:
+                raise ValueError(f"its metadata lack {SCHEMA_NAME}, which this program writes")
+            complex_names = frozenset(json.loads(written)["complex"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise BundleError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
@@ -177,11 +180,18 @@ def read_golden(
         tensor = tensors[key]
         dtype, wanted = str(tensor.dtype).removeprefix("torch."), dtypes[kind].get(name)
         if wanted not in (None, dtype):
-            raise BundleError(f"{path} can't be used: {key} is {dtype}, and has to be {wanted}.")
+            raise BundleError(f"{path} can't be used: {key} has dtype {dtype}, and the manifest says {wanted}.")
         return tensor
 
     def side(call: Mapping[str, Any], key: str, names: str) -> dict[str, torch.Tensor]:
-        return {name: checked(f"{call['name']}/{key}/{name}", key, name) for name in call[names]}
+        found = {name: checked(f"{call['name']}/{key}/{name}", key, name) for name in call[names]}
+        if key == "tied":
+            for name, mask in found.items():
+                if mask.shape != tensors[f"{call['name']}/output/{name}"].shape:
+                    raise BundleError(
+                        f"{path} can't be used: {call['name']}/tied/{name} hasn't the shape of its output."
+                    )
+        return found
 
     try:
         return tuple(

@@ -258,19 +258,28 @@ def compare_golden(
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
     blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, dict(settings or {}), precision)
     report = judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
-    if report.ok and not any(_comparable(entry, noises) for entry, _ in entries):
-        return replace(report, verdict="vacuous", reason="The golden data hold no number to compare with.")
+    allowed = {output.name: output.tolerance for output in report.outputs}
+    if report.ok and not any(_comparable(entry, noises, allowed) for entry, _ in entries):
+        reason = "The golden data hold no number beyond the allowed error: zeros would pass."
+        return replace(report, verdict="vacuous", reason=reason)
     return report
 
 
-def _comparable(entry: GoldenEntry, noises: Mapping[str, OutputNoise]) -> bool:
-    """Whether a stored call holds a finite number, or an integer that is not tied, of an output that is judged."""
-    compared = (
-        (special(value) == 0) & ~entry.tied.get(name, torch.zeros((), dtype=torch.bool))
-        for name, value in entry.outputs.items()
-        if noises[name].deterministic
-    )
-    return any(bool(numbers.any()) for numbers in compared)
+def _comparable(entry: GoldenEntry, noises: Mapping[str, OutputNoise], allowed: Mapping[str, float]) -> bool:
+    """Whether a stored call holds a number, of an output that is judged, that zero doesn't pass for.
+
+    A zero counts where no error at all is allowed, as of integers. Infinity, NaN and tied integers don't.
+    """
+    for name, value in entry.outputs.items():
+        if not noises[name].deterministic:
+            continue
+        bound = allowed[noises[name].name]
+        counts = (special(value) == 0) & ~entry.tied.get(name, torch.zeros((), dtype=torch.bool))
+        if bound:
+            counts &= (value if value.is_complex() else value.double()).abs() > bound
+        if bool(counts.any()):
+            return True
+    return False
 
 
 def _own_error_alone(noise: OutputNoise) -> OutputNoise:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,8 @@ from passes.graph.rewriter import Change, Place
 from passes.graph.storage import same_values
 from passes.graph.witness import witness_inputs
 from passes.registry import pass_named, pass_names
+
+logger = logging.getLogger(__name__)
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # So many numbers show how far a part of a model is rounded; one that gives fewer is run again, at most so many times.
@@ -615,13 +618,12 @@ class Pipeline:
         tree = _TreeState(program.modules())
         try:
             item, context = pass_named(name).made_with({}), self.context()
-            if self.mode not in item.modes or not item.would_apply(program, context):
+            if self.mode not in item.modes:
                 return False
             item.check(context)
-            return True
-        except PassesError:
-            return False  # it needs an option, or can't be had here
-        except Exception:  # noqa: BLE001 - the user didn't ask for this pass: one that raises isn't named
+            return item.would_apply(program, context)
+        except Exception as error:  # noqa: BLE001 - the user didn't ask for this pass: one that raises isn't named
+            logger.debug("%s can't be tried: %s", name, error)
             tree.restore()
             program.refresh()
             return False

@@ -9,7 +9,7 @@ from pathlib import Path
 LARGEST_TEXT = 64 << 20
 
 # Those that the system has.
-_FLAGS = sum({getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")})
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: Path) -> io.BufferedReader:

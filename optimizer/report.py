@@ -167,7 +167,7 @@ class Report:
         before, after: what the model is made of.
         notes: sentences that the user should read.
         warnings: those of the notes that are about a difference between the result and the model as it was given.
-        could_apply: where no pass changed anything, the passes that weren't named and would.
+        could_apply: where no pass changed anything, the passes that weren't named and would rewrite something.
     """
 
     model: str
@@ -223,7 +223,7 @@ class Report:
         )
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
         if self.could_apply:
-            lines.append(f"no pass changed the model; these would: {', '.join(self.could_apply)}")
+            lines.append(f"no pass changed the model; these could: {', '.join(self.could_apply)}")
         lines += [f"{'warning' if note in self.warnings else 'note'}: {note}" for note in self.notes]
         return "\n".join(lines)
 

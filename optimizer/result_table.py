@@ -14,6 +14,7 @@ from rich.text import Text
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
 from optimizer.report import reason_shown, remark_lines
+from optimizer.verdict import FACTOR, SLICE_FACTOR
 
 # Without a terminal, lines are as long as they have to be for `grep` to find them whole.
 _WIDE = 4096
@@ -161,16 +162,16 @@ def _verdict(artifact: Document) -> tuple[str, str]:
         return verdict, ""
     if any(output.get("by_user") for output in judged):
         return verdict, ", within your tolerance"
-    share = max(_share(output, parity.get("factor", 4)) for output in judged)
+    share = max(_share(output, parity.get("factor", FACTOR)) for output in judged)
     if share == 0:
         return verdict, ", no error"
     return verdict, f", {'under 1' if share < 0.01 else f'{100 * share:.0f}'} % of the allowed error"
 
 
 def _share(output: Document, factor: float) -> float:
-    """An output's error as a share of the allowed one, which is `factor` times the noise."""
-    ratios = [float(output.get(name) or 0) for name in ("ratio", "slice_ratio")]
-    return max(ratios) / factor
+    """An output's error as a share of the allowed one: of the whole output, or of its worst channel, column or band."""
+    whole, part = (float(output.get(name) or 0) for name in ("ratio", "slice_ratio"))
+    return max(whole / factor, part / (factor / FACTOR * SLICE_FACTOR))
 
 
 def _metadata(format: str, given: Sequence[tuple[str, str]]) -> str:
@@ -199,9 +200,10 @@ def _gained(report: Document) -> Iterable[str]:
     )
     unreached = coverage["parameterised"] - coverage["reached"]
     if unreached > 0:
+        where = ": report.json has the forwards that couldn't be traced, under coverage.islands"
         yield (
-            f"no pass can rewrite {unreached:,} of {coverage['parameterised']:,} modules with weights:"
-            " report.json says which and why, under coverage.islands"
+            f"passes can't reach {unreached:,} of {coverage['parameterised']:,} modules with weights"
+            f"{where if coverage.get('islands') else ''}"
         )
 
 
@@ -270,7 +272,7 @@ def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterabl
 
 
 def _could_apply(names: Sequence[str]) -> str:
-    return f"no pass changed the model; {' and '.join(names)} would: --passes {','.join(names)}"
+    return f"no pass changed the model; {' and '.join(names)} could: --passes {','.join(names)}"
 
 
 def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:

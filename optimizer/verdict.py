@@ -515,7 +515,7 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: Ro
     if unbounded := [
         output.name for output in judged if not (output.by_user or math.isfinite(output.noise + output.noise_rms))
     ]:
-        return "vacuous", f"The noise of {unbounded[0]} is infinite, so that any error would be allowed."
+        return "vacuous", f"The noise of {unbounded[0]} is infinite, so any error would be allowed."
     noises = (replace(seen.noise, name=output.name) for seen, output in zip(measurement.outputs, outputs, strict=True))
     if (why := why_vacuous(noises)) is not None:
         return "vacuous", _sentence(why[0].upper() + why[1:])

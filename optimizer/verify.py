@@ -17,6 +17,7 @@ from optimizer.inputs import Call
 from optimizer.manifest import MANIFEST, SUMS, describe_device, lacks, plain
 from optimizer.parity import FACTOR, GoldenEntry, ParityReport, compare_golden
 from optimizer.preserve import in_turn, pinned_settings, random_state
+from optimizer.printable import printable
 from optimizer.regular_files import open_regular, read_text_bytes
 from optimizer.sentences import listed
 
@@ -145,7 +146,7 @@ class VerifyReport:
                 ]
         lines += [f"  problem: {problem}" for problem in self.problems]
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 # ----------------------------------------------------------------------------------------------------------- the files
@@ -223,7 +224,7 @@ def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
 def _unexpected(folder: Path, expect: str) -> str | None:
     """A sentence where SHA256SUMS is not the expected one."""
     try:
-        found = file_digest(folder / SUMS)
+        found = hashlib.sha256(read_text_bytes(folder / SUMS)).hexdigest()
     except OSError as error:
         return f"{SUMS} can't be read: {error.strerror or error}."
     if found != expect:
@@ -270,7 +271,7 @@ def verify_contents(
     if expect is not None and (problem := _unexpected(folder, expect)):
         damage = {SUMS: problem, **damage}
     if damage:
-        note = f"no artifact was loaded or run, because of {listed([*damage])}"
+        note = f"no artifact was loaded; wrong: {listed([*damage])}"
         return VerifyReport(folder, device, tuple(damage.values()), (), (note,))
     golden = manifest["golden"]
     try:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from optimizer.errors import LoadError
 from optimizer.kept_functions import FunctionTwins
 from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
-from optimizer.sentences import quote
+from optimizer.sentences import lack_of_memory, quote, type_name
 from optimizer.written_state import may_be_written, state_of
 from passes.graph.capture import ModuleGraph
 from passes.graph.forward import unbound_forward
@@ -205,10 +205,17 @@ class _Cloner:
         try:
             self.memo[id(module)] = copy.deepcopy(module, self.memo)
         except Exception as error:
+            if lack_of_memory(error):
+                raise
             raise LoadError(
-                f"A {type(module).__name__} of the model can't be copied, and the passes and the exporters work on a copy: "
-                f"{quote(error, with_type=True)}. Mend its __deepcopy__."
+                f"copy.deepcopy of the model's {type(module).__name__} failed: {quote(error, with_type=True)}. Passes and"
+                " exporters work on a copy: fix its __deepcopy__."
             ) from error
+        if not isinstance(self.memo[id(module)], nn.Module):
+            raise LoadError(
+                f"copy.deepcopy of the model's {type(module).__name__} gave a {type_name(self.memo[id(module)])}. Passes and"
+                " exporters work on a copy: fix its __deepcopy__."
+            )
 
     def _remember(self, original: nn.Module, clone: nn.Module) -> None:
         self.memo[id(original)] = clone

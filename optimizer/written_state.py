@@ -46,7 +46,7 @@ def may_be_written(root: nn.Module, modules: Sequence[nn.Module], graphs: Mappin
         graph = graphs.get(id(module))
         if _only_reads(module):
             written |= _shortened(module)
-        elif graph is None or not graph.traced:
+        elif graph is None or not graph.shows_every_call:
             unknown.append(module)
             written |= _own(module)
         else:

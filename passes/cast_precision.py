@@ -136,10 +136,16 @@ class CastPrecision(GraphPass):
                 )
 
     def would_apply(self, program: Program, context: Context) -> bool:
-        """As `Pass.would_apply`; False on a CPU, whose runtimes lack kernels for many operations in the dtype."""
+        """As `Pass.would_apply`; False on a CPU, whose runtimes lack kernels for many operations in the dtype.
+
+        Nothing is cast for it: a copy of all weights would take memory for a hint.
+        """
         if context.device.type == "cpu":
             return False
-        return super().would_apply(program, context)
+        return any(
+            isinstance(m, nn.Linear | nn.modules.conv._ConvNd) and m.weight.dtype == torch.float32
+            for m in program.modules()
+        )
 
     def rewrite(self, graph: Rewriter) -> None:
         """Only `rewrite_in` knows whether there are example inputs."""

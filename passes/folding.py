@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from passes.graph.arithmetic import float64
 from passes.graph.capture import is_atom
+from passes.graph.forward import GraphForward
 from passes.graph.guards import SealCheckingForward, inner_forward, is_carried
 from passes.graph.hooks import has_global_hooks, has_hooks
 from passes.graph.match import (
@@ -313,10 +314,11 @@ def _why_not_forward(program: Program, conv: Convolution, norm: Affine) -> str |
     if isinstance(norm, ChannelScale) and (reason := _why_not_called_so(program, conv, norm)):
         return reason
     around = program.innermost_around(conv.node, norm.node)
-    if around is None or around.traced:
+    if around is None or around.shows_every_call:
         return None
-    if not isinstance(inner_forward(around.module), SealCheckingForward | None):
-        return f"the module {around.path or 'the root'} has a forward of its instance, which can't be traced"
+    if not isinstance(inner_forward(around.module), SealCheckingForward | GraphForward | None):
+        why = "branches on a rank" if around.traced else "can't be traced"
+        return f"the module {around.path or 'the root'} has a forward of its instance, which {why}"
     return None
 
 

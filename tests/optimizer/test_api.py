@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import onnx
 import onnxruntime
@@ -21,6 +22,7 @@ from exporters.onnx import OnnxExporter, judge_placement
 from exporters.registry import exporter_named
 from exporters.torchscript import TorchScriptExporter
 from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
+from optimizer.artifact_parity import ArtifactParity, Failures
 from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError, VacuousError
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile
@@ -285,6 +287,9 @@ def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, i
     assert export(fast, example_inputs=(image,), output=tmp_path / "again", formats=("torchscript",)).parity.ok
 
 
+JUDGED = ArtifactParity.judged
+
+
 class Untraced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -320,6 +325,34 @@ def test_a_format_that_fails_leaves_the_others(tmp_path, caplog):
     with pytest.raises(ExportError):
         export(Untraced(), example_inputs=(x,), output=bundle.path, formats=("torchscript",), force=True)
     assert (bundle.path / "manifest.json").read_bytes() == before
+
+
+def test_what_a_failed_exporter_left_behind_is_not_published(tmp_path, monkeypatch):
+    def half(self, request, directory):
+        (directory / "model.onnx.part").write_bytes(b"half")
+        (directory / "parts").mkdir()
+        (directory / "parts" / "one").write_bytes(b"half")
+        raise ExportError("The model can't be exported to onnx.")
+
+    monkeypatch.setattr(OnnxExporter, "export", half)
+    bundle = export(nn.Linear(3, 3), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net")
+    assert bundle.missing == {"onnx": "The model can't be exported to onnx."}
+    kept = {"manifest.json", "SHA256SUMS", "README.md", "golden.safetensors", "model.torchscript.pt"}
+    assert {path.name for path in bundle.path.iterdir()} == kept
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_file_that_proves_nothing_is_not_explained_as_a_wrong_one(tmp_path, monkeypatch):
+    """The noise of one file is measured again: it may swallow the signal there alone."""
+    monkeypatch.setattr(
+        ArtifactParity, "judged", lambda self, measurement: replace(JUDGED(self, measurement), verdict="vacuous")
+    )
+    explained = []
+    monkeypatch.setattr(Failures, "explained", lambda *arguments: explained.append(arguments))
+    with pytest.raises(ParityError, match="The onnx artifact isn't shown to compute what the original does"):
+        export(nn.Linear(3, 3), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net", formats=("onnx",))
+    assert explained == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_format_that_is_left_is_an_error_that_names_all(tmp_path):

@@ -765,7 +765,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(bundle: Bundle, name: str, 
     assert not report.intact
     assert any(name in problem for problem in report.problems)
     assert Affine.loaded == []
-    assert report.notes == (f"no artifact was loaded or run, because of {name}",)
+    assert report.notes == (f"no artifact was loaded; wrong: {name}",)
 
 
 def test_one_flipped_bit_anywhere_in_the_manifest_is_found_and_nothing_is_run(bundle: Bundle) -> None:
@@ -931,9 +931,11 @@ NOTHING_PROVEN = {
     "no signal": (for_every_output(signal="all zero"), "carry no signal (y is all zero, positive is all zero)."),
     "infinite noise": (for_every_output(noise=float("inf")), "The noise of y is infinite"),
     "infinite noise in the mean": (for_every_output(noise_rms=float("inf")), "The noise of y is infinite"),
+    "noise beyond all outputs": (for_every_output(noise=1e30, noise_rms=1e30), "zeros would pass."),
+    "tolerance beyond all outputs": (for_every_output(atol=1e30), "zeros would pass."),
     "nothing deterministic": (for_every_output(deterministic=False), "No output of the original is deterministic"),
-    "no rows": (without_rows, "The golden data hold no number to compare with."),
-    "all tied": (tied_throughout, "The golden data hold no number to compare with."),
+    "no rows": (without_rows, "The golden data hold no number beyond the allowed error: zeros would pass."),
+    "all tied": (tied_throughout, "The golden data hold no number beyond the allowed error: zeros would pass."),
 }
 
 
@@ -1061,6 +1063,7 @@ def test_what_is_no_plain_file_of_a_sane_size_is_never_read(
     make(bundle.path / name)
     assert name in told(lambda: verify_bundle(bundle.path))
     assert name in told(lambda: verify_bundle(bundle.path, run=False))
+    assert name in told(lambda: verify_bundle(bundle.path, expect="0" * 64))
     if name in {"SHA256SUMS", "manifest.json"}:
         assert name in told(lambda: rejudge_bundle(bundle.path))
     with pytest.raises(BundleError, match=r"is not replaced|which this program|changed since|with other things in it"):
@@ -1168,17 +1171,20 @@ def test_golden_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         read_golden(tmp_path, section)
 
 
-@pytest.mark.parametrize("kind", ["input", "output", "tied", "complex"])
-def test_golden_data_of_another_dtype_are_damage(bundle: Bundle, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["input", "output", "tied", "shape of tied", "complex"])
+def test_golden_data_of_another_dtype_or_shape_are_damage(bundle: Bundle, kind: str) -> None:
     """The hashes agree: whoever wrote the files wrote them so."""
     path, manifest = bundle.path / "golden.safetensors", json.loads((bundle.path / MANIFEST).read_text())
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     (call, *_), output = manifest["golden"]["calls"], manifest["golden"]["outputs"][0]["name"]
     given = call["inputs"][0]
-    key = f"{call['name']}/{'output' if kind == 'complex' else kind}/{given if kind == 'input' else output}"
+    part = {"complex": "output", "shape of tied": "tied"}.get(kind, kind)
+    key = f"{call['name']}/{part}/{given if kind == 'input' else output}"
     if kind == "tied":
         call["tied"], tensors[key] = [output], torch.ones_like(tensors[f"{call['name']}/output/{output}"])
+    elif kind == "shape of tied":
+        call["tied"], tensors[key] = [output], torch.ones(7, 11, dtype=torch.bool)
     elif kind == "complex":
         metadata = {"optimize-export-bundle": json.dumps({"complex": [key]})}
     else:

@@ -334,8 +334,12 @@ def test_the_whole_way_and_back(run, folder):
         ),
         (
             "class Alone(Net):\n    def __deepcopy__(self, memo): raise ValueError('no')\nmodel = Alone()",
-            "A Alone of the model can't be copied, and the passes and the exporters work on a copy: ValueError: no. Mend its "
+            "copy.deepcopy of the model's Alone failed: ValueError: no. Passes and exporters work on a copy: fix its "
             "__deepcopy__.",
+        ),
+        (
+            "class Lost(Net):\n    def __deepcopy__(self, memo): return None\nmodel = Lost()",
+            "copy.deepcopy of the model's Lost gave a NoneType. Passes and exporters work on a copy: fix its __deepcopy__.",
         ),
         (
             "model = Net()\nmodel.norm.parent = model",

@@ -283,3 +283,45 @@ def test_a_rank_that_is_written_to_is_not_taken_for_known():
     assert torch.equal(fast(x.clone()), model(x.clone()))
     reasons = {place.where: place.text for place in fast.report.coverage.islands}
     assert reasons == {"": "its forward branches on a value (control flow), which only a run shows"}
+
+
+class Counting(Pair):
+    """Writes to a buffer for inputs of a rank that no run showed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            self.seen.add_(1)
+        return self.conv(x)
+
+
+def test_a_buffer_that_another_rank_writes_to_is_not_the_originals():
+    model = Counting()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    fast(X[0])
+    assert (model.seen.item(), fast.seen.item()) == (0, 1)
+
+
+def test_a_forward_of_the_instance_that_asks_for_the_rank_is_kept():
+    model = Pair()
+
+    def forward(x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ValueError("not four")
+        return model.bn(model.conv(x)) + 7 * (x.shape[0] == 3)
+
+    model.forward = forward
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    for batch in (X, X.repeat(2, 1, 1, 1)[:3]):
+        torch.testing.assert_close(fast(batch), model(batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_of_the_instance_that_branches_on_the_rank_goes_on_in_the_other_branch():
+    model = Pair()
+    model.forward = lambda x: model.bn(model.conv(x)) if x.ndim == 4 else x * 5
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    assert check_parity(model, fast, (X,)).ok
+    assert torch.equal(fast(X[0]), X[0] * 5)
