@@ -211,7 +211,7 @@ def test_no_passes_are_not_the_preset(run):
 def test_modes(run):
     assert run("--verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
     asked = run("--verify", "dist/x", "--expect", "AB" * 32, "--no-run").options
-    assert asked == VerifyOptions(Path("dist/x"), expect="ab" * 32, run=False)
+    assert asked == VerifyOptions(Path("dist/x"), "cpu", expect="ab" * 32, run=False)
     assert run("--rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
     asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
     assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
@@ -762,7 +762,7 @@ def test_no_table_breaks_a_name_or_a_number(monkeypatch, width, details):
     assert max(map(len, wide.splitlines())) > width
     said = text.replace(",", "").replace(":", "").split()
     # The title of the first column is left out where each row is a paragraph.
-    assert {*wide.replace(",", "").replace(":", "").split()} <= {*said, "file", "parity"}
+    assert {*wide.replace(",", "").replace(":", "").split()} <= {*said, "file", "parity", "pass"}
 
 
 def test_a_failed_check_shows_figures_and_problems(run):

@@ -339,7 +339,7 @@ def test_the_whole_way_and_back(run, folder):
         ),
         (
             "class Lost(Net):\n    def __deepcopy__(self, memo): return None\nmodel = Lost()",
-            "copy.deepcopy of the model's Lost gave a NoneType. Passes and exporters work on a copy: fix its __deepcopy__.",
+            "copy.deepcopy of the model's Lost gave a None. Passes and exporters work on a copy: fix its __deepcopy__.",
         ),
         (
             "model = Net()\nmodel.norm.parent = model",
