@@ -304,9 +304,7 @@ def test_a_warning_names_the_norms_that_were_left_in_training():
         model.get_submodule(path).training = True
     report = report_of(optimize(model, ["fold-conv-bn"], example_inputs=(X,)))
     (warning,) = report.warnings
-    assert warning.startswith(
-        "1.norm, 2 are in training mode inside a model in eval mode: the model normalizes with"
-    )
+    assert warning.startswith("1.norm, 2 are in training mode inside a model in eval mode: the model normalizes with")
     assert warning in report.notes
     assert f"warning: {warning}" in str(report)
     assert any(note.startswith("3 is in training mode") for note in report.notes)

@@ -38,13 +38,25 @@ _declared: list[torch.library.Library] = []
 
 
 def declare() -> None:
-    """Make both packages importable, and declare torchvision's operators where it can't be imported without.
+    """Import torchvision and timm, with torchvision's operators declared where it can't be imported without.
+
+    The folder isn't left on `sys.path`, which tests hand on to processes of their own: transformers would find torchvision
+    there, without its operators.
 
     Raises:
-        ImportError: torchvision isn't installed.
+        ImportError: one of them isn't installed.
     """
-    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+    if added := FOLDER.is_dir():
         sys.path.append(str(FOLDER))
+    try:
+        _import_torchvision()
+        import timm  # noqa: F401
+    finally:
+        if added:
+            sys.path.remove(str(FOLDER))
+
+
+def _import_torchvision() -> None:
     try:
         import torchvision
     except RuntimeError:
