@@ -9,7 +9,6 @@ bundle/
 """
 
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -51,7 +50,6 @@ from optimizer.manifest import (
     without_local_paths,
 )
 from optimizer.options import is_utf8, parse_digest
-from optimizer.regular_files import read_text_bytes
 from optimizer.rejudge import RejudgeReport, rejudge_contents
 from optimizer.sentences import listed
 from optimizer.verdict import Tolerance
@@ -60,6 +58,7 @@ from optimizer.verify import (
     changed_files,
     entries_below,
     file_digest,
+    sums_digest,
     sums_text,
     unlisted,
     verify_contents,
@@ -151,7 +150,7 @@ class Bundle:
     def sha256sums(self) -> str:
         """The SHA-256 of SHA256SUMS, for `verify_bundle(expect=…)`. BundleError where it can't be read."""
         with _speaking(self.path, "read"):
-            return hashlib.sha256(read_text_bytes(self.path / SUMS)).hexdigest()
+            return sums_digest(self.path)
 
     def what_is_missing(self, place: str | Path) -> str:
         """A sentence on the formats that are missing and those that are published at `place`."""

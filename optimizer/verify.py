@@ -221,10 +221,15 @@ def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     return None
 
 
+def sums_digest(folder: Path) -> str:
+    """The SHA-256 of SHA256SUMS, which stands for all files of a bundle. OSError where it is no regular file of a sane size."""
+    return hashlib.sha256(read_text_bytes(folder / SUMS)).hexdigest()
+
+
 def _unexpected(folder: Path, expect: str) -> str | None:
     """A sentence where SHA256SUMS is not the expected one."""
     try:
-        found = hashlib.sha256(read_text_bytes(folder / SUMS)).hexdigest()
+        found = sums_digest(folder)
     except OSError as error:
         return f"{SUMS} can't be read: {error.strerror or error}."
     if found != expect:
