@@ -116,6 +116,12 @@ def _count(value: object, where: str) -> None:
         raise _wrong(where, "a whole number", value)
 
 
+def _seed(value: object, where: str) -> None:
+    _count(value, where)
+    if isinstance(value, int) and value >= 2**64:
+        raise _wrong(where, "a seed below 2**64", value)
+
+
 def _dimension(value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise _wrong(where, "a whole number or the name of a dimension", value)
@@ -239,7 +245,7 @@ _measurement = _record(
         "device": _text,
         "batch_sizes": _each(_count),
         "draws": _count,
-        "seed": _count,
+        "seed": _seed,
         "settings": _texts_by_key,
     },
     {"precision": _text, "rows": _or_null(_rows), "reference_device": _text},
@@ -280,7 +286,7 @@ _golden = _record(
                     "outputs": _texts,
                     "tied": _texts,
                 },
-                {"sizes": _counts, "seed": _count},
+                {"sizes": _counts, "seed": _seed},
             ),
             at_least=1,
         ),
@@ -299,7 +305,7 @@ _manifest = _record(
         "environment": _record({"python": _text, "platform": _text, "libraries": _object}),
         "device": _record({"type": _text, "name": _text}),
         "mode": _text,
-        "seed": _count,
+        "seed": _seed,
         "model": _record(
             {"class": _text, "source": _text, "parameters": _count, "bytes": _count, "weights_sha256": _digest}
         ),

@@ -162,8 +162,8 @@ def _add_outputs(observation: Observation, outputs: Any, *, flat: bool) -> None:
 def _as_tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, float | complex):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.complex128)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(np.ascontiguousarray(value))
     return None

@@ -10,7 +10,8 @@ import dataclasses
 import keyword
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,13 @@ def _spelled(key: Any) -> str:
 def _leaf_structure(leaf: Any) -> list[Any]:
     if isinstance(leaf, torch.Tensor):
         return ["tensor"]
-    if isinstance(leaf, bool | int | str | None):
+    if isinstance(leaf, bool | int | str | bytes | Enum | torch.dtype | torch.device | None):
         return ["value", repr(leaf)]
+    if isinstance(leaf, Set):
+        return [
+            _class_name(leaf),
+            [[str(place), item] for place, item in enumerate(sorted(map(_leaf_structure, leaf)))],
+        ]
     return [_class_name(leaf)]
 
 

@@ -135,7 +135,9 @@ def _give_up(name: str, spec: ModuleSpec) -> None:
     sys.modules.pop(name, None)
     if spec.origin is None:
         # A regular package anywhere on the path would win over a namespace package: ours would be imported again.
-        sys.modules[name] = module_from_spec(spec)
+        namespace = sys.modules[name] = module_from_spec(spec)
+        # `inspect` may remember the file of our package under this name, and then refuses a package whose file is None.
+        del namespace.__file__
 
 
 def _lies_in(module: ModuleType | None, folders: set[Path]) -> bool:

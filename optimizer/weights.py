@@ -42,7 +42,10 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     ]
     if misshapen:
         raise LoadError(f"The weights {path.name} don't fit the model: other shapes in {listed(misshapen)}.")
+    cast = [name for name, tensor in own.items() if name in state and _cast(state[name], tensor)]
     assign = any(tensor.is_meta for tensor in model.parameters())
+    if assign:  # as the copy into a tensor with values does
+        state |= {name: state[name].to(own[name].dtype) for name in cast}
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
@@ -57,8 +60,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
         raise LoadError(f"The weights {path.name} don't fit the model: {'; '.join(problems)}.")
     if tied:
         notes.append(f"{listed(sorted(tied))} aren't in {path.name} and share the values of others.")
-    cast = [name for name, tensor in own.items() if name in state and _cast(state[name], tensor)]
-    if cast and not assign:
+    if cast:
         notes.append(f"{len(cast)} tensors of {path.name} were cast to the dtypes of the model ({cast[0]} first).")
     return notes
 

@@ -690,6 +690,7 @@ BROKEN = [
     (put([], "artifacts"), "`artifacts` must be a list of at least 1"),
     (put("yes", "parity", "ok"), r"`parity\.ok` must be true or false"),
     (put([1.5], "artifacts", 0, "inputs", 0, "shape"), r"shape\[0\]` must be a whole number or the name"),
+    (put(2**64, "golden", "calls", 0, "seed"), r"seed` must be a seed below 2\*\*64, not 18446744073709551616"),
     (put("much", "golden", "outputs", 0, "noise"), r"noise` must be a number"),
     (put("NaN", "golden", "outputs", 0, "noise"), r"noise` must be a number of 0 or more, not \"NaN\""),
     (put(-1, "golden", "outputs", 0, "noise_rms"), r"noise_rms` must be a number of 0 or more, not -1"),

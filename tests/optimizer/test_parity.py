@@ -1,4 +1,5 @@
 import copy
+import enum
 import json
 import math
 import random
@@ -1373,3 +1374,18 @@ def test_kinks_excuse_nothing_where_the_outputs_differ():
     report = check_parity(Kinked(), Off(lossy=True), beside_kinks(1), mode="training", batch_sizes=(2000,))
     assert not report.ok
     assert not any("kink" in note for note in report.notes)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "other"),
+    [(1 + 2j, 1 - 2j), (b"a", b"b"), (Color.RED, Color.BLUE), (torch.int8, torch.int16), ({"a", 1}, {"b", 1})],
+)
+def test_what_an_output_holds_beside_tensors_is_compared(kept, other):
+    x = torch.randn(4, 3)
+    assert check_parity(lambda x: {"y": x.sin(), "kept": kept}, lambda x: {"y": x.sin(), "kept": kept}, (x,)).ok
+    assert not check_parity(lambda x: {"y": x.sin(), "kept": kept}, lambda x: {"y": x.sin(), "kept": other}, (x,)).ok

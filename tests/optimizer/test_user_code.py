@@ -1,5 +1,6 @@
 """A user's folder may hold modules of the names of our packages."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -64,6 +65,16 @@ def test_the_users_modules_of_our_names_are_found_by_the_users_code(write, tmp_p
     assert sys.modules["passes.errors"] is passes.errors
     assert "exporters.shift" not in sys.modules
     assert str(tmp_path) not in sys.path
+
+
+def test_a_folder_of_the_users_in_place_of_a_package_has_no_file(write):
+    import passes
+
+    inspect.getmodule(inspect.currentframe())  # `inspect` remembers the file of each module, ours among them
+    write("SCALE = 3.0", "passes/mine.py", net=False, inputs=False)
+    loaded = load(str(write("import passes.mine\nmodel = Net()")))
+    assert sys.modules["passes"] is not passes
+    assert inspect.getmodule(type(loaded.model).forward) is not None  # asks each module where it lies
 
 
 def test_a_model_file_called_optimizer(write):

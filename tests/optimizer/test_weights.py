@@ -102,6 +102,17 @@ def test_casts_are_told(write, tmp_path, state):
     assert loaded.notes == ("2 tensors of w.safetensors were cast to the dtypes of the model (linear.weight first).",)
 
 
+def test_weights_for_a_model_without_values_are_cast_too(write, tmp_path, state):
+    path = write("with torch.device('meta'):\n    model = Net()")
+    save_file(
+        {"linear.weight": torch.ones(3, 4, dtype=torch.int64), "linear.bias": state["linear.bias"].half()},
+        tmp_path / "w.safetensors",
+    )
+    loaded = load(str(path), weights=tmp_path / "w.safetensors")
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    assert loaded.notes == ("2 tensors of w.safetensors were cast to the dtypes of the model (linear.weight first).",)
+
+
 def test_tied_weights_that_the_file_has_once(write, tmp_path):
     path = write(
         "class Tied(Net):\n  def __init__(self):\n    super().__init__()\n    self.out = self.linear\nmodel = Tied()"
