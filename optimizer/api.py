@@ -374,7 +374,7 @@ def export(
     reference = rounding = _measured(original, there, sizes)
     refuse_carried_state(original, reference)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
-        reference = reference.in_kind(precision)
+        reference = reference.less_precise(precision)
         refuse_vacuous(reference)
     _refuse_sizes_not_taken(dims, samples, reference)
     notes += _note_on_fixed_batch(samples, reference, static=static_batch)

@@ -192,6 +192,7 @@ _noise: dict[str, Check] = {
     "deterministic": _flag,
     "tied": _count,
 }
+_declared: dict[str, Check] = {"declared": _size}
 _call = _record(
     {"batch_size": _or_null(_count), "draw": _count},
     {
@@ -202,7 +203,7 @@ _call = _record(
 )
 _difference = _record(
     {
-        "noise": _record(_noise),
+        "noise": _record(_noise, _declared),
         "max_error": _number,
         "rms_error": _number,
         "mismatches": _count,
@@ -271,7 +272,9 @@ _artifact = _record(
         "metadata": _texts_by_key,
     },
 )
-_pass = _record({"name": _text, "options": _object, "status": _text})
+_pass = _record(
+    {"name": _text, "options": _object, "status": _text}, {"max_error": _or_null(_number), "error": _or_null(_number)}
+)
 _golden = _record(
     {
         "path": _path,
@@ -291,7 +294,7 @@ _golden = _record(
             at_least=1,
         ),
         "outputs": _each(
-            _record({**_noise, "atol": _or_null(_tolerance), "rtol": _or_null(_tolerance)}),
+            _record({**_noise, "atol": _or_null(_tolerance), "rtol": _or_null(_tolerance)}, _declared),
             at_least=1,
         ),
     },

@@ -59,6 +59,7 @@ from optimizer.verdict import (
     judge,
 )
 from optimizer.weights import refuse_unrunnable
+from passes.base import DeclaredError
 from passes.graph.casts import Precision
 
 __all__ = [
@@ -85,7 +86,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RegionParity:
-    """The judgement of one rewritten region at its own outputs; figures are those of the worst output."""
+    """The judgement of one rewritten region at its own outputs; figures are those of the worst output.
+
+    Attributes:
+        scale: its largest magnitude.
+    """
 
     ok: bool
     error: float
@@ -94,6 +99,7 @@ class RegionParity:
     reason: str
     reference: str
     report: ParityReport | None = None
+    scale: float = 0.0
 
 
 @in_turn
@@ -179,6 +185,11 @@ class RegionReference:
             except LoadError as error:
                 return cls(error)
 
+    def allowing(self, declared: DeclaredError) -> RegionReference:
+        """The same for a rewritten part that may be off by an error that its pass declares, on top of rounding."""
+        reference = self._reference
+        return RegionReference(reference.allowing(declared) if isinstance(reference, Reference) else reference)
+
     def compare(self, f_new: Callable[..., Any], *, factor: float = FACTOR, by_own_error: bool = False) -> RegionParity:
         """Whether a rewritten part answers the inputs as the old part does, by the judgement of `judge`.
 
@@ -207,6 +218,9 @@ class RegionReference:
             reason=report.reason if failed or worst is not None else "there is no deterministic output to compare",
             reference=report.reference,
             report=report,
+            scale=next(
+                (output.noise.scale for output in measurement.outputs if worst and output.noise.name == worst.name), 0.0
+            ),
         )
 
 

@@ -26,7 +26,7 @@ from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, 
 from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_buffers, script_buffers
 from optimizer.written_parameters import kept_parameters, kept_values
-from passes.base import Context, Pass, PassResult
+from passes.base import Context, DeclaredError, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
 from passes.graph.casts import AutocastForward, Precision, root_cast
@@ -57,6 +57,10 @@ _MOST_PARTED = 8
 _WITNESS_BYTES = 64 << 20
 
 
+# What makes a result less precise than the original, and is allowed for.
+Lowered = Precision | DeclaredError
+
+
 class _TreeState:
     """The attributes, tensors and children of every module, by reference."""
 
@@ -82,6 +86,12 @@ class _Done:
     number: int
     record: PassRecord
     result: PassResult
+    declared: DeclaredError | None = None
+
+    @property
+    def lowered(self) -> tuple[Lowered, ...]:
+        """What makes the result of the pass less precise."""
+        return tuple(one for one in (self.declared, self.result.precision) if one is not None)
 
 
 @dataclass
@@ -90,17 +100,20 @@ class _Checked:
 
     Attributes:
         worst: the largest error of a change, in units of the noise there; None where none was compared.
+        error: the same as a share of the largest magnitude there.
         wrong: the sentence about a change that computes something else.
         imprecise: the changes that lose too much to rounding, each with the reason.
     """
 
     worst: float | None = None
+    error: float | None = None
     wrong: str | None = None
     imprecise: dict[Place, str] = field(default_factory=dict)
 
     def add(self, change: Change, algebra: RegionParity, rounding: RegionParity | None) -> None:
         """Take in what was found of one change."""
         self.worst = max(self.worst or 0.0, algebra.ratio)
+        self.error = max(self.error or 0.0, algebra.error / algebra.scale if algebra.scale else 0.0)
         if not algebra.ok:
             self.wrong = f"{change.where or 'the root'} ({change.what}): {algebra.reason}"
         elif rounding is not None and not rounding.ok:
@@ -134,7 +147,7 @@ class Pipeline:
     # Of a training result: the original in eval; False where it doesn't run so.
     _reference_in_eval: Reference | Literal[False] | None = None
     # Those in kind, by the one that they are made of and what they are in.
-    _in_kind: dict[tuple[int, tuple[Precision, ...]], Reference] = field(default_factory=dict)
+    _in_kind: dict[tuple[int, tuple[Lowered, ...]], Reference] = field(default_factory=dict)
     _calls: list[Call] = field(default_factory=list)
     # By the training flag of the root.
     _orders: dict[bool, tuple[DimOrder | None, ...]] = field(default_factory=dict)
@@ -331,7 +344,7 @@ class Pipeline:
     def _run_from(self, program: Program, first: int) -> None:
         context = self.context()
         for number, item in enumerate(self._passes[first:], first):
-            if item.lowers_precision:
+            if _is_lossy(item):
                 self._find_wrong_behind(program, number, context)
             self._run_numbered(program, number, context)
 
@@ -341,15 +354,15 @@ class Pipeline:
         self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
 
     def _find_wrong_behind(self, program: Program, number: int, context: Context) -> None:
-        """Find the passes behind one that lowers the precision which are wrong, by runs of them without it.
+        """Find the passes behind one that is less precise which are wrong, by runs of them without it.
 
-        Judged in kind alone, with it, an error of some hundredths of theirs would be taken for rounding. What compiles does
+        Judged by what that one allows, an error of some hundredths of theirs would be taken for rounding. What compiles does
         so for the dtypes that it meets: in others it makes other code, which shows nothing of this.
         """
         behind = [
             later
             for later, item in enumerate(self._passes[number:], number)
-            if not (item.lowers_precision or item.is_barrier or later in self._wrong)
+            if not (_is_lossy(item) or item.is_barrier or later in self._wrong)
         ]
         if self._reference is None or not behind:
             return
@@ -442,10 +455,14 @@ class Pipeline:
                 self.records.append(record)
                 self._roll_back(item, record, result, reason)
                 return
-            found = self._check_changes(program, record, result) if result.changes and self._calls else _Checked()
+            found = (
+                self._check_changes(program, record, result, item.declared_error)
+                if result.changes and self._calls
+                else _Checked()
+            )
             if found.wrong is None and not found.imprecise:
                 self.records.append(record)
-                self._done.append(_Done(number, record, result))
+                self._done.append(_Done(number, record, result, item.declared_error))
                 return
             new = {place: reason for place, reason in found.imprecise.items() if place not in context.left_alone}
             if found.wrong is not None or not new or not tries_left:
@@ -484,6 +501,7 @@ class Pipeline:
             item.name,
             item.options,
             "applied" if result.changes else "unchanged",
+            max_error=item.max_error,
             changes=tuple(PlaceRecord(change.where, change.what) for change in result.changes),
             skips=tuple(PlaceRecord(skip.where, skip.reason) for skip in result.skips),
             remarks=tuple(PlaceRecord(remark.where, remark.text) for remark in result.remarks),
@@ -518,7 +536,9 @@ class Pipeline:
                 " make a new tensor, so leave it out and load the model's weights again."
             )
 
-    def _check_changes(self, program: Program, record: PassRecord, result: PassResult) -> _Checked:
+    def _check_changes(
+        self, program: Program, record: PassRecord, result: PassResult, declared: DeclaredError | None
+    ) -> _Checked:
         """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
         found = _Checked()
@@ -542,10 +562,11 @@ class Pipeline:
                 for number in reversed(range(len(result.changes))):
                     change = result.changes[number]
                     if number in inputs:
-                        checks = _check_change(regions.pop(number), change, inputs[number], self.mode, autocast)
+                        before = regions.pop(number)
+                        checks = _check_change(before, change, inputs[number], self.mode, autocast, declared)
                         for algebra, precision in checks:
                             found.add(change, algebra, precision)
-                            record.parity = found.worst
+                            record.parity, record.error = found.worst, found.error
                             if found.wrong is not None:
                                 return found
                     later.enter_context(taken_back(change.edits))
@@ -644,17 +665,17 @@ class Pipeline:
         in_eval = self._compare_in_eval(precisions)
         return in_eval if in_eval is not None and in_eval.verdict == "failed" else report
 
-    def _judging(self, reference: Reference, precisions: tuple[Precision, ...]) -> Reference:
-        """The reference for a result that computes in these precisions."""
+    def _judging(self, reference: Reference, precisions: tuple[Lowered, ...]) -> Reference:
+        """The reference for a result that is less precise by these."""
         if not precisions:
             return reference
         key = id(reference), precisions
         if key not in self._in_kind:
             *before, last = precisions
-            self._in_kind[key] = self._judging(reference, tuple(before)).in_kind(last)
+            self._in_kind[key] = self._judging(reference, tuple(before)).less_precise(last)
         return self._in_kind[key]
 
-    def _compare_in_eval(self, precisions: tuple[Precision, ...]) -> ParityReport | None:
+    def _compare_in_eval(self, precisions: tuple[Lowered, ...]) -> ParityReport | None:
         """A training result beside the original where both are in eval; None where the original doesn't run so."""
         if self._reference_in_eval is None:
             assert self.samples is not None
@@ -749,10 +770,10 @@ class Pipeline:
     def _wrong_before_a_cast(self) -> tuple[ParityReport, list[_Done]] | None:
         """What is wrong with the passes in front of the first that makes the result less precise, and these passes.
 
-        Judged in kind alone, with the whole, an error of some hundredths of theirs would be taken for rounding.
+        Judged by what that one allows, with the whole, an error of some hundredths of theirs would be taken for rounding.
         """
         applied = [done for done in self._done if done.result.changes]
-        first = next((n for n, done in enumerate(applied) if done.result.precision is not None), 0)
+        first = next((n for n, done in enumerate(applied) if done.lowered), 0)
         if not first:
             return None
         with taken_back([edit for done in applied[first:] for edit in done.result.rewriter.edits]):
@@ -811,8 +832,8 @@ class Pipeline:
         self.progress(Progress(stage, done, total, text, name))
 
     @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """What the result computes in that is less precise than the original."""
+    def precisions(self) -> tuple[Lowered, ...]:
+        """What makes the result less precise than the original."""
         return _precisions(self._done)
 
     @property
@@ -821,9 +842,12 @@ class Pipeline:
         return [done.result for done in self._done]
 
 
-def _precisions(done: Iterable[_Done]) -> tuple[Precision, ...]:
-    found = (one.result.precision for one in done if one.result.changes)
-    return tuple(dict.fromkeys(precision for precision in found if precision is not None))
+def _precisions(done: Iterable[_Done]) -> tuple[Lowered, ...]:
+    return tuple(dict.fromkeys(lowered for one in done if one.result.changes for lowered in one.lowered))
+
+
+def _is_lossy(item: Pass) -> bool:
+    return item.lowers_precision or item.max_error is not None
 
 
 def size_of(program: Program) -> Size:
@@ -858,12 +882,18 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
 
 
 def _check_change(
-    before: Region, change: Change, values: tuple[torch.Tensor, ...], mode: Mode, autocast: torch.dtype | None
+    before: Region,
+    change: Change,
+    values: tuple[torch.Tensor, ...],
+    mode: Mode,
+    autocast: torch.dtype | None,
+    declared: DeclaredError | None,
 ) -> Iterator[tuple[RegionParity, RegionParity | None]]:
     """Whether the region computes with the change what it computed without it, as `_check`; in training, in eval too.
 
     Args:
         autocast: the dtype of an autocast around the whole: under that it is looked at as well, as kernels are others there.
+        declared: the error that the pass declares.
     """
     after, given = change.after, values
     assert after is not None
@@ -884,19 +914,18 @@ def _check_change(
         with after.private_state():
             return after(*values)
 
-    algebra, rounding = _check(old, new, values, is_half)
+    algebra, rounding = _check(old, new, values, is_half, declared)
     yield algebra, rounding
     if autocast is not None and algebra.ok:
-        yield (
-            algebra,
-            _reference_in_half(_under(autocast, old), given).compare(_under(autocast, new), by_own_error=True),
-        )
+        cast = _reference_in_half(_under(autocast, old), given)
+        cast = cast if declared is None else cast.allowing(declared)
+        yield algebra, cast.compare(_under(autocast, new), by_own_error=True)
     if mode == "training" and any(module.training for module in before.modules):
         # What running statistics are for shows in eval alone.
         with ExitStack() as stack:
             for module in before.modules:
                 stack.enter_context(training_flags(module, False))
-            yield _check(old, new, values, is_half)
+            yield _check(old, new, values, is_half, declared)
 
 
 def _under(autocast: torch.dtype, region: Callable[..., Any]) -> Callable[..., Any]:
@@ -910,7 +939,11 @@ def _under(autocast: torch.dtype, region: Callable[..., Any]) -> Callable[..., A
 
 
 def _check(
-    old: Callable[..., Any], new: Callable[..., Any], values: tuple[torch.Tensor, ...], is_half: bool
+    old: Callable[..., Any],
+    new: Callable[..., Any],
+    values: tuple[torch.Tensor, ...],
+    is_half: bool,
+    declared: DeclaredError | None,
 ) -> tuple[RegionParity, RegionParity | None]:
     """Whether both compute the same; and whether the new one is as precise, where that is asked.
 
@@ -929,6 +962,8 @@ def _check(
         return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
 
     reference = _reference_in_half(old, values) if is_half else RegionReference.measure(old, [values])
+    if declared is not None:
+        reference = reference.allowing(declared)
     if not reference.in_float64:
         return reference.compare(new), None
     algebra = reference.compare(in_float64)

@@ -10,7 +10,7 @@ from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
 from optimizer.report import Report
-from passes.base import Pass
+from passes.base import DeclaredError, Pass
 from passes.graph.casts import Precision
 
 _ATTRIBUTE = "_optimize_export"
@@ -50,7 +50,8 @@ class Provenance:
         original: the caller's module; it shares its weights with the result but for those that were changed.
         report: the record of what was done.
         sources: see `Source`.
-        precisions: what the result computes in that is less precise than the original, which it is judged in kind for.
+        precisions: what makes the result less precise than the original and is allowed for: half precisions, and errors that
+            passes declare.
         passes: those that were run, in order, which can be run again; none in what is read from a pickle.
         batch_sizes: those that `optimize` was given.
     """
@@ -58,7 +59,7 @@ class Provenance:
     original: nn.Module | None
     report: Report
     sources: tuple[Source, ...] = field(default=(), repr=False)
-    precisions: tuple[Precision, ...] = ()
+    precisions: tuple[Precision | DeclaredError, ...] = ()
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     batch_sizes: tuple[int, ...] | None = None
 

@@ -63,6 +63,7 @@ from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
 from optimizer.written_parameters import kept_parameters
+from passes.base import DeclaredError
 from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
 from passes.graph.moved_bias import moved_biases
@@ -258,6 +259,22 @@ class Reference:
         twin.slices = {name: noise.raised_to(errors[name]) for name, noise in self.slices.items() if name in errors}
         return twin
 
+    def allowing(self, declared: DeclaredError) -> Reference:
+        """The same for a candidate that may be off by an error that a pass declares, on top of rounding."""
+        original = self._original.twin()
+        twin = Reference(original, dict(self.noises), {}, self._blank, self._samples)
+        twin._precision, twin.taken = self._precision, self.taken
+        for name, noise in self.noises.items():
+            if not is_exact(torch.empty(0, dtype=getattr(torch, noise.dtype))):
+                twin.noises[name] = replace(noise, declared=noise.declared + declared.max_error * noise.scale)
+        note = f"{declared.by} declares an error of at most {declared.max_error:g} of an output's largest magnitude."
+        twin._blank = replace(self._blank, notes=(*self._blank.notes, note))
+        return twin
+
+    def less_precise(self, by: Precision | DeclaredError) -> Reference:
+        """The same for a candidate that computes in another precision, or has an error that a pass declares."""
+        return self.allowing(by) if isinstance(by, DeclaredError) else self.in_kind(by)
+
     def compare(
         self,
         candidate: Callable[..., Any],
@@ -438,7 +455,13 @@ class Reference:
         unit do.
         """
         few = self._few_samples
-        if few is None or self._precision is not None or not self.truth_in_float64 or self._blank.mode != "inference":
+        if (
+            few is None
+            or self._precision is not None
+            or any(one.declared for one in few.values())
+            or not self.truth_in_float64
+            or self._blank.mode != "inference"
+        ):
             return
         if not isinstance(candidate, nn.Module) or isinstance(candidate, torch.jit.ScriptModule):
             return
@@ -1355,7 +1378,7 @@ class Comparison:
         beyond = [
             max(compared.error.largest / noise.noise, compared.error.rms / noise.noise_rms)
             for name, compared in self.compared.items()
-            if (noise := self.noises[name]).deterministic and noise.noise > 0
+            if (noise := self.noises[name]).deterministic and noise.noise > 0 and not noise.declared
         ]
         return FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
@@ -1544,7 +1567,8 @@ def _times_off(error: float, noise: float) -> float:
 
 
 def _is_beyond(error: Pool, noise: OutputNoise) -> bool:
-    return max(_times_off(error.largest, noise.noise), _times_off(error.rms, noise.noise_rms)) > FACTOR
+    largest, rms = noise.allowed(FACTOR)
+    return error.largest > largest or error.rms > rms
 
 
 def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:

@@ -74,6 +74,8 @@ class PassRecord:
         detail: what else the pass has to show, as plain data in JSON and as text for people; None for nothing.
         parity: the largest error of its changes, each at its own outputs, in units of the noise there; None where
             nothing was checked.
+        max_error: the error that the pass declares, as a share of an output's largest magnitude; None where it declares none.
+        error: the largest error of its changes, each at its own outputs, as such a share; None where nothing was checked.
         seconds: the pass itself, without its checks.
     """
 
@@ -86,6 +88,8 @@ class PassRecord:
     remarks: tuple[PlaceRecord, ...] = ()
     detail: Detail | None = None
     parity: float | None = None
+    max_error: float | None = None
+    error: float | None = None
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -100,6 +104,8 @@ class PassRecord:
             "remarks": [place.to_json() for place in self.remarks],
             "detail": None if self.detail is None else self.detail.to_json(),
             "parity": self.parity,
+            "max_error": self.max_error,
+            "error": self.error,
             "seconds": round(self.seconds, 4),
         }
 
@@ -237,9 +243,11 @@ def remark_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def reason_shown(record: Mapping[str, Any]) -> str:
-    """Why a pass was taken back, or its most frequent reason for a skip with the count."""
+    """Why a pass was taken back, the error that it declares, or its most frequent reason for a skip with the count."""
     if record.get("reason"):
         return str(record["reason"])
+    if record.get("max_error") is not None and record.get("error") is not None:
+        return f"declares an error of at most {record['max_error']:g}, measured {record['error']:.2g}"
     skips = record.get("skips", 0)
     if isinstance(skips, int) or not skips:
         return ""

@@ -36,6 +36,7 @@ class OutputNoise:
         signal: None, or why the output proves nothing: "all zero", "the same for every input", …
         deterministic: False where the original differs from itself by more than rounding: it is not judged.
         tied: elements of an integer output which the original itself changes within its noise: they are not compared.
+        declared: the absolute error that passes declare for this output, allowed on top of rounding.
     """
 
     name: str
@@ -52,6 +53,11 @@ class OutputNoise:
     signal: str | None
     deterministic: bool
     tied: int
+    declared: float = 0.0
+
+    def allowed(self, factor: float) -> tuple[float, float]:
+        """The largest absolute error and the largest root mean square of errors that the output may have."""
+        return self.declared + factor * self.noise, self.declared + factor * self.noise_rms
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -202,7 +208,8 @@ class OutputParity:
 
     Attributes:
         max_error: the candidate's largest error; noise: what rounding alone does; tolerance: what was allowed.
-        ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` where the output is right.
+        ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` where the output is right. Where
+            passes declare an error, `factor` times the larger share of the allowed errors.
         problem: None where it is right, else one sentence.
         judged: False where the original itself isn't deterministic in this output.
         slice, slice_ratio: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in units of its
@@ -347,7 +354,7 @@ def judge(
     if measurement.rows is not None:
         noises = (output.noise for output in measurement.outputs)
         rows = judge_rows(measurement.rows, allowed_by(noises, names, absolute, relative), factor)
-    verdict, reason = _verdict(measurement, outputs, rows)
+    verdict, reason = _verdict(measurement, outputs, rows, factor)
     return ParityReport(
         verdict=verdict,
         reason=reason,
@@ -445,7 +452,11 @@ def _judge_output(
     noise = replace(output.noise, name=name)
     its_noise = f"its error in {precision} of" if precision else "its rounding noise of"
     by_user = atol is not None or rtol is not None
-    ratio = max(in_units_of(noise.noise, output.max_error), in_units_of(noise.noise_rms, output.rms_error))
+    allowed, allowed_rms = noise.allowed(factor)
+    if noise.declared:
+        ratio = factor * max(in_units_of(allowed, output.max_error), in_units_of(allowed_rms, output.rms_error))
+    else:
+        ratio = max(in_units_of(noise.noise, output.max_error), in_units_of(noise.noise_rms, output.rms_error))
     problem: str | None = None
     if not noise.deterministic:
         problem = None
@@ -455,6 +466,12 @@ def _judge_output(
         problem = f"{noise.name}: {output.mismatches} elements differ, first at {output.where}"
     elif by_user:
         problem = _beyond(output, name, atol or 0.0, rtol or 0.0)
+    elif noise.declared:
+        if not (output.max_error <= allowed and output.rms_error <= allowed_rms):
+            problem = (
+                f"{noise.name} is off by {output.max_error:.2e} at {output.where}, and passes declare an error of at most"
+                f" {noise.declared:.2e} ({noise.declared / noise.scale:.2g} of its largest magnitude)"
+            )
     elif not output.max_error <= factor * noise.noise:  # not a number is no small one
         problem = (
             f"{noise.name} is off by {output.max_error:.2e} at {output.where}, {_times(output.max_error, noise.noise)} "
@@ -481,7 +498,7 @@ def _judge_output(
         rms_error=output.rms_error,
         noise=noise.noise,
         noise_rms=noise.noise_rms,
-        tolerance=(atol or 0.0) + (rtol or 0.0) * noise.scale if by_user else factor * noise.noise,
+        tolerance=(atol or 0.0) + (rtol or 0.0) * noise.scale if by_user else allowed,
         ratio=ratio,
         tied=noise.tied,
         signal=noise.signal,
@@ -499,7 +516,9 @@ def _judge_output(
     )
 
 
-def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: RowReport | None) -> tuple[str, str]:
+def _verdict(
+    measurement: Measurement, outputs: Sequence[OutputParity], rows: RowReport | None, factor: float
+) -> tuple[str, str]:
     if measurement.problems:
         return "failed", _sentence(measurement.problems[0])
     wrong = [output for output in outputs if not output.ok]
@@ -520,12 +539,14 @@ def _verdict(measurement: Measurement, outputs: Sequence[OutputParity], rows: Ro
     if (why := why_vacuous(noises)) is not None:
         return "vacuous", _sentence(why[0].upper() + why[1:])
     ratio = max(output.ratio for output in judged)
+    apart = "" if rows is None else " No row depends on the other rows of its batch."
+    if any(seen.noise.declared for seen in measurement.outputs):
+        return "ok", f"All outputs agree: the largest error is {ratio / factor:.2g} of what passes declare.{apart}"
     measure = (
         f"the error of the original in {measurement.precision}"
         if measurement.precision
         else "the rounding noise of the original"
     )
-    apart = "" if rows is None else " No row depends on the other rows of its batch."
     return "ok", f"All outputs agree: the largest error is {ratio:.2g} times {measure}.{apart}"
 
 

@@ -63,6 +63,19 @@ class Detail(Protocol):
 
 
 @dataclass(frozen=True)
+class DeclaredError:
+    """The error that a pass brings on purpose.
+
+    Attributes:
+        by: the name of the pass.
+        max_error: the largest absolute error of an output, as a share of the largest magnitude of that output.
+    """
+
+    by: str
+    max_error: float
+
+
+@dataclass(frozen=True)
 class PassResult:
     """What one pass did.
 
@@ -97,6 +110,9 @@ class Pass(ABC):
         is_guarantee: whether a result that it did nothing to isn't what was asked for: where it fails or is rolled back, that
             is an error, without `strict` too.
         lowers_precision: whether what it makes may compute less precisely than the original, as `PassResult.precision` says.
+        max_error: the error that the pass brings on purpose: the largest absolute error of an output as a share of the
+            largest magnitude of that output, above 0 and below 1. Each change, and the result, may be off by that and by
+            rounding; None allows for rounding alone.
         needs_run: what it needs a run of the root for, in a few words; "" where it can do without example inputs.
     """
 
@@ -107,7 +123,13 @@ class Pass(ABC):
     plans_calls: ClassVar[bool] = False
     is_guarantee: ClassVar[bool] = False
     lowers_precision: ClassVar[bool] = False
+    max_error: ClassVar[float | None] = None
     needs_run: ClassVar[str] = ""
+
+    @property
+    def declared_error(self) -> DeclaredError | None:
+        """The error that the pass declares; None for rounding alone."""
+        return None if self.max_error is None else DeclaredError(self.name, self.max_error)
 
     @abstractmethod
     def run(self, program: Program, context: Context) -> PassResult:
@@ -122,7 +144,13 @@ class Pass(ABC):
 
         Raises:
             RequirementNotMet: it can't.
+            PassOptionError: `max_error` is no share.
         """
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            raise PassOptionError(
+                f"{self.name}: max_error is a share of an output's largest magnitude, above 0 and below 1, not"
+                f" {self.max_error!r}."
+            )
         if context.mode not in self.modes:
             raise RequirementNotMet(
                 f"The pass {self.name} is for {' and '.join(self.modes)}: leave it out, or use mode={self.modes[0]!r} of"
