@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from passes.program.moves import METHODS, Channels, move_named
-from passes.program.recording import Node, Recording, call_of, operation_name, shape_of, tensor_of
+from passes.program.recording import Node, Recording, call_of, shape_of, tensor_of
 from passes.program.tensors import TensorRef
 from passes.torch_private import AnyBatchNorm, AnyConvolution
 
-_CONVOLUTIONS: Mapping[Any, tuple[int, bool]] = {
+CONVOLUTIONS: Mapping[Any, tuple[int, bool]] = {
     F.conv1d: (1, False), F.conv2d: (2, False), F.conv3d: (3, False),
     torch.conv1d: (1, False), torch.conv2d: (2, False), torch.conv3d: (3, False),
     F.conv_transpose1d: (1, True), F.conv_transpose2d: (2, True), F.conv_transpose3d: (3, True),
     torch.conv_transpose1d: (1, True), torch.conv_transpose2d: (2, True), torch.conv_transpose3d: (3, True),
     F.linear: (0, False),
 }  # fmt: skip
-_CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 BATCH_NORMS: Mapping[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -211,11 +211,11 @@ def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
 
 def convolution_at(node: Node) -> Convolution | None:
     """The convolution or linear layer that the call computes, if it does."""
-    found = _looked_up(_CONVOLUTIONS, node)
+    found = _looked_up(CONVOLUTIONS, node)
     if found is None:
         return None
     dims, transposed = found
-    given = arguments_of(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
+    given = arguments_of(node, TRANSPOSED_ARGUMENTS if transposed else CONVOLUTION_ARGUMENTS)
     weight, bias, groups = tensor_of(given.get("weight")), tensor_of(given.get("bias")), given.get("groups", 1)
     source = given.get("input")
     if not isinstance(source, fx.Node) or weight is None or not isinstance(groups, int):
@@ -265,9 +265,9 @@ def _held(module: nn.Module, name: str) -> TensorRef | None:
 
 def channel_scale_at(node: Node) -> ChannelScale | None:
     """The product or sum with a parameter or buffer that the call computes, if it does; of what shape isn't asked."""
-    if node.op != "call_function" or not _is_scale(node.target) or len(node.args) != 2 or node.kwargs:
+    operation = scale_named(node.target) if node.op == "call_function" else None
+    if operation is None or len(node.args) != 2 or node.kwargs:
         return None
-    operation = _SCALES[operation_name(node).strip("_")]
     first, second = map(tensor_of, node.args)
     value, tensor = (node.args[1], first) if second is None else (node.args[0], second)
     if tensor is None or not isinstance(value, fx.Node) or value.op == "get_attr":
@@ -277,8 +277,16 @@ def channel_scale_at(node: Node) -> ChannelScale | None:
     return ChannelScale(node, value, operation, tensor) if operation else None
 
 
-def _is_scale(function: Any) -> bool:
-    return getattr(function, "__hash__", None) is not None and function in _SCALE_FUNCTIONS
+def scale_named(function: Any) -> str | None:
+    """The name of the product or sum that a function of torch computes; None for any other."""
+    if getattr(function, "__hash__", None) is None or function not in _SCALE_FUNCTIONS:
+        return None
+    return _SCALES[function.__name__.strip("_")]
+
+
+def layer_arguments(function: Any) -> tuple[str, ...]:
+    """The names of the arguments of a function among `CONVOLUTIONS`."""
+    return TRANSPOSED_ARGUMENTS if CONVOLUTIONS[function][1] else CONVOLUTION_ARGUMENTS
 
 
 def affine_at(node: Node) -> Affine | None:

@@ -104,6 +104,11 @@ def escapes(node: Node) -> bool:
     return bool(node.meta.get("escapes"))
 
 
+def is_returned(node: Node) -> bool:
+    """Whether the root returns the value."""
+    return bool(node.meta.get("returned"))
+
+
 def autocast_of(node: Node) -> torch.dtype | None:
     """The dtype of the autocast that the call was made under; None without."""
     return node.meta.get("autocast")
@@ -170,8 +175,10 @@ class _Recorder(TorchFunctionMode):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self._places.setdefault(id(tensor), TensorRef(module, name))
+                # A bias that a function was given, and that a fold took away.
+                held = module.__dict__.get(name) if tensor is None else tensor
+                if held is not None and (tensor is not None or getattr(held, "sealed_layer", None) is not None):
+                    self._places.setdefault(id(held), TensorRef(module, name))
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         return super().__enter__()
@@ -219,17 +226,18 @@ class _Recorder(TorchFunctionMode):
             return
         mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
-        asks = not made and result is not None and asks_no_values(func, args, kwargs)
+        asks = not made and asks_no_values(func, args, kwargs)
         node.meta.update(call=self._calls, asks=asks, autocast=_autocast_dtype(leaf.device.type for leaf in leaves))
         if len(made) == 1:
             node.meta["shape"] = Shape(tuple(made[0].shape), made[0].dtype)
         for leaf in made:
             if id(leaf) not in self._places:
-                self._remember(leaf, node)
+                self._remember(_unsealed(leaf), node)
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        leaf = _unsealed(leaf)
         ref = self._places.get(id(leaf))
         if ref is not None:
             return self._read(ref, leaf)
@@ -264,10 +272,15 @@ class _Recorder(TorchFunctionMode):
         if any(node.op == "call_function" for nodes in living for node in nodes):
             # What only a cycle of references holds, as that of an exception, is gone after this.
             gc.collect()
-        for held, nodes in self._values.values():
+        for key, (held, nodes) in self._values.items():
             if held() is not None:
                 for node in nodes:
-                    node.meta["escapes"] = True
+                    node.meta.update(escapes=True, returned=key in returned)
+
+
+def _unsealed(tensor: Any) -> Any:
+    """The value that an earlier fold gives on under a seal."""
+    return getattr(tensor, "sealed_value", tensor)
 
 
 def call_script(*args: Any) -> None:
@@ -275,14 +288,14 @@ def call_script(*args: Any) -> None:
 
 
 def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that gives no tensor is a question about shapes and kinds: torch answers it without any values."""
+    """Whether a call is a question about shapes and kinds: it gives no tensor, and torch answers it without any values."""
     try:
         with without_torch_function():
             meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
-            func(*meta_args, **meta_kwargs)
+            answer = func(*meta_args, **meta_kwargs)
     except Exception:  # noqa: BLE001 - whatever it raises, it isn't answered
         return False
-    return True
+    return answer is not None and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(answer))
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,9 @@ class TensorRef:
             return buffer
         if (name in owner._parameters and name not in owner.__dict__) or self.is_computed:
             return None
+        if hasattr(owner.__dict__.get(name), "sealed_layer"):
+            # What stands there says that the values are in other tensors.
+            return None
         value = getattr(owner, name, None)
         return value if isinstance(value, torch.Tensor) else None
 
