@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.formats import FORMATS, ORDERS, DimOrder, is_taken_for_last
-from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.graph.storage import has_strides
+from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 
 
 class InstanceForward:

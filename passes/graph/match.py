@@ -25,43 +25,12 @@ from passes.graph.guards import (
     sealed_for,
 )
 from passes.graph.linear_groups import SharedLinearForward
-from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.graph.program import Program
+from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
+from passes.program.tensors import TensorRef
 
 # What code outside of this package knows of FX: a place in the program.
 Node = fx.Node
-
-
-@dataclass(frozen=True)
-class TensorRef:
-    """A parameter or buffer by its owner and name there."""
-
-    owner: nn.Module
-    name: str
-
-    @property
-    def value(self) -> torch.Tensor | None:
-        """The tensor; None where the owner registers the name without one, or computes it."""
-        # Asked for very often: first where it is in all likelihood.
-        owner, name = self.owner, self.name
-        if (parameter := owner._parameters.get(name)) is not None:
-            return parameter
-        if (buffer := owner._buffers.get(name)) is not None:
-            return buffer
-        if (name in owner._parameters and name not in owner.__dict__) or self.is_computed:
-            return None
-        value = getattr(owner, name, None)
-        return value if isinstance(value, torch.Tensor) else None
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the owner's class computes it at every access, which may write to the model: spectral_norm's does."""
-        return hasattr(type(self.owner), self.name)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the owner has something under the name."""
-        return self.value is not None or self.is_computed
 
 
 @dataclass(frozen=True)

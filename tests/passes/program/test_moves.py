@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.graph.moves import METHODS, SHAPED_AS, Channels, move_named
+from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 
 # The method with its arguments, and for each dim of a tensor of 3 dims where it is behind that; None for nowhere.
 MOVES = [

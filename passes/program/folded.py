@@ -1,0 +1,190 @@
+"""The forwards of stock layers and BatchNorms that were folded together: what the first gives out, the second alone opens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.program.forwards import InstanceForward
+from passes.program.pairs import FoldedPair
+from passes.program.seals import (
+    NOTHING,
+    SealedOutput,
+    SealedTensor,
+    given_on,
+    is_captured,
+    make_subclass,
+    opened_from,
+    sealed,
+    sealed_for,
+)
+from passes.program.weights import unsealed
+from passes.torch_private import without_subclasses
+
+linear = nn.functional.linear
+
+
+class FoldedConvForward(InstanceForward):
+    """The forward of a layer that was folded together with a BatchNorm after it, before it, or both.
+
+    Attributes:
+        pair: it and the BatchNorm after it; None without.
+        front: it and the BatchNorm before it; None without.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, pair: FoldedPair | None, front: FoldedPair | None = None) -> None:
+        self.owner = owner
+        self.pair = pair
+        self.front = front
+        self.has_bias = owner._parameters.get("bias") is not None
+        # What a stock forward does at once, with the tensors that it looks up.
+        self.is_plain = isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+
+    def __call__(self, input: Any, *size: Any, **named: Any) -> Any:
+        # Every call of every pair comes here: as few steps as there can be.
+        pair = self.pair
+        if pair is None or not self.is_plain or size or named or self.front is not None or is_captured():
+            return self.through(None, input, *size, **named)
+        owner: Any = self.owner
+        parameters = owner._parameters
+        bias = parameters["bias"]
+        if bias is not None and not self.has_bias:
+            raise pair.other_tensors(pair.conv_path)
+        if pair.rank is not None and input.dim() != pair.rank:
+            raise pair.other_rank(input)
+        if isinstance(input, SealedOutput):
+            raise input.sealed_by.went_astray()
+        with without_subclasses():
+            if pair.dims:
+                output = owner._conv_forward(input, parameters["weight"], bias)
+            else:
+                output = linear(input, parameters["weight"], bias)
+        if type(output) is not torch.Tensor:
+            return sealed(output, pair, output.dim() - pair.dims - 1)
+        seal: Any = make_subclass(SealedTensor, NOTHING)
+        seal.sealed_value = output
+        seal.sealed_by = pair
+        seal.sealed_dim = output.dim() - pair.dims - 1
+        return seal
+
+    def through(self, layer: Any, input: Any, *size: Any, **named: Any) -> Any:
+        """The layer as `layer(owner, input, …)` computes it, with the checks of where its values go; None for its own."""
+        owner, pair, front = self.owner, self.pair, self.front
+        if front is not None:
+            input = opened_from(input, front, front.dims)
+            if _pads(owner):
+                raise front.other_padding()
+        elif isinstance(input, SealedOutput):
+            raise input.sealed_by.went_astray()
+        if pair is not None:
+            if not self.has_bias and owner._parameters.get("bias") is not None:
+                raise pair.other_tensors(pair.conv_path)
+            if pair.rank is not None and input.dim() != pair.rank:
+                raise pair.other_rank(input)
+        if torch.compiler.is_dynamo_compiling():
+            output = self._traced(layer, input, *size, **named)
+        else:
+            with without_subclasses():
+                # Transposed ones may be given an output size.
+                output = (layer or type(owner).forward)(owner, input, *size, **named)
+        return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
+
+    def _traced(self, layer: Any, input: Any, *size: Any, **named: Any) -> torch.Tensor:
+        """The same by tensors without a seal, as the graph that comes of it runs elsewhere."""
+        owner: Any = self.owner
+        with without_subclasses():
+            if layer is not None:
+                output: torch.Tensor = layer(owner, input, *size, **named)
+                return output
+            weight, bias = unsealed(owner.weight), owner.bias
+            bias = None if bias is None else unsealed(bias)
+            if isinstance(owner, nn.Linear):
+                return nn.functional.linear(input, weight, bias)
+            if not owner.transposed:
+                conv: torch.Tensor = owner._conv_forward(input, weight, bias)
+                return conv
+            dims = len(owner.kernel_size)
+            function = getattr(nn.functional, f"conv_transpose{dims}d")
+            padding = owner._output_padding(
+                input, *(size or (named.get("output_size"),)), owner.stride, owner.padding, owner.kernel_size, dims,
+                owner.dilation,
+            )  # fmt: skip
+            transposed: torch.Tensor = function(
+                input, weight, bias, owner.stride, owner.padding, padding, owner.groups, owner.dilation
+            )
+            return transposed
+
+    def compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The layer alone, with nobody looking where its output goes."""
+        with without_subclasses():
+            output: torch.Tensor = self._class_forward(*args, **kwargs)
+        return output
+
+
+def _pads(owner: Any) -> bool:
+    return bool(getattr(owner, "padding_mode", "") == "zeros" and any(owner._reversed_padding_repeated_twice))
+
+
+class FoldedNormForward(InstanceForward):
+    """The forward of a BatchNorm that was folded together with the layer before it, or after it.
+
+    Attributes:
+        carried: whether the layer does the BatchNorm's work, and nothing is left of it but the check.
+        eps: the BatchNorm's, when it was folded.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, pair: FoldedPair, *, carried: bool) -> None:
+        self.owner = owner
+        self.pair = pair
+        self.carried = carried
+        self.eps = owner.eps
+
+    def __call__(self, input: Any) -> Any:
+        pair = self.pair
+        if pair.leads:
+            self._check_norm()
+            return sealed_for(input if pair.farther is None else opened_from(input, pair.farther, None), pair, None)
+        # Every call of every pair comes here, too.
+        is_seal = type(input) is SealedTensor and input.sealed_by is pair and input.sealed_dim == 1
+        opened = input.sealed_value if is_seal else opened_from(input, pair, None)
+        if self.carried:
+            self._check_norm()
+            return opened if pair.farther is None else given_on(opened, pair)
+        output = self.compute(opened)
+        if pair.trained and output.requires_grad and self._is_frozen():
+            output.register_hook(pair.warn_of_lost_gradient)
+        return output
+
+    def _check_norm(self) -> None:
+        # `functional_call` and the like put tensors in place that no hook sees.
+        owner, pair = self.owner, self.pair
+        parameters, buffers = owner._parameters, owner._buffers
+        if (
+            parameters.get("weight") is not None
+            or parameters.get("bias") is not None
+            or buffers.get("running_mean") is not None
+            or buffers.get("running_var") is not None
+        ):
+            raise pair.other_tensors(pair.norm_path)
+        if owner.eps != self.eps:
+            raise pair.other_eps()
+        if owner.training:
+            raise pair.in_training()
+
+    def _is_frozen(self) -> bool:
+        """Whether the running mean is what is taken off, in code that runs as it is written."""
+        frozen = not self.owner.training and self.owner._buffers.get("running_mean") is not None
+        return frozen and not torch.compiler.is_compiling()
+
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
+        """The BatchNorm alone, wherever the input comes from."""
+        if self.carried:
+            return input
+        output: torch.Tensor = self._class_forward(input)
+        return output

@@ -1,0 +1,397 @@
+"""What torch calls compute, however they are spelled, and which of them make a pair that can be folded. Only reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from passes.program.moves import METHODS, Channels, move_named
+from passes.program.recording import Node, Recording, call_of, shape_of, tensor_of
+from passes.program.tensors import TensorRef
+from passes.torch_private import AnyBatchNorm, AnyConvolution
+
+CONVOLUTIONS: Mapping[Any, tuple[int, bool]] = {
+    F.conv1d: (1, False), F.conv2d: (2, False), F.conv3d: (3, False),
+    torch.conv1d: (1, False), torch.conv2d: (2, False), torch.conv3d: (3, False),
+    F.conv_transpose1d: (1, True), F.conv_transpose2d: (2, True), F.conv_transpose3d: (3, True),
+    torch.conv_transpose1d: (1, True), torch.conv_transpose2d: (2, True), torch.conv_transpose3d: (3, True),
+    F.linear: (0, False),
+}  # fmt: skip
+CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+BATCH_NORMS: Mapping[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
+# By the last part of the name, without the underscores of an operator; "r" in front swaps the two.
+_SCALES = {
+    "mul": "mul", "multiply": "mul", "rmul": "mul", "add": "add", "radd": "add", "sub": "sub", "subtract": "sub",
+    "rsub": "rsub", "div": "div", "divide": "div", "true_divide": "div", "truediv": "div",
+}  # fmt: skip
+_SCALE_FUNCTIONS = frozenset(
+    getattr(home, name)
+    for home in (torch, torch.Tensor, operator)
+    for word in _SCALES
+    for name in (word, f"__{word}__")
+    if hasattr(home, name)
+)
+STOCK_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip
+STOCK_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution, transposed convolution or linear layer.
+
+    Attributes:
+        node: the call.
+        input: the node of its input.
+        weight: Conv: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in).
+        bias: where its bias is or would be registered; None for a functional call without one.
+        dims: spatial dims: 1, 2 or 3; 0 for a linear layer.
+        transposed: whether it is a transposed convolution.
+        groups: 1 for a linear layer.
+        module: the stock layer that makes the call; None for a call of the function.
+        pads: whether it reads zeros beyond the border of its input, or may.
+    """
+
+    node: Node
+    input: Node
+    weight: TensorRef
+    bias: TensorRef | None
+    dims: int
+    transposed: bool
+    groups: int
+    module: nn.Module | None
+    pads: bool = False
+
+    @property
+    def bias_value(self) -> torch.Tensor | None:
+        """The bias, (out,), or None."""
+        return None if self.bias is None else self.bias.value
+
+    @property
+    def channels(self) -> int:
+        """How many channels it makes."""
+        shape = self._weight_shape
+        return int(shape[1]) * self.groups if self.transposed else int(shape[0])
+
+    @property
+    def input_channels(self) -> int:
+        """How many channels it takes."""
+        shape = self._weight_shape
+        return int(shape[0]) if self.transposed else int(shape[1]) * self.groups
+
+    @property
+    def _weight_shape(self) -> Sequence[int]:
+        weight = self.weight.value
+        assert weight is not None
+        return weight.shape
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """The places of its weight and its bias."""
+        return (self.weight,) if self.bias is None or self.bias_value is None else (self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """A batch normalisation.
+
+    Attributes:
+        node, input, module: as in `Convolution`.
+        weight, bias: scale and shift, (channels,); None for a call without them.
+        mean, var: the running statistics, (channels,); None likewise.
+        eps: added to the variance.
+        uses_batch_statistics: whether this call normalises by the statistics of the batch.
+        moves: in a pair, the operations between the two that move numbers and change none, in order.
+        leads: in a pair, whether the BatchNorm comes before the convolution.
+    """
+
+    node: Node
+    input: Node
+    weight: TensorRef | None
+    bias: TensorRef | None
+    mean: TensorRef | None
+    var: TensorRef | None
+    eps: float
+    uses_batch_statistics: bool
+    module: nn.Module | None
+    moves: tuple[Node, ...] = ()
+    leads: bool = False
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All that it reads."""
+        return tuple(ref for ref in (self.weight, self.bias, self.mean, self.var) if ref is not None)
+
+    @property
+    def named_by(self) -> TensorRef | None:
+        """The tensor that tells it from other BatchNorms: the running mean, or what it has instead."""
+        return self.mean or next(iter(self.tensors), None)
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """A product or sum of a value and a parameter or buffer, with one number of it for each channel or one for all.
+
+    Attributes:
+        node, input, moves: as in `BatchNorm`.
+        operation: "mul", "div", "add", "sub", or "rsub" where the value is subtracted from the tensor.
+        tensor: the parameter or buffer, of any shape that broadcasts so.
+    """
+
+    node: Node
+    input: Node
+    operation: str
+    tensor: TensorRef
+    moves: tuple[Node, ...] = ()
+
+    module: None = None
+    leads: bool = False
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All that it reads."""
+        return (self.tensor,)
+
+    @property
+    def named_by(self) -> TensorRef | None:
+        """The tensor that tells it from others."""
+        return self.tensor
+
+
+# What may become part of the layer before it.
+Affine = BatchNorm | ChannelScale
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layer and an affine operation, of which one uses the other's output, in one run."""
+
+    conv: Convolution
+    affine: Affine
+
+    @property
+    def first(self) -> Convolution | Affine:
+        """The one whose output goes to the other."""
+        return self.affine if self.affine.leads else self.conv
+
+    @property
+    def second(self) -> Convolution | Affine:
+        """The other."""
+        return self.conv if self.affine.leads else self.affine
+
+    @property
+    def way(self) -> tuple[Node, ...]:
+        """The nodes from the first of the two to the second."""
+        return (self.first.node, *self.affine.moves, self.second.node)
+
+
+def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the module computes by the forward of one of the classes: it is one, or a subclass that keeps it."""
+    own = type(module)
+    if own.__call__ is not nn.Module.__call__:
+        return False
+    kept = ("forward", "_conv_forward", "_check_input_dim", "_output_padding")
+    return any(
+        own is cls
+        or (isinstance(module, cls) and all(getattr(own, name, None) is getattr(cls, name, None) for name in kept))
+        for cls in classes
+    )
+
+
+def convolution_at(node: Node) -> Convolution | None:
+    """The convolution or linear layer that the call computes, if it does."""
+    found = _looked_up(CONVOLUTIONS, node)
+    if found is None:
+        return None
+    dims, transposed = found
+    given = arguments_of(node, TRANSPOSED_ARGUMENTS if transposed else CONVOLUTION_ARGUMENTS)
+    weight, bias, groups = tensor_of(given.get("weight")), tensor_of(given.get("bias")), given.get("groups", 1)
+    source = given.get("input")
+    if not isinstance(source, fx.Node) or weight is None or not isinstance(groups, int):
+        return None
+    if given.get("bias") is not None and bias is None:
+        return None
+    module: nn.Module | None = call_of(node).module
+    if module is None or not is_stock(module, STOCK_LAYERS) or weight != TensorRef(module, "weight"):
+        module = None
+    else:
+        bias = TensorRef(module, "bias")
+        if source.op == "call_function" and call_of(source) is call_of(node):
+            # It pads by a call of its own, where it repeats or mirrors its input.
+            source = next(iter(source.all_input_nodes))
+    padding = given.get("padding", 0)
+    sides = padding if isinstance(padding, list | tuple) else [padding]
+    pads = padding != "valid" and any(type(side) is not int or side != 0 for side in sides)
+    return Convolution(node, source, weight, bias, dims, transposed, groups, module, pads)
+
+
+def batch_norm_at(node: Node) -> BatchNorm | None:
+    """The batch normalisation that the call computes, if it does."""
+    names = _looked_up(BATCH_NORMS, node)
+    if names is None:
+        return None
+    given = arguments_of(node, names)
+    source, eps, training = given.get("input"), given.get("eps", 1e-5), given.get("training", False)
+    if not isinstance(source, fx.Node) or not isinstance(eps, float) or not isinstance(training, bool):
+        return None
+    tensors = ("weight", "bias", "running_mean", "running_var")
+    refs = {name: tensor_of(given.get(name)) for name in tensors}
+    if any(given.get(name) is not None and refs[name] is None for name in tensors):
+        return None
+    weight, bias, mean, var = (refs[name] for name in tensors)
+    module = call_of(node).module
+    owns = all(ref.owner is module for ref in refs.values() if ref is not None)
+    stock = module if is_stock(module, STOCK_NORMS) and isinstance(module, AnyBatchNorm) and owns else None
+    if stock is not None:
+        # In training a layer may leave out statistics that it holds.
+        mean, var = (_held(stock, name) or ref for name, ref in (("running_mean", mean), ("running_var", var)))
+    return BatchNorm(node, source, weight, bias, mean, var, eps, training, stock)
+
+
+def _held(module: nn.Module, name: str) -> TensorRef | None:
+    return None if module._buffers.get(name) is None else TensorRef(module, name)
+
+
+def channel_scale_at(node: Node) -> ChannelScale | None:
+    """The product or sum with a parameter or buffer that the call computes, if it does; of what shape isn't asked."""
+    operation = scale_named(node.target) if node.op == "call_function" else None
+    if operation is None or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = map(tensor_of, node.args)
+    value, tensor = (node.args[1], first) if second is None else (node.args[0], second)
+    if tensor is None or not isinstance(value, fx.Node) or value.op == "get_attr":
+        return None
+    if second is None:
+        operation = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}.get(operation, "")
+    return ChannelScale(node, value, operation, tensor) if operation else None
+
+
+def scale_named(function: Any) -> str | None:
+    """The name of the product or sum that a function of torch computes; None for any other."""
+    if getattr(function, "__hash__", None) is None or function not in _SCALE_FUNCTIONS:
+        return None
+    return _SCALES[function.__name__.strip("_")]
+
+
+def layer_arguments(function: Any) -> tuple[str, ...]:
+    """The names of the arguments of a function among `CONVOLUTIONS`."""
+    return TRANSPOSED_ARGUMENTS if CONVOLUTIONS[function][1] else CONVOLUTION_ARGUMENTS
+
+
+def affine_at(node: Node) -> Affine | None:
+    """The batch normalisation, or the product or sum by channel, that the call computes, if it does."""
+    return batch_norm_at(node) or channel_scale_at(node)
+
+
+def pairs_behind(recording: Recording, folded: Sequence[Node] = ()) -> Iterator[Pair]:
+    """Every affine operation whose input a convolution or linear layer makes.
+
+    Args:
+        folded: the affine operations that their convolutions do already: what comes after them is a pair too.
+    """
+    passed = set(folded)
+    for node in recording.nodes():
+        affine = None if node in passed else affine_at(node)
+        if affine is None:
+            continue
+        source, moves = _source_of(affine.input, passed)
+        conv = convolution_at(source)
+        if conv is None:
+            continue
+        pair = Pair(conv, replace(affine, moves=moves))
+        if isinstance(affine, BatchNorm) or _scales_channels(pair):
+            yield pair
+
+
+def pairs_in_front(recording: Recording, folded: Sequence[Node] = ()) -> Iterator[Pair]:
+    """Every convolution or linear layer whose input a batch normalisation makes; `folded` as for `pairs_behind`."""
+    passed = set(folded)
+    for node in recording.nodes():
+        conv = convolution_at(node)
+        if conv is None:
+            continue
+        source, moves = _source_of(conv.input, passed)
+        norm = None if source in passed else batch_norm_at(source)
+        if norm is not None:
+            yield Pair(conv, replace(norm, moves=moves, leads=True))
+
+
+def _source_of(node: Node, passed: set[Node]) -> tuple[Node, tuple[Node, ...]]:
+    """What makes the value, and what it passes since, in order."""
+    moves: list[Node] = []
+    while node in passed or move_at(node) is not None:
+        moves.append(node)
+        node = next(iter(node.all_input_nodes)) if node not in passed else _input_of(node)
+    return node, tuple(reversed(moves))
+
+
+def _input_of(node: Node) -> Node:
+    affine = affine_at(node)
+    assert affine is not None
+    return affine.input
+
+
+def move_at(node: Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
+    """The move that the call makes of its first argument, with the others; None for other calls."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    target: Any = node.target
+    name = move_named(target)
+    if name is None:
+        word = getattr(target, "__name__", "")
+        name = word if word in METHODS and getattr(torch.Tensor, word) is target else None
+    return None if name is None else (name, node.args[1:], node.kwargs)
+
+
+def channels_at_end(pair: Pair) -> Channels | None:
+    """Where the channels are in what the second of a pair is given; None where that isn't known."""
+    conv, affine = pair.conv, pair.affine
+    made = shape_of(pair.first.node)
+    if made is None:
+        return None
+    rank = len(made.sizes)
+    dim, count = (1, conv.input_channels) if affine.leads else (rank - conv.dims - 1, conv.channels)
+    if not 0 <= dim < rank:
+        return None
+    channels: Channels | None = Channels(rank, dim, count)
+    for node in affine.moves:
+        move = move_at(node)
+        if move is not None and channels is not None:
+            channels = channels.behind(*move)
+    return channels
+
+
+def _scales_channels(pair: Pair) -> bool:
+    """Whether the product or sum has one number for each channel of the convolution, or one for all, and keeps its dims."""
+    assert isinstance(pair.affine, ChannelScale)
+    tensor, channels = pair.affine.tensor.value, channels_at_end(pair)
+    if tensor is None or channels is None or tensor.dim() > channels.rank:
+        return False
+    shape = [1] * (channels.rank - tensor.dim()) + list(tensor.shape)
+    return all(size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape))
+
+
+def arguments_of(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a call by name; those left to their defaults are missing."""
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def looks_like_layer(module: nn.Module) -> bool:
+    """Whether the module is a layer of torch's by its class, and computes in a way of its own."""
+    return isinstance(module, AnyConvolution | nn.Linear) and not is_stock(module, STOCK_LAYERS)
+
+
+def _looked_up(table: Mapping[Any, Any], node: Node) -> Any:
+    is_call = node.op == "call_function" and getattr(node.target, "__hash__", None) is not None
+    return table.get(node.target) if is_call else None

@@ -1,0 +1,309 @@
+"""What a module does in an eager run: every torch call as one flat graph, with who made it and on which tensors.
+
+A `TorchFunctionMode` sees each call of torch, and hooks keep the stack of the modules that are being called. So it works
+for any forward: branches, decorators, loops, keyword arguments. It shows what a run did and nothing else: what passes
+conclude from it is guarded by seals.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.program.tensors import TensorRef
+from passes.torch_private import without_torch_function
+
+# A torch call, or the read of a parameter or buffer, in the graph of a run.
+Node = fx.Node
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        module: the module.
+        number: of the calls of a run, counted from 1; 0 for the caller of the root.
+        around: the call that it is made in; None for the outermost.
+    """
+
+    module: nn.Module
+    number: int
+    around: ModuleCall | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a tensor that a call gave: its sizes and dtype."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Recording:
+    """The torch calls of one run.
+
+    Attributes:
+        graph: a flat graph. `get_attr` nodes read a parameter or buffer, each once in the graph; `placeholder` nodes are
+            other tensors that no recorded call made; `call_function` nodes are torch calls, with methods of tensors as
+            functions too.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self._reads: dict[tuple[int, str], fx.Node] = {}
+
+    def nodes(self) -> list[Node]:
+        """All nodes, in the order of the run."""
+        return list(self.graph.nodes)
+
+    def reader(self, ref: TensorRef) -> Node | None:
+        """The node that reads the parameter or buffer; None where no call reads it."""
+        return self._reads.get((id(ref.owner), ref.name))
+
+    def uses(self, ref: TensorRef) -> list[Node]:
+        """The calls that use the values of a parameter or buffer."""
+        node = self.reader(ref)
+        return [] if node is None else users_of(node)
+
+
+def users_of(node: Node) -> list[Node]:
+    """The calls that use the value of a node, and more than its shape and kind."""
+    return [user for user in node.users if not user.meta["asks"] and not _takes_shape_alone(user, node)]
+
+
+def tensor_of(node: Any) -> TensorRef | None:
+    """The parameter or buffer that the node reads; None for other nodes, and what is no node."""
+    return node.meta["tensor"] if isinstance(node, fx.Node) and node.op == "get_attr" else None
+
+
+def call_of(node: Node) -> ModuleCall:
+    """The call of the module that made this torch call."""
+    call: ModuleCall = node.meta["call"]
+    return call
+
+
+def shape_of(node: Node) -> Shape | None:
+    """The shape of the one tensor that the node gives; None for several, or none."""
+    return node.meta.get("shape")
+
+
+def escapes(node: Node) -> bool:
+    """Whether the value outlives the run, as what the root returns does."""
+    return bool(node.meta.get("escapes"))
+
+
+def is_returned(node: Node) -> bool:
+    """Whether the root returns the value."""
+    return bool(node.meta.get("returned"))
+
+
+def autocast_of(node: Node) -> torch.dtype | None:
+    """The dtype of the autocast that the call was made under; None without."""
+    return node.meta.get("autocast")
+
+
+def operation_name(node: Node) -> str:
+    """A short name for what the node does."""
+    target: Any = node.target
+    name = str(getattr(target, "__name__", target))
+    # A property of tensors is read by `__get__`.
+    return str(getattr(target.__self__, "__name__", name)) if name == "__get__" else name
+
+
+# Of their further argument they take the shape alone.
+_SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
+
+
+def _takes_shape_alone(user: Node, value: Node) -> bool:
+    return operation_name(user) in _SHAPED_AS and user.args[0] is not value
+
+
+def record(
+    run_inside: Callable[[AbstractContextManager[Any], int], str | None],
+    count: int,
+    root: nn.Module,
+    modules: Callable[[], Iterable[nn.Module]],
+) -> list[Recording] | str:
+    """Record the runs of a module on each of the example calls; the reason as a clause where one of them fails.
+
+    Args:
+        run_inside: runs the root on the example call of a number inside of a context that watches it.
+        count: how many example calls there are.
+        root: what is run.
+        modules: all modules whose tensors are known by name, also those that the tree doesn't register.
+    """
+    recordings: list[Recording] = []
+    for number in range(count):
+        recorder = _Recorder(root, modules)
+        reason = run_inside(recorder, number)
+        if reason is not None:
+            return reason
+        recordings.append(recorder.recording)
+    return recordings
+
+
+class _Recorder(TorchFunctionMode):
+    """Watches one run. No tensor of the run is kept alive by it, so that what outlives the run shows."""
+
+    def __init__(self, root: nn.Module, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._root = root
+        self._modules = modules
+        self._thread = threading.get_ident()
+        self._calls = ModuleCall(root, 0, None)
+        self._count = 0
+        self._places: dict[int, TensorRef] = {}
+        self._values: dict[int, tuple[weakref.ref[torch.Tensor], list[fx.Node]]] = {}
+        self._output: Any = None
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Any:
+        for module in self._modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                # A bias that a function was given, and that a fold took away.
+                held = module.__dict__.get(name) if tensor is None else tensor
+                if held is not None and (tensor is not None or getattr(held, "sealed_layer", None) is not None):
+                    self._places.setdefault(id(held), TensorRef(module, name))
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+        if error[0] is None:
+            self._mark_escapes()
+        self._values.clear()
+        self._output = None
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._count += 1
+        self._calls = ModuleCall(module, self._count, self._calls)
+        if isinstance(module, torch.jit.ScriptModule):
+            # Its operations aren't calls of Python: it is one that uses what it is given.
+            self._add(call_script, args, {}, None)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        call: ModuleCall | None = self._calls
+        while call is not None and call.module is not module:
+            call = call.around
+        if call is not None and call.around is not None:
+            self._calls = call.around
+        if module is self._root:
+            self._output = output
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._add(func, args, kwargs, result)
+        return result
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not leaves and not made:
+            return
+        mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
+        node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
+        asks = not made and asks_no_values(func, args, kwargs)
+        node.meta.update(call=self._calls, asks=asks, autocast=_autocast_dtype(leaf.device.type for leaf in leaves))
+        if len(made) == 1:
+            node.meta["shape"] = Shape(tuple(made[0].shape), made[0].dtype)
+        for leaf in made:
+            if id(leaf) not in self._places:
+                self._remember(_unsealed(leaf), node)
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = _unsealed(leaf)
+        ref = self._places.get(id(leaf))
+        if ref is not None:
+            return self._read(ref, leaf)
+        known = self._values.get(id(leaf))
+        if known is not None and known[0]() is leaf:
+            return known[1][-1]
+        node = self.recording.graph.placeholder(f"value_{len(self._values)}")
+        node.meta.update(call=self._calls, asks=False, shape=Shape(tuple(leaf.shape), leaf.dtype))
+        self._remember(leaf, node)
+        return node
+
+    def _read(self, ref: TensorRef, tensor: torch.Tensor) -> fx.Node:
+        key = id(ref.owner), ref.name
+        node = self.recording._reads.get(key)
+        if node is None:
+            node = self.recording.graph.create_node("get_attr", ref.name)
+            node.meta.update(call=self._calls, asks=False, tensor=ref, shape=Shape(tuple(tensor.shape), tensor.dtype))
+            self.recording._reads[key] = node
+        return node
+
+    def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        known = self._values.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            # Written in place, or given back as it was.
+            known[1].append(node)
+        else:
+            self._values[id(tensor)] = weakref.ref(tensor), [node]
+
+    def _mark_escapes(self) -> None:
+        returned = {id(leaf) for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)}
+        living = [nodes for key, (held, nodes) in self._values.items() if held() is not None and key not in returned]
+        if any(node.op == "call_function" for nodes in living for node in nodes):
+            # What only a cycle of references holds, as that of an exception, is gone after this.
+            gc.collect()
+        for key, (held, nodes) in self._values.items():
+            if held() is not None:
+                for node in nodes:
+                    node.meta.update(escapes=True, returned=key in returned)
+
+
+def _unsealed(tensor: Any) -> Any:
+    """The value that an earlier fold gives on under a seal."""
+    return getattr(tensor, "sealed_value", tensor)
+
+
+def call_script(*args: Any) -> None:
+    """Stands in a graph for the call of a scripted module."""
+
+
+def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is a question about shapes and kinds: it gives no tensor, and torch answers it without any values."""
+    try:
+        with without_torch_function():
+            meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
+            answer = func(*meta_args, **meta_kwargs)
+    except Exception:  # noqa: BLE001 - whatever it raises, it isn't answered
+        return False
+    return answer is not None and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(answer))
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
+    for device in devices:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None

@@ -1,0 +1,292 @@
+"""Seals: the output of the first of a folded pair can only be used by the second, whatever branch a forward takes.
+
+A folded layer gives out a tensor subclass that holds its output. Shape and kind can be asked for, operations that only
+move values give a sealed value again, the second of the pair opens it, and anything else raises `UnseenCall`. The subclass
+has no values of its own: code that goes around `__torch_function__` finds an empty tensor, never a wrong number.
+
+While torch traces or compiles, the seal is a plain object instead, which leaves nothing in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.compiler import is_compiling
+from torch.utils import _pytree as pytree
+
+from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
+from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
+from passes.program.pairs import FoldedPair
+from passes.program.recording import asks_no_values
+from passes.torch_private import is_tracing, without_subclasses
+
+
+class SealedOutput:
+    """The output of the first of a folded pair on its way to the second.
+
+    Attributes:
+        sealed_value: the output.
+        sealed_by: the pair.
+        sealed_dim: the dim that holds the channels.
+    """
+
+    __slots__ = ()
+    sealed_value: torch.Tensor
+    sealed_by: FoldedPair
+    sealed_dim: int
+
+
+class SealedTensor(SealedOutput, torch.Tensor):
+    """The seal in code that runs as it is written: a tensor to whoever asks."""
+
+    __slots__ = ("sealed_by", "sealed_dim", "sealed_value")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise self.sealed_by.went_astray()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.sealed_by.went_astray()
+
+
+# Shape and kind, as attributes and methods that the value answers while torch traces.
+SHAPE_AND_KIND = frozenset({
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point",
+    "is_complex", "size", "dim", "ndimension", "numel", "nelement", "element_size", "itemsize", "nbytes", "get_device",
+})  # fmt: skip
+
+
+class TracedOutput(SealedOutput):
+    """The seal while torch traces or compiles: no tensor, so that nothing of it comes into a graph."""
+
+    def __init__(self, value: torch.Tensor, pair: FoldedPair, dim: int) -> None:
+        self.sealed_value = value
+        self.sealed_by = pair
+        self.sealed_dim = dim
+
+    def __getattr__(self, name: str) -> Any:
+        # While it is being copied, it has nothing yet.
+        if name.startswith("__") or name.startswith("sealed_"):
+            raise AttributeError(name)
+        if name in SHAPE_AND_KIND:
+            return getattr(self.sealed_value, name)
+        method = getattr(torch.Tensor, name)
+        if not callable(method):
+            raise self.sealed_by.went_astray()
+        return functools.partial(_call_method, method, self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(func, args, kwargs or {})
+
+    def __len__(self) -> int:
+        return len(self.sealed_value)
+
+
+def _call_method(method: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    return answer(method, (value, *args), kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any) -> Any:
+        return answer(getattr(torch.Tensor, name), (self, *args), {})
+
+    return call
+
+
+for _name in (
+    "bool", "int", "float", "index", "iter", "getitem", "setitem", "array", "neg", "pos", "abs", "invert", "add", "radd",
+    "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "matmul", "rmatmul", "pow",
+    "rpow", "floordiv", "mod", "lt", "le", "gt", "ge", "and", "or", "xor", "eq", "ne",
+):  # fmt: skip
+    setattr(TracedOutput, f"__{_name}__", _operator(f"__{_name}__"))
+TracedOutput.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+NOTHING = torch.empty(0)
+make_subclass = torch.Tensor._make_subclass
+
+
+def is_captured() -> bool:
+    """Whether torch traces or compiles the code that runs."""
+    return is_compiling() or is_tracing()
+
+
+def sealed(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
+    """The output of the first of a pair, whose channels are in a dim, under its seal."""
+    if type(value) is not torch.Tensor or is_captured():
+        return TracedOutput(value, pair, dim)
+    seal: Any = make_subclass(SealedTensor, NOTHING)
+    seal.sealed_value = value
+    seal.sealed_by = pair
+    seal.sealed_dim = dim
+    return seal
+
+
+def sealed_for(value: torch.Tensor, pair: FoldedPair, behind: int | None) -> Any:
+    """What the first of a pair gives out, under its seal.
+
+    Args:
+        value: the output.
+        pair: the two.
+        behind: how many dims there are after that of the channels; None for a BatchNorm, which has them in dim 1.
+
+    Raises:
+        UnseenCall: it has other dims than in the recorded runs.
+    """
+    if isinstance(value, SealedOutput):
+        raise value.sealed_by.went_astray()
+    if pair.rank is not None and value.dim() != pair.rank:
+        raise pair.other_rank(value)
+    return sealed(value, pair, 1 if behind is None else value.dim() - behind - 1)
+
+
+def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
+    """The value that the second of a pair is given.
+
+    Args:
+        value: the sealed value.
+        pair: the two.
+        behind: how many dims there are after that of the channels; None for a BatchNorm, which takes dim 1 for it.
+
+    Raises:
+        UnseenCall: it isn't what the first one gave out, or its channels are in another dim.
+    """
+    if not isinstance(value, SealedOutput):
+        return _exported(value, pair, behind)
+    if value.sealed_by is not pair:
+        raise pair.came_from_elsewhere()
+    opened = value.sealed_value
+    wanted = 1 if behind is None else opened.dim() - behind - 1
+    if value.sealed_dim != wanted:
+        raise pair.other_dim(value.sealed_dim, wanted)
+    return opened
+
+
+def _exported(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
+    """A value without a seal: torch.export puts other tensors in the place of folded weights, so that a function that
+    computes with them seals nothing.
+
+    Raises:
+        UnseenCall: nothing is being exported.
+    """
+    is_fake = isinstance(value, torch.Tensor) and type(value) is not torch.Tensor
+    if not (is_fake and pair.convolves and not pair.leads and torch.compiler.is_exporting()):
+        raise pair.came_from_elsewhere()
+    bias = None if pair.added is None else pair.added.value
+    after = value.dim() - 2 if behind is None else behind
+    return value if bias is None else value + bias.reshape(-1, *[1] * after)
+
+
+def given_on(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
+    """What comes out of a second of a pair that the first does the work of: for the next one, or free."""
+    return value if pair.farther is None else sealed(value, pair.farther, dim)
+
+
+def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of torch with a sealed value gives.
+
+    Raises:
+        UnseenCall: it isn't the second of the pair, no move, and no question about shape and kind.
+    """
+    seals = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SealedOutput)]
+    seal = seals[0]
+    if len(seals) == 1 or getattr(func, "__name__", "") in SHAPED_AS:
+        if func in BATCH_NORMS:
+            return _normalised(func, seal, {**dict(zip(BATCH_NORMS[func], args, strict=False)), **kwargs})
+        if func in CONVOLUTIONS:
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            layer = getattr(weight, "sealed_layer", None)
+            if layer is not None:
+                return layer.compute(func, args, kwargs)
+        if (operation := scale_named(func)) is not None and len(args) == 2:
+            return _scaled(operation, seal, args)
+        if args and args[0] is seal:
+            name = move_named(func) or _method(func)
+            if name is not None:
+                return _moved(seal, name, func, args[1:], kwargs)
+        if _asks(func, seal, args, kwargs):
+            opened = pytree.tree_map_only(SealedOutput, lambda leaf: leaf.sealed_value, (tuple(args), dict(kwargs)))
+            return func(*opened[0], **opened[1])
+    raise seal.sealed_by.went_astray()
+
+
+def _normalised(func: Any, seal: SealedOutput, given: dict[str, Any]) -> Any:
+    """The functional BatchNorm of a pair, which its running mean names."""
+    pair = seal.sealed_by
+    if given.get("input") is not seal:
+        raise pair.went_astray()
+    nearer = getattr(given.get("running_mean"), "sealed_pair", None)
+    if pair.leads and nearer is not None and nearer.farther is pair and nearer.is_named_by(given):
+        # Another BatchNorm before the same layer.
+        check_function(nearer, given)
+        return sealed(opened_from(seal, pair, None), nearer)
+    if pair.leads or pair.operation != "batch_norm" or not pair.is_named_by(given):
+        raise pair.went_astray()
+    opened = opened_from(seal, pair, None)
+    if not pair.carried:
+        with without_subclasses():
+            output: torch.Tensor = F.batch_norm(**{**given, "input": opened})
+        is_frozen = not given.get("training", False) and not torch.compiler.is_compiling()
+        if pair.trained and is_frozen and output.requires_grad:
+            output.register_hook(pair.warn_of_lost_gradient)
+        return output
+    check_function(pair, given)
+    return given_on(opened, pair)
+
+
+def check_function(pair: FoldedPair, given: Mapping[str, Any]) -> None:
+    """See that a functional BatchNorm that a layer does the work of is called as it was when it was folded.
+
+    Raises:
+        UnseenCall: it isn't.
+    """
+    place = pair.function
+    assert place is not None
+    if place.owner._parameters.get(place.name, place.owner._buffers.get(place.name)) is not None:
+        raise pair.other_tensors(pair.norm_path)
+    if given.get("training", False):
+        raise pair.in_training()
+    if given.get("eps", 1e-5) != pair.eps:
+        raise pair.other_eps()
+
+
+def _scaled(operation: str, seal: SealedOutput, args: Sequence[Any]) -> Any:
+    pair = seal.sealed_by
+    place = pair.function
+    other = args[1] if args[0] is seal else args[0]
+    if args[0] is not seal:
+        operation = {"sub": "rsub", "rsub": "sub", "div": ""}.get(operation, operation)
+    if place is None or pair.operation != operation or other is not getattr(place.owner, place.name):
+        raise pair.went_astray()
+    if place.owner._parameters.get(place.name, place.owner._buffers.get(place.name)) is not None:
+        raise pair.other_tensors(pair.norm_path)
+    opened = opened_from(seal, pair, pair.behind)
+    return given_on(opened, pair, seal.sealed_dim)
+
+
+def _moved(seal: SealedOutput, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    value, pair, dim = seal.sealed_value, seal.sealed_by, seal.sealed_dim
+    behind = Channels(value.dim(), dim, value.shape[dim]).behind(name, args, kwargs)
+    if behind is None:
+        raise pair.went_astray()
+    return sealed(func(value, *args, **kwargs), pair, behind.dim)
+
+
+def _method(func: Any) -> str | None:
+    name = getattr(func, "__name__", "")
+    return name if name in METHODS and getattr(torch.Tensor, name) is func else None
+
+
+def _asks(func: Any, seal: SealedOutput, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if getattr(func, "__name__", "") in SHAPED_AS:
+        return len(args) == 2 and args[0] is not seal
+    return asks_no_values(
+        func, *pytree.tree_map_only(SealedOutput, lambda leaf: leaf.sealed_value, (args, dict(kwargs)))
+    )

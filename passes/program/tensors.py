@@ -1,0 +1,42 @@
+"""Parameters and buffers by their place in a model, which stays when another tensor is put there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A parameter or buffer by its owner and name there."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The tensor; None where the owner registers the name without one, or computes it."""
+        owner, name = self.owner, self.name
+        if (parameter := owner._parameters.get(name)) is not None:
+            return parameter
+        if (buffer := owner._buffers.get(name)) is not None:
+            return buffer
+        if (name in owner._parameters and name not in owner.__dict__) or self.is_computed:
+            return None
+        if hasattr(owner.__dict__.get(name), "sealed_layer"):
+            # What stands there says that the values are in other tensors.
+            return None
+        value = getattr(owner, name, None)
+        return value if isinstance(value, torch.Tensor) else None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the owner's class computes it at every access, which may write to the model: spectral_norm's does."""
+        return hasattr(type(self.owner), self.name)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the owner has something under the name."""
+        return self.value is not None or self.is_computed

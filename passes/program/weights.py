@@ -1,0 +1,304 @@
+"""Folded parameters and buffers: the layer that they belong to computes with them, and nothing else can.
+
+They are subclasses of `nn.Parameter` and `torch.Tensor`. What only moves or copies them works: `state_dict`, `detach`,
+`to`, `deepcopy`, saving, writing to them. An operation that computes a tensor from them raises `UnseenCall`. Which those
+are is read from torch's schemas: operators that return a tensor which aliases no input.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from passes.errors import UnseenCall
+from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, layer_arguments
+from passes.program.pairs import FoldedPair
+from passes.program.seals import SealedOutput, check_function, given_on, opened_from, sealed, sealed_for
+from passes.program.tensors import TensorRef
+from passes.torch_private import without_subclasses
+
+
+class FoldedLayer:
+    """A layer whose tensors were changed when it was folded together with others; they hold it.
+
+    Attributes:
+        weight, bias: where its tensors are; `bias` is None for a functional call without one.
+        dims: its spatial dims.
+        module: whether a stock layer computes with the tensors, in its own forward. Otherwise a function does.
+        pair, front: it and the affine operation after it, and before it; None without.
+    """
+
+    def __init__(self, weight: TensorRef, bias: TensorRef | None, dims: int, *, module: bool) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.dims = dims
+        self.module = module
+        self.pair: FoldedPair | None = None
+        self.front: FoldedPair | None = None
+
+    @property
+    def any_pair(self) -> FoldedPair:
+        """One of the pairs, for a sentence."""
+        pair = self.pair or self.front
+        assert pair is not None
+        return pair
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the function gives in place of the layer, under the seal of the pair.
+
+        Raises:
+            UnseenCall: the layer is a module, or is given something else than in the recorded runs.
+        """
+        names = layer_arguments(func)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        pair, front = self.pair, self.front
+        input = given["input"]
+        weight: Any = getattr(self.weight.owner, self.weight.name, None)
+        if self.module or given.get("weight") is not weight or self._has_other_bias(given.get("bias")):
+            raise self.any_pair.read_elsewhere(self.any_pair.conv_path)
+        if front is not None:
+            input = opened_from(input, front, self.dims)
+            if _pads(given.get("padding", 0)):
+                raise front.other_padding()
+        elif isinstance(input, SealedOutput):
+            raise input.sealed_by.went_astray()
+        if pair is not None and pair.rank is not None and input.dim() != pair.rank:
+            raise pair.other_rank(input)
+        bias: Any = None if self.bias is None else self.bias.owner._parameters.get(self.bias.name)
+        with without_subclasses():
+            if torch.compiler.is_dynamo_compiling():
+                weight, bias = unsealed(weight), bias if bias is None else unsealed(bias)
+            output: torch.Tensor = func(**{**given, "input": input, "weight": weight, "bias": bias})
+        return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
+
+    def _has_other_bias(self, given: Any) -> bool:
+        if self.bias is None:
+            return given is not None
+        return given is not None and given is not getattr(self.bias.owner, self.bias.name, None)
+
+
+def unsealed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one without a seal, in a graph that torch compiles, whose calls would meet it."""
+    alias: torch.Tensor = torch.ops.aten.alias.default(tensor) if _is_folded(tensor) else tensor
+    return alias
+
+
+class _Folded:
+    """What all folded tensors do.
+
+    Attributes:
+        sealed_layer: the layer that computes with it; None for a tensor of an affine operation.
+        sealed_pair: the pair that it is part of, for a tensor of an affine operation.
+    """
+
+    sealed_layer: FoldedLayer | None = None
+    sealed_pair: FoldedPair | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(func, args, kwargs or {})
+
+
+class FoldedParameter(_Folded, nn.Parameter):
+    """A parameter that a fold changed."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with without_subclasses():
+            values = self.data.clone(memory_format=torch.preserve_format)
+            twin = _made(FoldedParameter, values, self.requires_grad)
+        memo[id(self)] = twin
+        _copy_state(self, twin, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with without_subclasses():
+            values = self.detach()
+            return _made, (FoldedParameter, values, self.requires_grad), dict(self.__dict__), None, None, _set_state
+
+
+class FoldedTensor(_Folded, torch.Tensor):
+    """A tensor whose values are in others now, or a view of a folded parameter."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with without_subclasses():
+            twin = _made(FoldedTensor, self.detach().clone(), self.requires_grad)
+        memo[id(self)] = twin
+        _copy_state(self, twin, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with without_subclasses():
+            values = self.detach()
+            return _made, (FoldedTensor, values, self.requires_grad), dict(self.__dict__), None, None, _set_state
+
+
+def _made(kind: type[Any], values: torch.Tensor, requires_grad: bool) -> Any:
+    with without_subclasses():
+        return torch.Tensor._make_subclass(kind, values.detach(), requires_grad)
+
+
+def _set_state(tensor: Any, state: dict[str, Any]) -> None:
+    tensor.__dict__.update(state)
+
+
+def _copy_state(tensor: Any, twin: Any, memo: Any) -> None:
+    for name, value in tensor.__dict__.items():
+        twin.__dict__[name] = copy.deepcopy(value, memo)
+
+
+def folded_parameter(values: torch.Tensor, layer: FoldedLayer, *, requires_grad: bool) -> FoldedParameter:
+    """A parameter with the values that only the layer computes with."""
+    parameter: FoldedParameter = _made(FoldedParameter, values, requires_grad)
+    parameter.sealed_layer = layer
+    return parameter
+
+
+def folded_tensor(
+    values: torch.Tensor, *, pair: FoldedPair | None = None, layer: FoldedLayer | None = None
+) -> FoldedTensor:
+    """What stands under the name of a tensor whose values are in others now; it says that to whoever computes with it."""
+    tensor: FoldedTensor = _made(FoldedTensor, values, False)
+    tensor.sealed_pair = pair
+    tensor.sealed_layer = layer
+    return tensor
+
+
+def like_old(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """New values for a parameter, folded as the old one was."""
+    layer = getattr(old, "sealed_layer", None)
+    if layer is None or not isinstance(old, FoldedParameter) or isinstance(new, FoldedParameter):
+        return new
+    return folded_parameter(new, layer, requires_grad=new.requires_grad)
+
+
+def _is_folded(leaf: Any) -> bool:
+    return isinstance(leaf, _Folded)
+
+
+def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of torch with folded tensors gives.
+
+    Raises:
+        UnseenCall: it computes a tensor, and isn't that of the layer or the affine operation.
+    """
+    if getattr(func, "namespace", "") in ("aten", "prims"):
+        # A graph that torch captured calls operators, and no forward that somebody wrote.
+        with without_subclasses():
+            return func(*args, **kwargs)
+    if func in CONVOLUTIONS:
+        names = layer_arguments(func)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name in ("weight", "bias"):
+            layer = getattr(given.get(name), "sealed_layer", None)
+            if layer is not None:
+                return layer.compute(func, args, kwargs)
+    if func in BATCH_NORMS:
+        given = {**dict(zip(BATCH_NORMS[func], args, strict=False)), **kwargs}
+        named = (getattr(given.get(name), "sealed_pair", None) for name in ("running_mean", "weight", "bias"))
+        pair = next((pair for pair in named if pair is not None), None)
+        if pair is not None:
+            return _normalised(pair, given)
+    if _kind(func) == "computes" or _writes_elsewhere(func, args, kwargs):
+        raise _read_elsewhere(args, kwargs)
+    with without_subclasses():
+        result = func(*args, **kwargs)
+    if _kind(func) == "unknown" and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+        raise _read_elsewhere(args, kwargs)
+    return _sealed_again(func, args, result)
+
+
+def _read_elsewhere(args: Any, kwargs: Any) -> UnseenCall:
+    leaf: Any = next(leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if _is_folded(leaf))
+    layer, pair = leaf.sealed_layer, leaf.sealed_pair
+    if layer is not None:
+        return layer.any_pair.read_elsewhere(layer.any_pair.conv_path)
+    return pair.read_elsewhere(pair.norm_path)
+
+
+def _normalised(pair: FoldedPair, given: dict[str, Any]) -> Any:
+    """A functional BatchNorm on a value without a seal: one before its layer, which gives its input on under a seal."""
+    input = given["input"]
+    if not pair.is_named_by(given):
+        raise pair.read_elsewhere(pair.norm_path)
+    check_function(pair, given)
+    if not pair.leads:
+        return given_on(opened_from(input, pair, None), pair)
+    return sealed_for(input if pair.farther is None else opened_from(input, pair.farther, None), pair, None)
+
+
+# Copies, which no schema tells from what is computed; they are sealed as well.
+_COPIES = frozenset({
+    "clone", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory", "__getitem__", "__iter__", "__get__",
+    "__set__", "__deepcopy__",
+})  # fmt: skip
+# What takes the values out, as a state dict does, or makes a tensor without them.
+_FREE = frozenset(
+    {"detach", "alias", "grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
+)
+
+
+def _kind(func: Any) -> str:
+    """Whether a function of torch gives "aliases" of its inputs, "writes" to one, "computes" a tensor, or "answers"; a
+    function that is no operator, as one written in Python, is "unknown"."""
+    name = _name_of(func)
+    return "aliases" if name in _COPIES or name in _FREE else _kind_of_operator(name)
+
+
+@functools.cache
+def _kind_of_operator(name: str) -> str:
+    packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return "unknown"
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if not overload.endswith("out")]
+    returns = [result for schema in schemas for result in schema.returns if "Tensor" in str(result.type)]
+    if any(result.alias_info is None for result in returns):
+        return "computes"
+    if any(result.alias_info.is_write for result in returns):
+        return "writes"
+    return "aliases" if returns else "answers"
+
+
+def _name_of(func: Any) -> str:
+    return str(getattr(func, "__name__", ""))
+
+
+def _writes_elsewhere(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the values are written into another tensor, which has no seal."""
+    if _kind(func) != "writes" and _name_of(func) != "__setitem__":
+        return False
+    return not args or not _is_folded(args[0]) or any(map(_is_folded, pytree.tree_leaves((args[1:], dict(kwargs)))))
+
+
+def _sealed_again(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """Tensors that alias or copy a folded one are sealed as it is."""
+    name = _name_of(func)
+    if name == "__get__":
+        name = str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    if name in _FREE or not args or not _is_folded(args[0]):
+        return result
+    source = args[0]
+
+    def seal(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or _is_folded(leaf):
+            return leaf
+        view: Any = leaf.as_subclass(FoldedTensor)
+        view.sealed_layer, view.sealed_pair = source.sealed_layer, source.sealed_pair
+        return view
+
+    with without_subclasses():
+        return iter([seal(row) for row in result]) if name == "__iter__" else pytree.tree_map(seal, result)
+
+
+def _pads(padding: Any) -> bool:
+    sides = padding if isinstance(padding, list | tuple) else [padding]
+    return padding != "valid" and any(type(side) is not int or side != 0 for side in sides)

@@ -1,0 +1,192 @@
+"""Which calls of a run make a pair that can be folded."""
+
+import sys
+from pathlib import Path
+
+import folding_models as models
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_models import image
+from timm_models import TIMM, timm_member
+from tiny_models import enliven
+from torch import nn
+
+from passes.program.matching import BatchNorm, ChannelScale, channels_at_end, pairs_behind, pairs_in_front
+from passes.program.recording import operation_name, record, users_of
+from passes.program.tensors import TensorRef
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from foldable import foldable_pairs
+
+
+def recorded(model, *args, **kwargs):
+    def run_inside(watch, number):
+        with torch.no_grad(), watch:
+            model(*args, **kwargs)
+
+    (run,) = record(run_inside, 1, model, model.modules)
+    return run
+
+
+def norms_of(pairs):
+    return [pair.affine.named_by for pair in pairs]
+
+
+@pytest.mark.parametrize("cls", models.FOLDED)
+def test_every_spelling_is_found(cls):
+    model = cls().eval()
+    found = list(pairs_behind(recorded(model, image())))
+    assert len(found) >= 1
+    assert all(pair.conv.bias is None or pair.conv.bias.owner is pair.conv.weight.owner for pair in found)
+
+
+@pytest.mark.parametrize("kind", models.CONVOLUTIONS)
+def test_layers_are_taken_with_their_numbers(kind):
+    make, shape = models.CONVOLUTIONS[kind]
+    conv = make()
+    norm = models.norm_behind(conv, shape)
+    (pair,) = pairs_behind(recorded(nn.Sequential(conv, norm).eval(), image(*shape)))
+    assert (pair.conv.module, pair.affine.module) == (conv, norm)
+    assert pair.conv.weight == TensorRef(conv, "weight")
+    assert pair.conv.dims == len(shape) - 2
+    assert pair.conv.transposed is isinstance(conv, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+    assert pair.conv.channels == norm.num_features
+    assert pair.conv.input_channels == shape[1]
+    assert pair.conv.groups == getattr(conv, "groups", 1)
+    assert pair.affine.mean == TensorRef(norm, "running_mean")
+    assert (channels_at_end(pair).dim, channels_at_end(pair).count) == (1, norm.num_features)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "zeros"])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_norm_in_front_is_found_through_padding_that_repeats(mode, padding):
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=padding, padding_mode=mode)).eval()
+    (pair,) = pairs_in_front(recorded(model, image()))
+    assert pair.affine.leads
+    assert pair.conv.pads is (mode == "zeros" and padding == 1)
+    assert pair.first is pair.affine
+    assert [operation_name(node) for node in pair.way] == ["batch_norm", "conv2d"]
+
+
+class Moved(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.move = move
+
+    def forward(self, x):
+        return self.bn(self.move(self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    ("move", "dim"),
+    [
+        (lambda y: y.flatten(0, 1), 1),
+        (lambda y: y.transpose(1, 2), 1),
+        (lambda y: torch.transpose(y, -1, -2).contiguous(), 1),
+        (lambda y: y.permute(0, 2, 1), 1),
+        (lambda y: F.dropout(y.reshape(-1, 4), 0.5, False), 1),
+        (lambda y: y.view(-1, 4), 1),
+        (lambda y: y.expand(y.shape), None),
+        (lambda y: y.relu().flatten(0, 1), None),
+        (lambda y: F.dropout(y.flatten(0, 1), 0.5, True), None),
+        (lambda y: y[:, 0], None),
+    ],
+)
+def test_moves_between_the_two(move, dim):
+    found = [channels_at_end(pair) for pair in pairs_behind(recorded(Moved(move).eval(), image(2, 4, 3)))]
+    assert [channels.dim for channels in found if channels] == ([] if dim is None else [dim])
+
+
+class Scaled(nn.Module):
+    def __init__(self, compute, shape):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.scale = nn.Parameter(torch.ones(shape))
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self.conv(x), self.scale)
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda y, s: y * s, "mul"), (lambda y, s: s * y, "mul"), (lambda y, s: y.mul(s), "mul"),
+        (lambda y, s: y + s, "add"), (lambda y, s: s - y, "rsub"), (lambda y, s: y - s, "sub"),
+        (lambda y, s: y / s, "div"), (lambda y, s: torch.add(y, s), "add"), (torch.div, "div"),
+        (lambda y, s: s / y, None), (lambda y, s: torch.add(y, s, alpha=2), None), (lambda y, s: y**s, None),
+    ],
+)  # fmt: skip
+def test_products_and_sums(compute, operation):
+    found = list(pairs_behind(recorded(Scaled(compute, (1, 4, 1, 1)), image())))
+    assert [pair.affine.operation for pair in found] == ([] if operation is None else [operation])
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((4, 1, 1), 1), ((1,), 1), ((), 1), ((1, 4, 1, 1), 1), ((8,), 0), ((2, 1, 1, 1), 0), ((1, 1, 4, 1, 1), 0)],
+)
+def test_only_what_has_one_number_for_each_channel_scales_them(shape, count):
+    found = list(pairs_behind(recorded(Scaled(lambda y, s: y * s, shape), image(2, 3, 8, 8))))
+    assert len(found) == count
+    assert all(isinstance(pair.affine, ChannelScale) for pair in found)
+
+
+def test_what_stands_after_a_folded_one_is_a_pair_too():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).eval()
+    run = recorded(model, image())
+    (first,) = pairs_behind(run)
+    assert first.affine.module is model[1]
+    (second,) = pairs_behind(run, [first.affine.node])
+    assert (second.conv.module, second.affine.module) == (model[0], model[2])
+    assert second.way == (first.conv.node, first.affine.node, second.affine.node)
+
+
+def test_a_loop_and_a_shared_head_give_one_pair_for_each_call():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)]
+
+        def forward(self, x):
+            for _ in range(3):
+                for layer in self.layers:
+                    x = layer(x)
+            return x
+
+    model = Loop()
+    for layer in model.layers:
+        layer.eval()
+    model.held = nn.ModuleList(model.layers)
+    found = list(pairs_behind(recorded(model, image())))
+    assert len(found) == 3
+    assert len({pair.conv.weight for pair in found}) == len(set(norms_of(found))) == 1
+
+
+def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
+    class Doubled(nn.Conv2d):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    model = nn.Sequential(Doubled(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    assert not list(pairs_behind(recorded(model, image())))
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_every_pair_that_a_run_shows_is_found(name):
+    """Counted apart, by what uses each value."""
+    model, kwargs = timm_member(name)
+    enliven(model)
+    paths = {module: path for path, module in model.named_modules()}
+    run = recorded(model.eval(), **kwargs)
+    found = {
+        paths[pair.affine.mean.owner]
+        for pair in (*pairs_behind(run), *pairs_in_front(run))
+        if isinstance(pair.affine, BatchNorm)
+        and pair.affine.mean is not None
+        and all(len(users_of(node)) == 1 for node in pair.way[:-1])
+    }
+    assert {pair.norm for pair in foldable_pairs(model, (), kwargs)} <= found

@@ -1,0 +1,293 @@
+"""What a sealed output and a folded weight answer, and what they refuse."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from passes.errors import UnseenCall
+from passes.program.folded import FoldedConvForward, FoldedNormForward
+from passes.program.pairs import FoldedPair
+from passes.program.seals import SealedOutput, SealedTensor, opened_from, sealed
+from passes.program.tensors import TensorRef
+from passes.program.weights import FoldedLayer, FoldedParameter, FoldedTensor, folded_parameter, folded_tensor
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """A convolution that has its BatchNorm's work, called as modules or as functions."""
+
+    def __init__(self, functional=False):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.functional = functional
+        self.way = "seen"
+
+    def forward(self, x):
+        if self.way == "weight":
+            return F.conv2d(x, self.conv.weight) if not self.functional else x.mean() * self.conv.weight
+        if self.way == "view":
+            return x.flatten(1)[:, :27] @ self.conv.weight.view(4, -1).t()
+        if self.way == "bias":
+            return x.mean() + self.conv.bias
+        bn = self.bn
+        if self.functional:
+            y = F.conv2d(x, self.conv.weight, self.conv.bias)
+            if self.way == "raw":
+                return y.relu()
+            return F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.1, bn.eps)
+        y = self.conv(x)
+        return y.relu() if self.way == "raw" else bn(y)
+
+
+def folded(functional):
+    """The model, and the same with the seals of a fold."""
+    torch.manual_seed(0)
+    model = Net(functional).eval()
+    with torch.no_grad():
+        for tensor in (model.bn.running_mean, model.bn.bias):
+            tensor.uniform_(-1, 1)
+        for tensor in (model.bn.running_var, model.bn.weight):
+            tensor.uniform_(0.5, 2)
+    result = copy.deepcopy(model)
+    conv, bn = result.conv, result.bn
+    scale = bn.weight.detach() / (bn.running_var + bn.eps).sqrt()
+    weight = conv.weight.detach() * scale.reshape(-1, 1, 1, 1)
+    bias = (conv.bias.detach() - bn.running_mean) * scale + bn.bias.detach()
+    function = TensorRef(bn, "running_mean") if functional else None
+    pair = FoldedPair("conv", "bn", 4, 2, function=function, eps=bn.eps)
+    layer = FoldedLayer(TensorRef(conv, "weight"), TensorRef(conv, "bias"), 2, module=not functional)
+    layer.pair = pair
+    pair.convolves = functional
+    conv._parameters["weight"] = folded_parameter(weight, layer, requires_grad=True)
+    conv._parameters["bias"] = folded_parameter(bias, layer, requires_grad=True)
+    if not functional:
+        conv.__dict__["forward"] = FoldedConvForward(conv, pair)
+        bn.__dict__["forward"] = FoldedNormForward(bn, pair, carried=True)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        home = bn._parameters if name in bn._parameters else bn._buffers
+        if functional:
+            value = {"running_var": 1 - bn.eps, "weight": 1.0}.get(name, 0.0)
+            bn.__dict__[name] = folded_tensor(torch.full((4,), value), pair=pair)
+        home[name] = None
+    return model, result
+
+
+BOTH = pytest.mark.parametrize("functional", [False, True])
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def same(mine, theirs, tolerance=1e-5):
+    return torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@BOTH
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, pickled, saved, copy.copy])
+def test_the_way_that_was_seen_is_right_and_others_raise(functional, again):
+    model, result = folded(functional)
+    result = again(result)
+    assert same(result(X), model(X))
+    for way in ("raw", "weight", "view", "bias"):
+        result.way = way
+        with pytest.raises(UnseenCall, match=r"conv was .*folded together with bn"):
+            result(X)
+    result.way = "seen"
+    assert same(result(X), model(X))
+
+
+@BOTH
+def test_copies_stand_by_themselves(functional):
+    _, result = folded(functional)
+    for again in (copy.deepcopy, pickled, saved):
+        twin = again(result)
+        assert type(twin.conv.weight) is FoldedParameter
+        assert twin.conv.weight.sealed_layer.weight.owner is twin.conv
+        with torch.no_grad():
+            twin.conv.weight.zero_()
+            twin.conv.bias.zero_()
+        assert not twin(X).any()
+        assert result(X).any()
+
+
+@BOTH
+def test_dtypes_modes_and_gradients(functional):
+    model, result = folded(functional)
+    for change in (lambda m: m.double(), lambda m: m.bfloat16(), lambda m: m.float(), lambda m: m.to("cpu")):
+        change(model), change(result)
+        x = X.to(model.conv.weight.dtype)
+        assert type(result.conv.weight) is FoldedParameter
+        assert same(result(x), model(x), 0.1)
+    x, other = (X.clone().requires_grad_() for _ in range(2))
+    result.float(), model.float()
+    (model(x).sin().sum()).backward()
+    (result(other).sin().sum()).backward()
+    assert same(x.grad, other.grad, 1e-2)
+    with torch.inference_mode():
+        assert same(result(X), model(X), 1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(result(X).float(), model(X).float(), 0.1)
+    batched = torch.func.vmap(lambda rows: result(rows[None])[0])(X)
+    assert same(batched, model(X), 1e-2)
+
+
+@BOTH
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_result_is_the_plain_computation(functional, backend):
+    model, result = folded(functional)
+    torch._dynamo.reset()
+    compiled = torch.compile(result, backend=backend, fullgraph=not functional)
+    with torch.no_grad():
+        assert same(compiled(X), model(X))
+    result.way = "raw"
+    with pytest.raises(UnseenCall), torch.no_grad():
+        torch.compile(result, backend=backend)(X)
+
+
+@BOTH
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_result_is_the_plain_computation(functional, strict):
+    model, result = folded(functional)
+    exported = torch.export.export(result, (X,), strict=strict)
+    assert same(exported.module()(X), model(X))
+    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    # What is left of a functional BatchNorm where torch asks no subclass gives its input as it is.
+    rest = ["aten.batch_norm.default"] if strict and functional else []
+    assert [name for name in names if "alias" not in name] == ["aten.conv2d.default", *rest]
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_traced_result_is_the_plain_computation(functional):
+    model, result = folded(functional)
+    traced = torch.jit.trace(result, (X,))
+    assert same(traced(X), model(X))
+    assert "batch_norm" not in str(traced.inlined_graph)
+
+
+def test_a_sealed_value_answers_for_its_shape_and_moves():
+    _, result = folded(False)
+    y = result.conv(X)
+    assert isinstance(y, torch.Tensor)
+    assert (y.shape, y.ndim, y.size(1), y.dtype, len(y)) == ((2, 4, 6, 6), 4, 4, torch.float32, 2)
+    assert (y.device, y.is_cuda, y.numel(), y.is_floating_point()) == (X.device, False, 288, True)
+    torch._assert(y.dim() == 4, f"4D expected ({y.ndim}D)")
+    moved = y.transpose(1, 2).contiguous()
+    assert type(moved) is SealedTensor
+    assert moved.sealed_dim == 2
+    with pytest.raises(UnseenCall, match="takes dim 1 for the channels, and they come to it in dim 2"):
+        result.bn(moved)
+    assert torch.equal(result.bn(moved.transpose(1, 2)), result.bn(y))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y + 1, lambda y: y.max(), lambda y: y.tolist(), lambda y: bool((y > 0).any()), lambda y: y[0],
+        lambda y: y.relu_(), lambda y: y.clone().sum(), lambda y: y.detach().sum(), lambda y: y.numpy(),
+        lambda y: torch.cat([y, y]), lambda y: list(y), lambda y: copy.deepcopy(y), lambda y: y.flatten() @ y.flatten(),
+        lambda y: torch.zeros(2, 4, 6, 6).copy_(y), lambda y: y.item(), lambda y: y.backward(), lambda y: pickle.dumps(y),
+        lambda y: F.batch_norm(y, torch.zeros(4), torch.ones(4)), lambda y: F.conv2d(y, torch.ones(1, 4, 1, 1)),
+        lambda y: nn.Conv2d(4, 1, 1)(y), lambda y: y.exp().sum(), lambda y: y.data.sum(), lambda y: torch.equal(y, y),
+    ],
+)  # fmt: skip
+def test_a_sealed_value_refuses_all_else(use):
+    _, result = folded(False)
+    with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, and its output was used without it"):
+        use(result.conv(X))
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_another_batch_norm_does_not_open_it(functional):
+    _, result = folded(functional)
+    _, other = folded(functional)
+    bn, y = other.bn, (F.conv2d(X, result.conv.weight, result.conv.bias) if functional else result.conv(X))
+    with pytest.raises(UnseenCall):
+        F.batch_norm(y, bn.running_mean, bn.running_var) if functional else bn(y)
+    with pytest.raises(UnseenCall, match="given a value that doesn't come from it"):
+        F.batch_norm(X[:, :1], bn.running_mean, bn.running_var) if functional else bn(torch.ones(2, 4, 6, 6))
+
+
+def test_a_functional_norm_is_called_as_it_was():
+    _, result = folded(True)
+    y, bn = F.conv2d(X, result.conv.weight, result.conv.bias), result.bn
+    with pytest.raises(UnseenCall, match="another eps"):
+        F.batch_norm(y, bn.running_mean, bn.running_var, eps=1.0)
+    with pytest.raises(UnseenCall, match="put in training"):
+        F.batch_norm(y, bn.running_mean, bn.running_var, training=True)
+    bn.running_mean = torch.zeros(4)
+    with pytest.raises(UnseenCall):
+        F.batch_norm(y, bn.running_mean, bn.running_var)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w: w * 2, lambda w: 2 - w, lambda w: w.view(4, -1).sum(), lambda w: w[0].exp(), lambda w: w.t_() if 0 else w.abs(),
+        lambda w: torch.zeros_like(w).add_(w), lambda w: torch.zeros(4, 3, 3, 3).copy_(w), lambda w: w.clone().norm(),
+        lambda w: [row * 1 for row in w], lambda w: F.conv2d(X, w), lambda w: F.interpolate(w, scale_factor=2),
+        lambda w: torch.cat([w, w]), lambda w: w.to(torch.float64) + 1, lambda w: w.data @ w.data.mT, lambda w: w.unbind()[0] + 1,
+        lambda w: torch.zeros(4, 3, 3, 3).__setitem__(0, w[0]), lambda w: torch.einsum("oikl->o", w), lambda w: w.mul_(w),
+    ],
+)  # fmt: skip
+def test_a_folded_weight_refuses_to_be_computed_with(use):
+    _, result = folded(False)
+    with pytest.raises(
+        UnseenCall, match=r"^conv was changed when conv was folded together with bn, and is used without"
+    ):
+        use(result.conv.weight)
+
+
+def test_a_folded_weight_can_be_written_moved_and_saved():
+    model, result = folded(False)
+    own = {name: value.clone() for name, value in result.state_dict().items()}
+    assert {type(value) for value in own.values()} == {torch.Tensor}
+    with torch.no_grad():
+        nn.init.zeros_(result.conv.weight)
+        result.conv.weight.mul_(2).add_(1)
+        result.conv.weight[0] = 5
+    assert not same(result(X), model(X))
+    result.load_state_dict(own)
+    assert same(result(X), model(X))
+    assert type(result.conv.weight) is FoldedParameter
+    assert torch.equal(result.conv.weight, own["conv.weight"])
+    assert not torch.allclose(result.conv.weight, model.conv.weight)
+    assert result.conv.weight.shape == (4, 3, 3, 3)
+    assert result.conv.weight.numel() == 108
+    assert f"{result.conv.weight}".startswith("Parameter")
+    assert type(result.conv.weight.view(-1)) is FoldedTensor
+    result.requires_grad_(False)
+    assert not result.conv.weight.requires_grad
+
+
+def test_functional_call_takes_its_own_weights():
+    model, result = folded(False)
+    own = {key: tensor.detach() * 1 for key, tensor in result.named_parameters()}
+    assert same(torch.func.functional_call(result, own, (X,)), model(X))
+    with pytest.raises(UnseenCall, match="has parameters again that went into another module"):
+        torch.func.functional_call(result, dict(model.named_parameters()), (X,))
+
+
+def test_a_sealed_value_holds_no_numbers_of_its_own():
+    value = torch.randn(2, 4)
+    pair = FoldedPair("conv", "bn", None, 0)
+    seal = sealed(value, pair)
+    assert isinstance(seal, SealedOutput)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert seal.numel() == 0
+    assert opened_from(seal, pair, None) is value
