@@ -62,7 +62,7 @@ class Call:
         name: the function's.
         path: of the module whose forward makes it.
         flops: of its matmuls, convolutions and attention.
-        moved: bytes that its operators read and write.
+        cost: its time, as `passes.checkpointing.cost` estimates it.
         inner: the bytes that it takes while it runs, on top of what was alive before.
         alone: the same where nothing that it saves of its own is kept.
         early: the same up to where it has saved the last of its own: there it stops where no result of it is asked for.
@@ -79,7 +79,7 @@ class Call:
     name: str
     path: str
     flops: int = 0
-    moved: int = 0
+    cost: int = 0
     inner: int = 0
     alone: int = 0
     early: int = 0
@@ -394,12 +394,13 @@ class _Remembering(_Watch):
         live, self._saves = self.bytes, []
         self._peak = max(self._peak, live.peak)
         live.restart()
-        self._before, flops, bytes_moved = live.live, live.flops, live.moved
+        self._before, flops, cost = live.live, live.flops, live.cost
         live.is_random = live.is_foreign = False
         with saved_tensors_hooks(self._pack_inside, self.unpack) if mine else nullcontext():
             result = func(*args, **kwargs)
         call.inner = live.peak - self._before
-        call.flops, call.moved = live.flops - flops, live.moved - bytes_moved
+        # Each call takes a little.
+        call.flops, call.cost = live.flops - flops, live.cost - cost + 1
         call.random = live.is_random
         call.repeatable &= not live.is_foreign
         return result
