@@ -122,7 +122,7 @@ class InsertCheckpoints(Pass):
         for region in report.regions:
             with rewriter.change(region.path, region.text):
                 pass
-        _set_compiled(rewriter, root, modules_for(steps.profile, solver.simulation, solver.cost, found.measured.peak))
+        _set_compiled(rewriter, root, modules_for(steps.profile, solver.simulation, found.measured.peak))
         with rewriter.change("", found.text) as change:
             rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)

@@ -54,7 +54,7 @@ from optimizer.errors import LoadError, OptimizeFailed
 from optimizer.preserve import evaluated, kept_state
 from optimizer.report import PassRecord
 from passes import InsertCheckpoints, insert_checkpoints
-from passes.checkpointing import tape
+from passes.checkpointing import ambient
 from passes.checkpointing.profile import loss_of
 from passes.errors import RequirementNotMet, UnseenCall
 
@@ -151,7 +151,7 @@ def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     """The property can fail: of random numbers that aren't drawn again, and of a budget that isn't kept to."""
     step = Step((("linear", 0, 0), ("dropout", 0, 0), ("tanh", 0, 0)) * 2)
     with monkeypatch.context() as patch:
-        patch.setattr(tape, "_set_random_states", lambda states: None)
+        patch.setattr(ambient, "_set_random_states", lambda states: None)
         with pytest.raises(OptimizeFailed, match="insert-checkpoints was rolled back: gradient of"):
             check_plan(step, "min")
     with monkeypatch.context() as patch:

@@ -29,14 +29,26 @@ class Choice:
         synchronised = frozenset(number for number, call in enumerate(profile.calls) if call.synchronised)
         return Plan(tuple(call.name for call in profile.calls), tuple(self._steps(profile)), synchronised)
 
-    def _steps(self, profile: Profile) -> list[Step]:
-        steps = []
-        for call, recomputed, region in zip(profile.calls, self.recomputed, self.regions, strict=True):
+    def _steps(self, profile: Profile) -> list[Step | None]:
+        steps: list[Step | None] = []
+        meets = self._meets_dropped(profile)
+        for index, (call, recomputed, region) in enumerate(
+            zip(profile.calls, self.recomputed, self.regions, strict=True)
+        ):
             numbers = [number for value in call.makes for number in profile.values[value].numbers]
             internals = frozenset(-1 - number for number in numbers if number < 0)
-            # A call that is kept is in the plan too: what it saves of its arguments isn't.
-            steps.append(Step(region, True, internals, call.random) if recomputed else Step(random=call.random))
+            if recomputed:
+                steps.append(Step(region, True, internals, call.random))
+            else:
+                # What a kept call saves of dropped arguments isn't kept; another one is as without a plan.
+                steps.append(Step(random=call.random) if call.random or index in meets else None)
         return steps
+
+    def _meets_dropped(self, profile: Profile) -> set[int]:
+        """The calls that take or save a dropped value."""
+        dropped = {number for number, value in enumerate(profile.values) if self.recomputed[value.call]}
+        savers = {saver for number in dropped for saver in profile.values[number].savers}
+        return savers | {index for index, call in enumerate(profile.calls) if dropped.intersection(call.args)}
 
 
 def possible(profile: Profile, wanted: Sequence[bool]) -> tuple[bool, ...]:

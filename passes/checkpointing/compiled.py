@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes.checkpointing.choice import Choice, possible
 from passes.checkpointing.profile import Profile
-from passes.checkpointing.simulation import Outcome, Simulation
+from passes.checkpointing.simulation import Simulation
 from passes.graph.guards import AroundForward
 
 
@@ -66,9 +66,7 @@ class CompiledCheckpoint(AroundForward):
         return self._inner_forward(*args, **kwargs)
 
 
-def modules_for(
-    profile: Profile, simulation: Simulation, cost: Callable[[Outcome], float], budget: int
-) -> tuple[str, ...]:
+def modules_for(profile: Profile, simulation: Simulation, budget: int) -> tuple[str, ...]:
     """The modules whose results inside aren't kept: the cheapest found that keep to the budget, in bytes, else those with
     the lowest peak.
 
@@ -85,7 +83,7 @@ def modules_for(
                 low = middle + 1
         outcome = simulation.run(_again(profile, siblings[:low]))
         over = outcome.peak > budget
-        found.append((over, outcome.peak if over else cost(outcome), tuple(siblings[:low])))
+        found.append((over, outcome.peak if over else outcome.cost, tuple(siblings[:low])))
     return min(found)[-1] if found else ()
 
 

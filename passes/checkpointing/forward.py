@@ -7,14 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.sharding import Units
-from passes.checkpointing.tape import Tape, top_hooks
+from passes.checkpointing.tape import Tape
 from passes.graph.guards import AroundForward
+from passes.torch_private import (
+    DefaultDevice,
+    active_function_modes,
+    is_in_forward_mode,
+    is_tracing,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +43,10 @@ class CheckpointedForward(AroundForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.compile and the exporters make programs of their own, which take no function mode.
-        is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
+        is_traced = torch.compiler.is_compiling() or is_tracing()
         if is_traced or not torch.is_grad_enabled() or not self.owner.training:
             return self._inner_forward(*args, **kwargs)
-        modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+        modes = [mode for mode in active_function_modes() if not isinstance(mode, DefaultDevice)]
         if any(isinstance(mode, Tape) for mode in modes):
             # It is part of a step that is planned as a whole.
             return self._inner_forward(*args, **kwargs)
@@ -73,8 +78,8 @@ class CheckpointedForward(AroundForward):
 
 def _why_not() -> str | None:
     """Why what is kept or computed again isn't the plan's to say."""
-    if top_hooks(False) is not None:
+    if top_saved_tensors_hooks() is not None:
         return "hooks on saved tensors are set around the forward"
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if not saved_tensors_hooks_enabled():
         return "hooks on saved tensors are disabled around the forward"
-    return "gradients are asked for in forward mode" if forward_ad._current_level >= 0 else None
+    return "gradients are asked for in forward mode" if is_in_forward_mode() else None

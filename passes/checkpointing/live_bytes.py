@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from passes.checkpointing.cost import FLOPS_PER_BYTE, flops_of
 
 # A fake tensor is asked for its device by an operator: most of all that are called.
 _DEVICE = torch.ops.prim.device.default
@@ -25,7 +26,7 @@ class LiveBytes(TorchDispatchMode):
         live: bytes alive now; peak: the most so far, since it was last set.
         sizes: the bytes of each memory, in the order in which they were made; when_gone is told its number there.
         flops: of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them.
-        moved: bytes of the arguments and results of all operators but views.
+        cost: the time of all operators but views, as `cost` estimates it.
         is_random, is_foreign: whether an operator drew random numbers, or was none of torch's own, since they were last set.
     """
 
@@ -35,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.flops = 0
-        self.moved = 0
+        self.cost = 0
         self.is_random = False
         self.is_foreign = False
         self.sizes: list[int] = []
@@ -57,12 +58,12 @@ class LiveBytes(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in made:
             self._see(tensor)
-        counted = flop_registry.get(func._overloadpacket)
-        if counted is not None:
-            self.flops += counted(*args, **kwargs, out_val=result)
+        flops = flops_of(func._overloadpacket, args, kwargs, result)
+        self.flops += flops
         if not func.is_view:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+            moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+            self.cost += flops + FLOPS_PER_BYTE * moved
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         self.is_foreign |= func.namespace not in ("aten", "prim", "prims")
         return result

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from passes.checkpointing.calls import UNCOUNTED, has_no_versions, is_repeatable, moved_statistics, name_of
 from passes.checkpointing.fake import homes_of
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.plan import Plan
-from passes.checkpointing.tape import (
-    UNCOUNTED,
-    Tape,
-    counts_no_versions,
-    follows_from_its_arguments,
-    pop_hooks,
-    push_hooks,
-    top_hooks,
-    transforms,
-)
+from passes.checkpointing.tape import Tape
 from passes.checkpointing.tensors import fills_its_memory, is_plain, tensors_in, version_of
-from passes.graph.calls import moved_statistics, name_of
-from passes.graph.interception import intercepted_calls
+from passes.torch_private import active_transforms, top_saved_tensors_hooks
 
 
 class NoProfile(Exception):
@@ -70,7 +62,7 @@ class Call:
         name: the function's.
         path: of the module whose forward makes it.
         flops: of its matmuls, convolutions and attention.
-        moved: bytes that its operators read and write.
+        cost: its time, as `passes.checkpointing.cost` estimates it.
         inner: the bytes that it takes while it runs, on top of what was alive before.
         alone: the same where nothing that it saves of its own is kept.
         early: the same up to where it has saved the last of its own: there it stops where no result of it is asked for.
@@ -87,7 +79,7 @@ class Call:
     name: str
     path: str
     flops: int = 0
-    moved: int = 0
+    cost: int = 0
     inner: int = 0
     alone: int = 0
     early: int = 0
@@ -242,19 +234,10 @@ class _Watch(TorchFunctionMode):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of the forward."""
-        paths = {id(module): path for path, module in self.root.named_modules()}
-
-        def around(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._calling.append((paths[id(module)], module))
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._calling.pop()
-
         with ExitStack() as stack:
-            stack.enter_context(intercepted_calls(self.root, around))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack_outside, self.unpack))
-            self._outer = top_hooks(False)
+            stack.enter_context(self._following())
+            stack.enter_context(saved_tensors_hooks(self.pack_outside, self.unpack))
+            self._outer = top_saved_tensors_hooks()
             stack.enter_context(self)
             try:
                 return self.root(*args, **kwargs)
@@ -262,6 +245,31 @@ class _Watch(TorchFunctionMode):
                 if "saved tensor hooks" not in str(error):
                     raise
                 raise NoProfile("it takes gradients by torch.func, which lets nobody see what is saved") from error
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Follow, by hooks, which module's forward runs."""
+        handles = []
+        for path, module in self.root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                # It takes no hooks, and makes no calls that a function mode sees.
+                continue
+
+            def enter(module: nn.Module, args: Any, path: str = path) -> None:
+                self._calling.append((path, module))
+
+            def leave(module: nn.Module, args: Any, result: Any) -> None:
+                self._calling.pop()
+
+            handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -360,15 +368,15 @@ class _Remembering(_Watch):
         index = len(self.profile.calls)
         self._see_made_between(index - 1)
         given = tensors_in((args, kwargs))
-        moved = moved_statistics(func, args, kwargs)
+        moved = moved_statistics(name, func, args, kwargs)
         path, module = self._calling[-1]
         synchronised = isinstance(module, nn.SyncBatchNorm) and module.training and name == "batch_norm"
         call = Call(name, path, spare=sum(tensor.nbytes for tensor in moved), synchronised=synchronised)
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
         # Inside of hooks that the model itself set what is saved is theirs; the transforms of torch.func allow no hooks.
-        mine = top_hooks(False) == self._outer and transforms() is None and not counts_no_versions(given)
-        call.repeatable = mine and not synchronised and follows_from_its_arguments(name, args, kwargs)
+        mine = top_saved_tensors_hooks() == self._outer and active_transforms() is None and not has_no_versions(given)
+        call.repeatable = mine and not synchronised and is_repeatable(name, args, kwargs)
         call.args = tuple(
             dict.fromkeys(value for tensor in inputs if (value := self._value(index, tensor)) is not None)
         )
@@ -386,17 +394,13 @@ class _Remembering(_Watch):
         live, self._saves = self.bytes, []
         self._peak = max(self._peak, live.peak)
         live.restart()
-        self._before, flops, bytes_moved = live.live, live.flops, live.moved
+        self._before, flops, cost = live.live, live.flops, live.cost
         live.is_random = live.is_foreign = False
-        if mine:
-            push_hooks(self._pack_inside, self.unpack)
-        try:
+        with saved_tensors_hooks(self._pack_inside, self.unpack) if mine else nullcontext():
             result = func(*args, **kwargs)
-        finally:
-            if mine:
-                pop_hooks()
         call.inner = live.peak - self._before
-        call.flops, call.moved = live.flops - flops, live.moved - bytes_moved
+        # Each call takes a little.
+        call.flops, call.cost = live.flops - flops, live.cost - cost + 1
         call.random = live.is_random
         call.repeatable &= not live.is_foreign
         return result

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from passes.checkpointing.beside import BESIDE
+from passes.checkpointing.calls import UNWATCHED
 from passes.checkpointing.plan import Plan
 from passes.errors import UnseenCall
 
@@ -45,7 +45,7 @@ class Units:
 
         digest = hashlib.sha256(repr(plan).encode()).hexdigest()
         meshes = {parameter.device_mesh for parameter in self._root.parameters() if isinstance(parameter, DTensor)}
-        with BESIDE.entered():
+        with UNWATCHED.entered():
             for group in (group for mesh in meshes for group in mesh.get_all_groups()):
                 digests: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(digests, digest, group)
@@ -74,7 +74,7 @@ class Gathered:
         self._used.append(unit)
         if tensor.numel() and not tensor.untyped_storage().size():
             self._units.append(unit)
-            with BESIDE.entered():
+            with UNWATCHED.entered():
                 unit.unshard()  # type: ignore[operator]
 
     def called(self) -> None:
@@ -90,7 +90,7 @@ class Gathered:
     def _give_back(self, units: list[Any]) -> None:
         for unit in units:
             self._units.remove(unit)
-            with BESIDE.entered():
+            with UNWATCHED.entered():
                 unit.reshard()
 
 
@@ -118,7 +118,7 @@ class _Hook:
         self.homes = homes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with BESIDE.entered():
+        with UNWATCHED.entered():
             result = self.hook(*args, **kwargs)
         self.homes.update((id(parameter), self.unit) for parameter in _own_parameters(self.unit))
         return result

@@ -15,15 +15,13 @@ class Outcome:
     Attributes:
         peak: bytes.
         at: the place of the peak: a call of the forward, or, from `len(calls)` on, a position of the backward pass.
-        flops, moved: of what is computed again.
-        runs: how many calls are.
+        flops, cost: of what is computed again.
     """
 
     peak: int
     at: int
     flops: int
-    moved: int
-    runs: int
+    cost: int
 
 
 class Simulation:
@@ -87,7 +85,7 @@ class Course:
         ]
         # What isn't there in the backward pass, and has to be computed again when it is asked for.
         self.lacks = list(self.dropped)
-        self.flops = self.moved = self.runs = 0
+        self.flops = self.cost = 0
         self.live = 0
         self.ends: list[dict[int, int]] = [{} for _ in range(len(self.order) + 1)]
         self.late = [0] * (len(self.order) + 1)
@@ -121,7 +119,7 @@ class Course:
         self._go_backward()
         steps = self.forward + self.backward
         peak = max(steps, default=0)
-        return Outcome(peak, steps.index(peak) if steps else 0, self.flops, self.moved, self.runs)
+        return Outcome(peak, steps.index(peak) if steps else 0, self.flops, self.cost)
 
     def _go_forward(self) -> None:
         simulation, python, size, is_held = self.simulation, self.python, self.simulation.size, self.is_held
@@ -179,7 +177,7 @@ class Course:
         for index in order:
             call = calls[index]
             self.flops += call.flops
-            self.moved += call.moved
+            self.cost += call.cost
             before, asked = live, 0
             own = regions[index]
             stays = region[: len(own)] == own
@@ -206,7 +204,6 @@ class Course:
                         del uses[number]
                         if number in held:
                             live -= size[number]
-        self.runs += len(order)
         self.live = live
         return peak
 

@@ -22,16 +22,15 @@ from typing import NamedTuple
 import numpy as np
 
 from passes.checkpointing.choice import Choice, Region, possible
+from passes.checkpointing.cost import FLOPS_PER_BYTE
 from passes.checkpointing.parts import Cutter, Part
 from passes.checkpointing.profile import Call, Profile
 from passes.checkpointing.rerun import cheapest
-from passes.checkpointing.simulation import Course, Outcome, Simulation
+from passes.checkpointing.simulation import Course, Simulation
 from passes.checkpointing.small import FEW, Search
 
-# What a byte costs that is read or written, in FLOPs: about what CPUs and GPUs do meanwhile in float32.
-FLOPS_PER_BYTE = 10.0
 # A byte's price, in FLOPs: from that of the cheapest call to that of the dearest matmul.
-_PRICES = tuple(FLOPS_PER_BYTE * 2**power for power in range(-1, 14))
+_PRICES = tuple(FLOPS_PER_BYTE * 2.0**power for power in range(-1, 14))
 _MOST_CUTS = 48
 # Of a long row of equal blocks so many times as many.
 _MANY = 4
@@ -48,15 +47,6 @@ _CLOSE = 0.002
 _MOVES = 100_000
 # So many parts back a value is named by its distance.
 _NEAR = 10
-
-
-def cost_of(flops: float, moved: float) -> float:
-    """The time that calls take, in FLOPs; each takes a little."""
-    return flops + FLOPS_PER_BYTE * moved + 1
-
-
-def _costs_of(profile: Profile) -> list[float]:
-    return [cost_of(call.flops, call.moved) for call in profile.calls]
 
 
 class Option(NamedTuple):
@@ -105,14 +95,10 @@ class Solver:
         """The numbers of the cuts that stand out."""
         return [number for number, (_, stands_out) in enumerate(self._cuts) if stands_out]
 
-    def cost(self, outcome: Outcome) -> float:
-        """Of what is computed again."""
-        return cost_of(outcome.flops, outcome.moved) + outcome.runs if outcome.runs else 0.0
-
     @cached_property
     def _costs(self) -> list[float]:
         """Of each call."""
-        return _costs_of(self.profile)
+        return [call.cost for call in self.profile.calls]
 
     @cached_property
     def _eager_peak(self) -> int:
@@ -125,7 +111,7 @@ class Solver:
         known = self.joined(budget)
         found = [known, self.search.cheapest(budget, known) if self._is_small else None]
         if choices := [choice for choice in found if choice is not None]:
-            return min(choices, key=lambda choice: self.cost(self.simulation.run(choice)))
+            return min(choices, key=lambda choice: self.simulation.run(choice).cost)
         # What was found without a budget may fit where nothing was found with it.
         return self.lowest if self.simulation.run(self.lowest).peak <= budget else None
 
@@ -158,7 +144,7 @@ class Solver:
         if self._is_small:
             found.append(self.search.lowest(found[0]))
         outcomes = [(self.simulation.run(choice), choice) for choice in found]
-        return min(outcomes, key=lambda item: (item[0].peak, self.cost(item[0])))[1]
+        return min(outcomes, key=lambda item: (item[0].peak, item[0].cost))[1]
 
     def _lowest_joined(self) -> Choice:
         best = Choice.nothing(self.profile)
@@ -192,7 +178,7 @@ class Solver:
         """The cheapest of the uniform choices whose peak is within the budget; None where there is none."""
         choices = (self.uniform(count) for count in range(1, len(self.cuts)))
         fitting = [
-            (self.cost(outcome), number, choice)
+            (outcome.cost, number, choice)
             for number, choice in enumerate(choices)
             if (outcome := self.simulation.run(choice)).peak <= budget
         ]
@@ -212,7 +198,7 @@ class Solver:
             wanted[index] = False
             tried = Choice(possible(self.profile, wanted), best.regions)
             seen = self.simulation.run(tried)
-            if seen.peak <= budget and self.cost(seen) < self.cost(outcome):
+            if seen.peak <= budget and seen.cost < outcome.cost:
                 best, outcome = tried, seen
         return best
 
@@ -301,7 +287,7 @@ class Solver:
         # What goes across the end is kept for what is behind it.
         staying = {number for number in part.crossing | part.lasting if _is_kept(part.profile, choice, number)}
         kept = sum(values[number].size for number, held in enumerate(course.is_held) if held or number in staying)
-        return Option(kept, outcome.peak, self.cost(outcome), choice)
+        return Option(kept, outcome.peak, outcome.cost, choice)
 
     def _levels_of(self, start: int, end: int) -> list[tuple[bool, ...]]:
         """What is computed again at each price, from nothing to all that can be."""
@@ -321,7 +307,7 @@ class Solver:
         return self._levels[key]
 
     def _priced(self, part: Part) -> Iterator[tuple[bool, ...]]:
-        costs = _costs_of(part.profile)
+        costs = [call.cost for call in part.profile.calls]
         for price in _PRICES:
             yield cheapest(part.profile, costs, price, part.crossing)
 
@@ -375,7 +361,7 @@ class Solver:
                 for value in (profile.values[made] for made in call.makes)
             )  # fmt: skip
             return (
-                call.flops, call.moved, call.inner, call.alone, call.early, called(call.args), makes, call.repeatable, call.random, call.writes, call.spare,
+                call.flops, call.cost, call.inner, call.alone, call.early, called(call.args), makes, call.repeatable, call.random, call.writes, call.spare,
             )  # fmt: skip
 
         turn = tuple(

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# A tensor's place in its memory: size, stride and offset, as `Tensor.as_strided` takes them.
+View = tuple[torch.Size, tuple[int, ...], int]
 
-class View(NamedTuple):
-    """A tensor as a view of the whole memory that it lies in."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> View:
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(*self)
+def view_of(tensor: Tensor) -> View:
+    """The place of a tensor in its memory."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 # A class of tensors with another one computes something of its own.
@@ -35,7 +28,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and type(tensor).__torch_function__ in _PLAIN
+        and (type(tensor) is Tensor or type(tensor).__torch_function__ in _PLAIN)
     )
 
 
@@ -49,7 +42,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 _ROWS = (tuple, list)
-_CONTAINERS = (*_ROWS, dict, slice)
+CONTAINERS = (*_ROWS, dict, slice)
 
 
 def leaves(value: Any) -> list[Any]:
@@ -65,7 +58,7 @@ def leaves(value: Any) -> list[Any]:
         return [value]
     found = []
     for item in items:
-        if isinstance(item, _CONTAINERS):
+        if isinstance(item, CONTAINERS):
             found += leaves(item)
         else:
             found.append(item)
@@ -73,7 +66,19 @@ def leaves(value: Any) -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call."""
+    found = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, CONTAINERS):
+            found += tensors_in(item)
+    return found
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

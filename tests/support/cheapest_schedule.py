@@ -20,7 +20,6 @@ from scipy.sparse import coo_array
 
 from passes.checkpointing.choice import overwritten
 from passes.checkpointing.simulation import Simulation
-from passes.checkpointing.solve import cost_of
 
 INFEASIBLE = 2
 
@@ -56,7 +55,7 @@ class Schedules:
             for value in dict.fromkeys(position.needs)
             if self.may_go[value]
         ]
-        self.costs = [cost_of(call.flops, call.moved) for call in calls]
+        self.costs = [call.cost for call in calls]
         self.scale = max(self.costs)
         self.low, self.high, self.price, self.is_whole = [], [], [], []
         self.rows, self.columns, self.factors, self.most = [], [], [], []

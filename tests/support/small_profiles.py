@@ -26,7 +26,10 @@ def made(sources, sizes, flops, saves_result, saves_arguments, name="call"):
         last = max(takers[i], default=count - 1)
         until = max((places[saver] for saver in savers[i]), default=-1)
         values.append(Value(sizes[i], i, (0,), last, until, False, tuple(sorted(savers[i]))))
-    calls = [Call(f"{name}{i}", "", flops[i], 0, sizes[i], sizes[i], 0, tuple(sources[i]), (i,)) for i in range(count)]
+    calls = [
+        Call(f"{name}{i}", "", flops[i], flops[i] + 1, sizes[i], sizes[i], 0, tuple(sources[i]), (i,))
+        for i in range(count)
+    ]
     # Gradients that wait: of each value from the turn of its last taker to its own.
     order = [Position(count, extras=[sizes[-1]])]
     for turn in reversed(range(count)):

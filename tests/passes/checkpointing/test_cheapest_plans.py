@@ -37,7 +37,7 @@ def test_a_plan_costs_at_most_2_percent_more_than_the_cheapest_schedule(name):
         outcome = solver.simulation.run(solver.solve(budget))
         assert outcome.peak <= budget, share
         least = least_cost(found, budget, gap=0.002)
-        assert 0 < least * (1 - 1e-6) <= solver.cost(outcome) <= 1.02 * least, share
+        assert 0 < least * (1 - 1e-6) <= outcome.cost <= 1.02 * least, share
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "convolutions in place", "attention"])
@@ -45,7 +45,7 @@ def test_no_schedule_needs_2_percent_less_than_the_lowest(name):
     solver = solver_of(name)
     floor = solver.simulation.run(solver.lowest).peak
     assert least_cost(solver.profile, int(0.98 * floor)) == float("inf")
-    assert solver.cost(solver.simulation.run(solver.lowest)) <= 1.02 * least_cost(solver.profile, floor)
+    assert solver.simulation.run(solver.lowest).cost <= 1.02 * least_cost(solver.profile, floor)
     # Asked for by itself, it is reached again.
     again = Solver(solver.profile)
     assert again.simulation.run(again.solve(floor)).peak <= floor

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from passes.checkpointing.cost import FLOPS_PER_BYTE
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.plan import Plan, Step
 from passes.checkpointing.tape import Tape
@@ -82,23 +83,30 @@ def test_products_random_and_foreign_operators_are_known():
         assert not bytes_.is_foreign
 
 
-def test_views_move_nothing():
+def test_attention_on_a_cpu_has_flops():
+    q = torch.ones(2, 3, 8, 4)
+    with LiveBytes() as bytes_:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert bytes_.flops == 2 * (2 * 2 * 3 * 8 * 8 * 4)
+
+
+def test_views_cost_nothing():
     with LiveBytes() as bytes_:
         a = tensor(4)
-        made = bytes_.moved
+        made = bytes_.cost
         a.view(2, -1).transpose(0, 1)
-        assert bytes_.moved == made
+        assert bytes_.cost == made
         a + 1
-        assert bytes_.moved == made + 8 * KIB
+        assert bytes_.cost == made + 8 * KIB * FLOPS_PER_BYTE
 
 
-def test_a_fake_tensor_that_is_asked_for_its_device_moves_nothing():
+def test_a_fake_tensor_that_is_asked_for_its_device_costs_nothing():
     with FakeTensorMode(), LiveBytes() as bytes_:
         layer = nn.Linear(4, 4)
         x = torch.ones(2, 4)
-        made = bytes_.moved
+        made = bytes_.cost
         assert layer(x).device == x.device
-    assert bytes_.moved == made + (2 * 4 + 4 * 4 + 4 + 2 * 4) * 4
+    assert bytes_.cost == made + 2 * 2 * 4 * 4 + (2 * 4 + 4 * 4 + 4 + 2 * 4) * 4 * FLOPS_PER_BYTE
 
 
 def net():

@@ -10,7 +10,6 @@ from training_models import STEPS, with_gradients
 from passes.checkpointing.choice import overwritten
 from passes.checkpointing.profile import profile
 from passes.checkpointing.rerun import cheapest
-from passes.checkpointing.solve import cost_of
 
 
 def total(found, costs, price, needed, again):
@@ -50,7 +49,7 @@ def test_nothing_is_cheaper(seed):
         victim = rng.randrange(7)
         found.values[victim].keepable = False
         found.calls[rng.randrange(8)].repeatable = False
-    costs = [cost_of(call.flops, call.moved) for call in found.calls]
+    costs = [call.cost for call in found.calls]
     needed = frozenset(rng.sample(range(8), rng.choice((0, 1, 3))))
     counts = {assert_cheapest(found, costs, price, needed) for price in (0.0, 1.0, 10.0, 100.0, 10_000.0)}
     assert len(counts) > 1
@@ -59,7 +58,7 @@ def test_nothing_is_cheaper(seed):
 def test_on_a_models_profile_nothing_is_cheaper():
     model, args, kwargs = with_gradients(*STEPS["norms"]())
     found = profile(model, args, kwargs)
-    costs = [cost_of(call.flops, call.moved) for call in found.calls]
+    costs = [call.cost for call in found.calls]
     for price in (0.1, 1.0, 10.0, 100.0):
         assert_cheapest(found, costs, price, frozenset())
 

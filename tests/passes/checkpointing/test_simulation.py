@@ -100,7 +100,7 @@ def test_a_chain_is_followed_step_by_step():
     assert course.backward == [60, 60 + 50, 30 + 30, 10 + 10]
     assert course.is_held == [True] * 3
     assert (course.outcome.peak, course.outcome.at) == (110, 4)
-    assert (course.outcome.flops, course.outcome.runs) == (0, 0)
+    assert (course.outcome.flops, course.outcome.cost) == (0, 0)
 
 
 def test_what_is_computed_again_is_gone_between_and_costs_itself():

@@ -1,0 +1,150 @@
+"""The state that a call of a torch function depends on beside its arguments: autocast, random numbers, kernel choices."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.torch_private import KERNEL_SWITCHES, device_constructors
+
+# One thread at a time draws: the generators belong to the whole process, and a draw must follow the state recorded for it.
+DRAWING = threading.RLock()
+_WITHOUT_GENERATOR = ("cpu", "meta")
+
+
+def _free_in_child() -> None:
+    # The thread that holds the lock doesn't exist in a forked process.
+    if not DRAWING._is_owned():  # type: ignore[attr-defined]
+        DRAWING._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_in_child)
+
+
+class Ambient:
+    """The ambient state of one call, which `again` restores while the call runs again."""
+
+    __slots__ = ("device", "gradients", "random", "settings")
+
+    def __init__(self, func: Callable[..., Any], tensors: Sequence[Tensor], options: dict[str, Any], *, random: bool):
+        devices = {tensor.device for tensor in tensors}
+        self.settings = _settings(_kinds(devices))
+        self.gradients = torch.is_grad_enabled()
+        # The default device matters only to a function that creates a tensor.
+        self.device = torch.get_default_device() if func in device_constructors() else None
+        self.random: Sequence[tuple[torch.device, Tensor]] = ()
+        if random:
+            if self.device is not None:
+                devices.add(_with_index(torch.device(options.get("device") or self.device)))
+            self.random = _random_states(devices)
+
+    def is_here(self) -> bool:
+        """Whether the state is the present one, but for whether gradients are asked for."""
+        return (
+            not self.random
+            and self.device is None
+            and self.settings == _settings(self.settings[0])
+            and not _is_autocast(self.settings)
+        )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore the state for the time of the block."""
+        now = _settings(self.settings[0])
+        with ExitStack() as stack:
+            if self.random:
+                stack.enter_context(DRAWING)
+                stack.callback(_set_random_states, _random_states({device for device, _ in self.random}))
+                _set_random_states(self.random)
+            if self.device is not None and self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            if now != self.settings or _is_autocast(now):
+                stack.enter_context(_changed(self.settings, now))
+            with torch.set_grad_enabled(self.gradients):
+                yield
+
+
+_CPU = torch.device("cpu")
+
+
+def _kinds(devices: set[torch.device]) -> tuple[str, ...]:
+    return ("cpu",) if devices <= {_CPU} else tuple(sorted({"cpu", *(device.type for device in devices)}))
+
+
+# Device types, autocast of each, default dtype, kernel switches.
+_Settings = tuple[tuple[str, ...], tuple[tuple[bool, torch.dtype] | None, ...], torch.dtype, tuple[bool, ...]]
+
+
+def _settings(kinds: tuple[str, ...]) -> _Settings:
+    return (
+        kinds,
+        tuple([_autocast(kind) for kind in kinds]),
+        torch.get_default_dtype(),
+        tuple([get() for get, _ in KERNEL_SWITCHES]),
+    )
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype] | None:
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind):
+        return None
+    enabled = torch.is_autocast_enabled(kind)
+    return enabled, torch.get_autocast_dtype(kind)
+
+
+def _is_autocast(settings: _Settings) -> bool:
+    return any(autocast is not None and autocast[0] for autocast in settings[1])
+
+
+@contextmanager
+def _changed(wanted: _Settings, now: _Settings) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, autocast, current in zip(wanted[0], wanted[1], now[1], strict=True):
+            if autocast is not None and current is not None and (autocast[0] or current[0]):
+                enabled, dtype = autocast
+                # Without its cache: a cast weight that is found there isn't computed, and one that is put there stays.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        try:
+            _choose(wanted[2:], now[2:])
+            yield
+        finally:
+            _choose(now[2:], wanted[2:])
+
+
+def _choose(wanted: tuple[torch.dtype, tuple[bool, ...]], now: tuple[torch.dtype, tuple[bool, ...]]) -> None:
+    if wanted[0] is not now[0]:
+        torch.set_default_dtype(wanted[0])
+    for (_, choose), value, current in zip(KERNEL_SWITCHES, wanted[1], now[1], strict=True):
+        if value != current:
+            choose(value)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type in _WITHOUT_GENERATOR or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _random_states(devices: set[torch.device]) -> tuple[tuple[torch.device, Tensor], ...]:
+    cpu = (torch.device("cpu"), torch.get_rng_state())
+    others = sorted((device for device in devices if device.type not in _WITHOUT_GENERATOR), key=str)
+    return (cpu, *((device, torch.get_device_module(device).get_rng_state(device)) for device in others))
+
+
+def _set_random_states(states: Sequence[tuple[torch.device, Tensor]]) -> None:
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def drawing(random: bool) -> Any:
+    """A context that lets one thread draw at a time, where a call draws random numbers."""
+    return DRAWING if random else nullcontext()
