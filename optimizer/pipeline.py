@@ -387,7 +387,9 @@ class Pipeline:
         context = Context(self.mode, self.device, calls, orders, others)
         if not calls:
             return context
-        return replace(context, run_inside=self._run_inside, run_compiled=self._run_compiled, apart=self._apart)
+        return replace(
+            context, run_inside=self._run_inside, run_compiled=self._run_compiled, apart=self._apart, judge=self._judge
+        )
 
     def _run_inside(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_inside`."""
@@ -522,8 +524,13 @@ class Pipeline:
         """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
         found = _Checked()
-        cast = root_cast(self.copy.root)
-        autocast = cast.dtype if isinstance(cast, AutocastForward) else None
+        for change, checks in result.checked:
+            for algebra, rounding in checks:
+                found.add(change, algebra, rounding)
+                record.parity = found.worst
+                if found.wrong is not None:
+                    return found
+        autocast = self._autocast()
         while regions:
             try:
                 inputs = self._witness(program, result, regions)
@@ -549,6 +556,28 @@ class Pipeline:
                             if found.wrong is not None:
                                 return found
                     later.enter_context(taken_back(change.edits))
+        return found
+
+    def _autocast(self) -> torch.dtype | None:
+        """The dtype of an autocast around the whole; None for none."""
+        cast = root_cast(self.copy.root)
+        return cast.dtype if isinstance(cast, AutocastForward) else None
+
+    def _judge(
+        self, old: Callable[..., Any], new: Callable[..., Any], values: tuple[Any, ...]
+    ) -> list[tuple[RegionParity, RegionParity | None]]:
+        """As `Context.judge`."""
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        given, autocast = values, self._autocast()
+        if torch.float32 in dtypes and dtypes & _HALF and not _runs(old, values):
+            # Under an autocast, which casts what is read: the part by itself computes in float32.
+            values = tuple(_raised(value) for value in values)
+        is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
+        with pinned_settings():
+            found = [_check(old, new, values, is_half)]
+            if autocast is not None and found[0][0].ok:
+                in_half = _reference_in_half(_under(autocast, old), given)
+                found.append((found[0][0], in_half.compare(_under(autocast, new), by_own_error=True)))
         return found
 
     def _witness(
@@ -957,6 +986,15 @@ def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator
             off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for value in values
         )
+
+
+def _runs(region: Callable[..., Any], values: tuple[Any, ...]) -> bool:
+    try:
+        with torch.no_grad():
+            region(*map(_cloned, values))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _raised(value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""How passes see and change a model. No pass is known here."""
