@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -351,7 +352,10 @@ class Pipeline:
     def _run_numbered(self, program: Program, number: int, context: Context) -> None:
         item = self._passes[number]
         self._tell("optimize", number, len(self._passes) + 1, item.name, item.name)
-        self._run_one(program, number, item, replace(context, left_alone=self._left_alone.get(number, {})))
+        context = replace(context, left_alone=self._left_alone.get(number, {}))
+        if context.example_calls:
+            context = replace(context, judge=partial(self._judge, item.declared_error))
+        self._run_one(program, number, item, context)
 
     def _find_wrong_behind(self, program: Program, number: int, context: Context) -> None:
         """Find the passes behind one that is less precise which are wrong, by runs of them without it.
@@ -542,8 +546,13 @@ class Pipeline:
         """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
         found = _Checked()
-        cast = root_cast(self.copy.root)
-        autocast = cast.dtype if isinstance(cast, AutocastForward) else None
+        for change, checks in result.checked:
+            for algebra, rounding in checks:
+                found.add(change, algebra, rounding)
+                record.parity, record.error = found.worst, found.error
+                if found.wrong is not None:
+                    return found
+        autocast = self._autocast()
         while regions:
             try:
                 inputs = self._witness(program, result, regions)
@@ -563,13 +572,40 @@ class Pipeline:
                     change = result.changes[number]
                     if number in inputs:
                         before = regions.pop(number)
-                        checks = _check_change(before, change, inputs[number], self.mode, autocast, declared)
-                        for algebra, precision in checks:
+                        values = inputs[number]
+                        for algebra, precision in _check_change(before, change, values, self.mode, autocast, declared):
                             found.add(change, algebra, precision)
                             record.parity, record.error = found.worst, found.error
                             if found.wrong is not None:
                                 return found
                     later.enter_context(taken_back(change.edits))
+        return found
+
+    def _autocast(self) -> torch.dtype | None:
+        """The dtype of an autocast around the whole; None for none."""
+        cast = root_cast(self.copy.root)
+        return cast.dtype if isinstance(cast, AutocastForward) else None
+
+    def _judge(
+        self,
+        declared: DeclaredError | None,
+        old: Callable[..., Any],
+        new: Callable[..., Any],
+        values: tuple[Any, ...],
+    ) -> list[tuple[RegionParity, RegionParity | None]]:
+        """As `Context.judge`."""
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        given, autocast = values, self._autocast()
+        if torch.float32 in dtypes and dtypes & _HALF and not _runs(old, values):
+            # Under an autocast, which casts what is read: the part by itself computes in float32.
+            values = tuple(_raised(value) for value in values)
+        is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
+        with pinned_settings():
+            found = [_check(old, new, values, is_half, declared)]
+            if autocast is not None and found[0][0].ok:
+                in_half = _reference_in_half(_under(autocast, old), given)
+                in_half = in_half if declared is None else in_half.allowing(declared)
+                found.append((found[0][0], in_half.compare(_under(autocast, new), by_own_error=True)))
         return found
 
     def _witness(
@@ -992,6 +1028,15 @@ def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator
             off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for value in values
         )
+
+
+def _runs(region: Callable[..., Any], values: tuple[Any, ...]) -> bool:
+    try:
+        with torch.no_grad():
+            region(*map(_cloned, values))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _raised(value: Any) -> Any:

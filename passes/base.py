@@ -21,6 +21,9 @@ from passes.graph.program import Program
 from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
 
 RunInside = Callable[[AbstractContextManager[Any]], str | None]
+# (old, new, values) -> what was found of them, in the words of `optimizer.parity`: the algebra and, where it counts, the
+# rounding, of each way in which they were compared.
+Judge = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Sequence[tuple[Any, Any]]]
 Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
@@ -42,6 +45,7 @@ class Context:
         run_compiled: the same on each of the calls, where calls that were set to be compiled are compiled.
         apart: a context in which a pass may run the root, with gradients, and leaves no trace; it yields the arguments of the
             first of the calls. None where nothing is run.
+        judge: compares what a part of the model computed with what stands in its place; None where nothing is run.
     """
 
     mode: str
@@ -53,6 +57,7 @@ class Context:
     run_inside: RunInside | None = None
     run_compiled: RunInside | None = None
     apart: Apart | None = None
+    judge: Judge | None = None
 
 
 class Detail(Protocol):
@@ -87,6 +92,7 @@ class PassResult:
         detail: what else there is to show of it; None for nothing.
         precision: how the result computes, where that is less precise than what the original does: it is judged in kind,
             by what the original itself is off by where it computes so. None for a result that is as precise.
+        checked: what `Context.judge` found of changes that the pass had it look at.
     """
 
     changes: tuple[Change, ...]
@@ -95,6 +101,7 @@ class PassResult:
     remarks: tuple[Remark, ...] = ()
     detail: Detail | None = None
     precision: Precision | None = None
+    checked: tuple[tuple[Change, Sequence[tuple[Any, Any]]], ...] = ()
 
 
 @dataclass(frozen=True)

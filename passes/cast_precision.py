@@ -34,9 +34,9 @@ from passes.graph.casts import (
 from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
 from passes.graph.linear_groups import SharedLinearForward, shared_by
 from passes.graph.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
-from passes.graph.match import TensorRef
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
+from passes.program.tensors import TensorRef
 
 # A layer stays in float32 that is off by more than so many units of the dtype (its spacing at 1), in the root mean square
 # and by that of its output: rounding inputs and weights once explains about half a unit.

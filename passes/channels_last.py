@@ -21,10 +21,11 @@ from passes.graph.formats import FORMATS, is_taken_for_last
 from passes.graph.guards import ChannelsLastInput, enters_channels_last, is_kept_contiguous
 from passes.graph.hooks import has_hooks
 from passes.graph.layouts import Layouts, LayoutWatch, Loss
-from passes.graph.match import STOCK_CONVOLUTIONS, Node, TensorRef, convolution_at, is_parametrized, is_stock
+from passes.graph.match import STOCK_CONVOLUTIONS, Node, convolution_at, is_parametrized, is_stock
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 from passes.graph.storage import kind_of
+from passes.program.tensors import TensorRef
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from passes.graph.match import (
     ChannelScale,
     Convolution,
     Node,
-    TensorRef,
     can_be_sealed,
     channels_between,
     in_order,
@@ -36,6 +35,7 @@ from passes.graph.match import (
 from passes.graph.program import Program, operation_name
 from passes.graph.recording import autocast_dtype
 from passes.graph.storage import kind_of
+from passes.program.tensors import TensorRef
 
 
 def why_not(program: Program, conv: Convolution, norm: Affine) -> str | None:

@@ -26,12 +26,13 @@ from passes.graph.forward import GraphForward
 from passes.graph.guards import InstanceForward, inner_forward, standing_around
 from passes.graph.hooks import has_hooks
 from passes.graph.linear_groups import JoiningApply, LinearGroup, SharedLinearForward, sharing_forwards
-from passes.graph.match import Node, TensorRef, is_parametrized, is_stock
+from passes.graph.match import Node, is_parametrized, is_stock
 from passes.graph.named_writes import BY_PLACE, PAST_COUNTS, Named, named_in, named_of
 from passes.graph.program import Program, operation_name
 from passes.graph.rewriter import Rewriter
 from passes.graph.storage import kind_of
 from passes.graph.tracing import function_name
+from passes.program.tensors import TensorRef
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
+from passes.program.backend import GraphCall, rewritten, without_graph_call
 
 # Blocks are compiled one by one where they do this share of what compiling can spare: all else stays as it is.
 _LEAST_SHARE = 0.9
@@ -110,20 +111,22 @@ class TorchCompile(Pass):
         """
         rewriter = Rewriter(program)
         root = program.root
-        compiled = [path for path, module in root.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
-        if compiled:
-            rewriter.skip_module(compiled[0], "its call is compiled already")
-            return PassResult((), tuple(rewriter.skips), rewriter)
-        groups = self._blocks(root, context)
-        if self.fullgraph and not groups and context.run_compiled is not None:
-            self._refuse_break(WholeTrial(root), context)
+        with without_graph_call(root) as call:
+            compiled = [path for path, module in root.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
+            if compiled:
+                rewriter.skip_module(compiled[0], "its call is compiled already")
+                return PassResult((), tuple(rewriter.skips), rewriter)
+            groups = self._blocks(root, context)
+            if self.fullgraph and not groups and context.run_compiled is not None:
+                self._refuse_break(WholeTrial(root), context)
         record = CompileRecord(tuple(tuple(path for path, _ in group) for group in groups))
         if groups:
-            for group in groups:
-                self._compile_blocks(rewriter, group, record)
+            for number, group in enumerate(groups):
+                # The compiler does by itself, block by block, what graph passes did to the whole.
+                self._compile_blocks(rewriter, group, record, root if call is not None and number == 0 else None)
         else:
             with rewriter.change("", f"compiled by {self.backend}") as change:
-                rewriter.set_attribute(change, root, COMPILED_CALL, self._whole(root, record))
+                rewriter.set_attribute(change, root, COMPILED_CALL, self._whole(root, record, call))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=record)
 
     def _blocks(self, root: nn.Module, context: Context) -> Sequence[Blocks]:
@@ -153,24 +156,28 @@ class TorchCompile(Pass):
                 f" ({trial.found.reason}): change that line, or leave fullgraph out."
             )
 
-    def _compile_blocks(self, rewriter: Rewriter, group: Blocks, record: CompileRecord) -> None:
+    def _compile_blocks(self, rewriter: Rewriter, group: Blocks, record: CompileRecord, root: nn.Module | None) -> None:
         (first, block), *_, (last, _) = group
         compiled = self._compiled(record)(entry_of(block))
         with rewriter.change(first, f"compiled by {self.backend}, for {len(group)} blocks up to {last}") as change:
+            if root is not None:
+                rewriter.set_attribute(change, root, COMPILED_CALL, None)
             for _, block in group:
                 rewriter.set_attribute(change, block, COMPILED_CALL, CompiledCall(compiled, block))
             for module, bound in bound_forwards(block for _, block in group):
                 rewriter.set_attribute(change, module, "forward", bound)
 
-    def _whole(self, root: nn.Module, record: CompileRecord) -> Callable[..., Any]:
-        compile = self._compiled(record)
+    def _whole(self, root: nn.Module, record: CompileRecord, call: GraphCall | None) -> Callable[..., Any]:
+        compile = self._compiled(record, call)
         if self.freezing:
             return FrozenCall(root, compile)
         return CompiledCall(compile(entry_of(root)), root)
 
-    def _compiled(self, record: CompileRecord) -> Compile:
-        """torch.compile with the options of the pass, noting what it makes."""
+    def _compiled(self, record: CompileRecord, call: GraphCall | None = None) -> Compile:
+        """torch.compile with the options of the pass, noting what it makes, of graphs as the passes of `call` make them."""
         name, compiler = self.backend, self._compiler()
+        if call is not None:
+            compiler = _of_rewritten(call, compiler)
 
         def compile(function: Callable[..., Any], see: Callable[[Any], None] | None = None) -> Callable[..., Any]:
             compiled: Callable[..., Any] = torch.compile(
@@ -191,6 +198,10 @@ class TorchCompile(Pass):
             return found
         options = torch._inductor.list_mode_options(self.mode, self.dynamic)
         return lambda graph, inputs: found(graph, inputs, config_patches=options)
+
+
+def _of_rewritten(call: GraphCall, compiler: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda graph, inputs: compiler(rewritten(call, graph, inputs), inputs)
 
 
 def _share(groups: Sequence[Blocks], context: Context) -> float:

@@ -65,6 +65,7 @@ class Program:
         other_states: in training, the programs of the same tree with all of it in training, or all in eval, where that is
             another state than the tree's own: a result answers in each. They are read, never rewritten.
         flags: the training flag of each module, by identity, that the graphs were made with.
+        graph_call: what passes over captured graphs set as the root's call, with all that was captured.
     """
 
     root: nn.Module
@@ -78,6 +79,7 @@ class Program:
     paths: dict[int, list[str]] = field(default_factory=dict)
     other_states: tuple[Program, ...] = ()
     flags: dict[int, bool] = field(default_factory=dict)
+    graph_call: Any = None
     _home: dict[fx.Graph, ModuleGraph] = field(default_factory=dict)
     _modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
     _calls: dict[int, list[fx.Node]] = field(default_factory=dict)

@@ -58,7 +58,6 @@ from passes.graph.match import (
     BatchNorm,
     ChannelScale,
     Convolution,
-    TensorRef,
     can_be_sealed,
     channels_between,
     in_order,
@@ -71,6 +70,7 @@ from passes.graph.program import Program
 from passes.graph.region import Region
 from passes.graph.stretches import Stretch
 from passes.graph.tracing import RANK
+from passes.program.tensors import TensorRef
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""How passes see and change a model: recorded runs, matching, seals, rewriting. No pass is known here."""
+"""How passes see and change a model: recorded runs, captured graphs, matching, seals, rewriting. No pass is known here."""

@@ -29,6 +29,7 @@ from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.graph.capture import capture
 from passes.graph.guards import is_carried
+from passes.program.backend import GraphCall
 
 CPU = Context("inference", torch.device("cpu"))
 
@@ -176,7 +177,8 @@ def rows(count: int = 2, seed: int = 0) -> torch.Tensor:
 
 
 def compiled_paths(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
+    calls = ((path, module.__dict__.get(COMPILED_CALL)) for path, module in model.named_modules())
+    return [path for path, call in calls if call is not None and not isinstance(call, GraphCall)]
 
 
 def record_of(fast: nn.Module) -> CompileRecord:

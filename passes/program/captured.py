@@ -1,0 +1,153 @@
+"""A forward as torch.compile captured it: one flat graph of torch's operations, with the parameters among its inputs.
+
+Children are inlined: a call of a linear layer is one call of `torch._C._nn.linear`. Each node says which module made it, and
+holds an example of its value without numbers (a FakeTensor, or a symbolic size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.torch_private import module_id_of
+
+# In the `meta` of a node: an example of its value; torch's own name.
+EXAMPLE = "example_value"
+
+
+class Modules:
+    """The paths of a tree's modules and tensors, by identity."""
+
+    def __init__(self, root: nn.Module) -> None:
+        # By identity alone: what was captured doesn't hold the module.
+        self.paths = {id(module): path for path, module in root.named_modules()}
+        self.stock = {
+            id(module) for module in root.modules() if type(module).__module__.startswith("torch.nn.modules.")
+        }
+        named = (*root.named_parameters(), *root.named_buffers())
+        self.tensors = {id(tensor): path for path, tensor in named}
+
+
+class CapturedGraph:
+    """One captured graph, which passes read and rewrite.
+
+    Attributes:
+        graph: the nodes.
+        names: for each node that an earlier pass or torch's capture made of another one, that of the graph as captured.
+        tensors: by the placeholders that stand for parameters and buffers, the path of each: "layer1.0.weight".
+    """
+
+    def __init__(self, graph: fx.Graph, modules: Modules, around: nn.Module | None, inputs: Sequence[Any]) -> None:
+        self.graph = graph
+        self.modules = modules
+        self._around = modules.paths.get(id(around), "")
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.tensors = {
+            node: modules.tensors[id(value)]
+            for node, value in zip(placeholders, inputs, strict=True)
+            if id(value) in modules.tensors
+        }
+
+    def copied(self) -> tuple[CapturedGraph, dict[fx.Node, fx.Node]]:
+        """The same in nodes of its own, and these by the nodes here."""
+        nodes: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self.graph.nodes:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        twin = object.__new__(CapturedGraph)
+        twin.graph, twin.modules, twin._around = graph, self.modules, self._around
+        twin.tensors = {nodes[node]: path for node, path in self.tensors.items()}
+        return twin, nodes
+
+    def path_of(self, node: fx.Node) -> str:
+        """The path of the module whose forward made the node; "" for the root."""
+        for key in reversed(node.meta.get("nn_module_stack") or ()):
+            path = self.modules.paths.get(module_id_of(key) or 0)
+            if path is not None:
+                return path
+        return self._around
+
+    def is_of_layer(self, node: fx.Node) -> bool:
+        """Whether a layer of torch.nn made the node."""
+        return any(module_id_of(key) in self.modules.stock for key in node.meta.get("nn_module_stack") or ())
+
+    def where(self, node: fx.Node) -> str:
+        """The place of the node, for people: "encoder.act", or "encoder (mul)" where no layer of torch.nn made it."""
+        path = self.path_of(node)
+        return path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the node's function or method: `relu` of F.relu, torch.relu and Tensor.relu."""
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
+
+
+def example_of(node: fx.Node) -> Any:
+    """An example of the node's value; None where there is none."""
+    return node.meta.get(EXAMPLE)
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether the node's value is a tensor."""
+    return isinstance(node, fx.Node) and isinstance(example_of(node), torch.Tensor)
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of the node's call, given by its place or its name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def propagate(node: fx.Node) -> None:
+    """Give a new node an example of its value, computed of those of its arguments; none where that raises."""
+    examples: list[Any] = []
+
+    def example(argument: fx.Node) -> Any:
+        examples.append(example_of(argument))
+        return examples[-1]
+
+    args, kwargs = fx.map_arg(node.args, example), fx.map_arg(node.kwargs, example)
+    mode = next((value.fake_mode for value in examples if hasattr(value, "fake_mode")), None)
+    if mode is None or any(value is None for value in examples):
+        return
+    try:
+        with mode, torch.no_grad():
+            function: Callable[..., Any] = (
+                getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+            )  # type: ignore[assignment]
+            node.meta[EXAMPLE] = function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+    except Exception:  # noqa: BLE001 - a function that takes no tensors without numbers: nothing is known of its value
+        return
+
+
+def computing(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that call something."""
+    return (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
+
+
+def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node]) -> fx.Graph:
+    """The graph from some values to others: its placeholders are the first, its output a tuple of the second.
+
+    Raises:
+        KeyError: a value is made of an input that isn't among the stops.
+    """
+    graph = fx.Graph()
+    nodes = {stop: graph.placeholder(f"value_{number}") for number, stop in enumerate(stops)}
+    for node in sorted(between(wanted, nodes)):
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    graph.output(tuple(nodes[node] for node in wanted))
+    return graph
+
+
+def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:
+    """The nodes that make some values of others, the wanted ones with them."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in wanted if node not in stops]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [source for source in node.all_input_nodes if source not in stops]
+    return found

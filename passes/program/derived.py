@@ -1,0 +1,92 @@
+"""Tensors that are made of parameters and buffers alone, made once and not at every call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.torch_private import has_autocast, is_capturing_cuda, is_watched
+
+
+class Derived:
+    """A call in a graph: the value of a function of tensors, kept as long as these are what they were.
+
+    A tensor that was written to, moved, cast or replaced is seen at the next call; only a write by its `.data` isn't, which
+    torch doesn't count. The value is computed anew, and not kept, where gradients go to the tensors, and under autocast.
+    """
+
+    # As torch.fx asks of what a graph calls.
+    __name__ = "derived"
+    takes_and_gives = True
+
+    def __init__(self, function: Callable[..., Any], what: str) -> None:
+        self.function = function
+        self.what = what
+        self._lock = threading.Lock()
+        self._kept: _Kept | None = None
+
+    def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
+        if not _may_keep(sources):
+            value: torch.Tensor = self.function(*sources)
+            return value
+        kept = self._kept
+        if kept is None or not kept.holds_for(sources):
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                self._kept = kept = _Kept(sources, self.function(*sources).detach())
+            if kept.value.is_cuda:
+                # Whoever uses it on another stream finds it done.
+                torch.cuda.current_stream(kept.value.device).synchronize()
+        return kept.value
+
+
+def function_of(graph: fx.Graph) -> Callable[..., Any]:
+    """The function of a graph that gives one value, or a tuple of several."""
+    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
+    (outputs,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    if isinstance(outputs, tuple) and len(outputs) == 1:
+        return lambda *values: function(*values)[0]
+    return function
+
+
+class _Kept:
+    """A value with what it was computed from."""
+
+    def __init__(self, sources: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
+        self.value = value
+        self.sources = sources
+        self.dtype = torch.get_default_dtype()
+        # Holds the memory, so that no other tensor comes to lie there.
+        self.then = tuple((source.detach(), source._version) for source in sources)
+
+    def holds_for(self, sources: tuple[torch.Tensor, ...]) -> bool:
+        """Whether these are the tensors that it was computed from, and have their values of then."""
+        if torch.get_default_dtype() is not self.dtype:
+            return False
+        for source, known, (then, version) in zip(sources, self.sources, self.then, strict=True):
+            if (
+                source is not known
+                or source._version != version
+                or source.data_ptr() != then.data_ptr()
+                or source.dtype is not then.dtype
+                or source.shape != then.shape
+                or source.stride() != then.stride()
+            ):
+                return False
+        return True
+
+
+def _may_keep(sources: tuple[torch.Tensor, ...]) -> bool:
+    if is_watched() or has_autocast() or is_capturing_cuda():
+        return False
+    gradients = torch.is_grad_enabled()
+    return all(
+        type(source) in (torch.Tensor, nn.Parameter)
+        and not (gradients and source.requires_grad)
+        and not source.is_meta
+        and not source.is_inference()
+        for source in sources
+    )

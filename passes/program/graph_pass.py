@@ -1,0 +1,264 @@
+"""A graph pass: one rewrite of the graphs that torch.compile captures."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from passes.base import Context, Pass, PassResult
+from passes.errors import RequirementNotMet
+from passes.graph.edits import AttributeEdit, Edit
+from passes.graph.program import Program
+from passes.graph.rewriter import Change, Place, Skip
+from passes.program.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
+from passes.program.captured import CapturedGraph
+from passes.program.effects import Memory
+from passes.program.graph_rewriting import GraphChange, GraphRewriter
+from passes.torch_private import COMPILED_CALL
+
+
+class CapturedPass(Pass):
+    """A pass that rewrites captured graphs.
+
+    `rewrite` is called for each graph that is captured, at later calls of other kinds too, and then makes the changes that
+    were found to be right, and no others.
+    """
+
+    needs_run: ClassVar[str] = "rewrites what runs of the model show"
+
+    @abstractmethod
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        """Find the places, skip or change each."""
+
+    def would_apply(self, program: Program, context: Context) -> bool:
+        """As `Pass.would_apply`; the examples are run for it, as nothing else shows a graph."""
+        result = self.run(program, replace(context, judge=None))
+        result.rewriter.roll_back()
+        return bool(result.changes)
+
+    def run(self, program: Program, context: Context) -> PassResult:
+        """Rewrite what runs of the example inputs show, and check each change on the values that flow there.
+
+        Raises:
+            RequirementNotMet: there are no example inputs.
+        """
+        writer = _Installed(program)
+        trial = _Trial(self, context)
+        try:
+            before = writer.passes
+            writer.install((*before, _Tried(trial)))
+            trial.run(writer.call)
+            checked = tuple(trial.checked())
+            if trial.changes:
+                kept = frozenset(trial.changes)
+                writer.install_instead((*before, Applied(self, trial.settings, kept)))
+            else:
+                writer.roll_back()
+        except BaseException:
+            writer.roll_back()
+            raise
+        writer.changes = list(trial.changes.values())
+        return PassResult(tuple(writer.changes), tuple(trial.skips), writer, checked=checked)  # type: ignore[arg-type]
+
+
+class _Installed:
+    """The passes of one root's call as edits that can be taken back."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.root = program.root
+        self.edits: list[Edit] = []
+        self.changes: list[Change] = []
+        self.precision = None
+
+    @property
+    def call(self) -> GraphCall:
+        """What stands in the slot of the root's call."""
+        call = self.root.__dict__[GRAPH_CALL]
+        assert isinstance(call, GraphCall)
+        return call
+
+    @property
+    def passes(self) -> tuple[Step, ...]:
+        """The graph passes before this one."""
+        call = self.root.__dict__.get(GRAPH_CALL)
+        return call.passes if isinstance(call, GraphCall) else ()
+
+    def install(self, passes: tuple[Step, ...]) -> None:
+        """Have the root's graphs rewritten by these."""
+        if GRAPH_CALL not in self.root.__dict__:
+            # What was captured for a pass that changed nothing serves the next one.
+            call = self.program.graph_call = self.program.graph_call or GraphCall(self.root)
+            self._do(AttributeEdit(self.root, GRAPH_CALL, call))
+            self._do(AttributeEdit(self.root, COMPILED_CALL, call))
+        self._do(AttributeEdit(self.call, "passes", passes))
+
+    def install_instead(self, passes: tuple[Step, ...]) -> None:
+        """The same in the place of the last ones."""
+        self.edits.pop().undo()
+        self._do(AttributeEdit(self.call, "passes", passes))
+
+    def _do(self, edit: Edit) -> None:
+        edit.apply()
+        self.edits.append(edit)
+
+    def roll_back(self) -> None:
+        """Take everything back; what comes next captures anew."""
+        for edit in reversed(self.edits):
+            edit.undo()
+        self.edits.clear()
+        if self.changes:
+            self.program.graph_call = self.root.__dict__.get(GRAPH_CALL)
+
+
+class _Tried:
+    """A trial as a step of the call; whoever keeps what modules hold during a run, to put it back, doesn't see its record."""
+
+    def __init__(self, trial: _Trial) -> None:
+        self._trial = weakref.ref(trial)
+
+    def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
+        """As `Step.rewrite`."""
+        trial = self._trial()
+        return captured if trial is None else trial.rewrite(captured, inputs)
+
+
+@dataclass(eq=False)
+class _Trial:
+    """A pass while it is tried: it makes all changes but those to be left alone, and notes them.
+
+    Attributes:
+        changes: by their places.
+        skips: without those that two captures of one place both give.
+    """
+
+    item: CapturedPass
+    context: Context
+    changes: dict[Place, Change] = field(default_factory=dict)
+    skips: dict[Skip, None] = field(default_factory=dict)
+    _to_check: list[_ToCheck] = field(default_factory=list)
+
+    @property
+    def settings(self) -> Context:
+        """The context without what is of this run alone: it is kept with the result."""
+        return Context(self.context.mode, self.context.device)
+
+    def run(self, call: GraphCall) -> None:
+        """Run the model on the examples.
+
+        Raises:
+            RequirementNotMet: there are none.
+            Exception: what the pass raised.
+        """
+        if self.context.run_compiled is None:
+            raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: give example inputs.")
+        compilation = compilation_of(call)
+        compilation.error = None
+        failure = self.context.run_compiled(nullcontext())
+        if compilation.error is not None:
+            raise compilation.error
+        if failure is not None:
+            self.skips[Skip("", f"it raises where torch.compile captures its graphs ({failure})")] = None
+        elif not compilation.graphs:
+            self.skips[Skip("", compilation.why_nothing())] = None
+
+    def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
+        """As `Step.rewrite`."""
+        graph = GraphRewriter(captured, self.context.left_alone.get)
+        self.item.rewrite(graph, self.settings)
+        self.skips.update(dict.fromkeys(graph.skips))
+        new = [change for change in graph.changes if change.place not in self.changes]
+        for change in graph.changes:
+            self.changes.setdefault(change.place, Change(change.where, change.what, change.number))
+        if self.context.judge is not None and any(change.check is not None for change in new):
+            self._to_check.append(_ToCheck(captured, new, _own_inputs(captured.graph, inputs)))
+        return graph.captured
+
+    def checked(self) -> Iterator[tuple[Change, Any]]:
+        """Each change with what was found where its place is computed with it and without it."""
+        for one in self._to_check:
+            for change, values in one.flow():
+                assert change.check is not None
+                assert self.context.judge is not None
+                old, new = (_function_of(graph) for graph in (change.check.old, change.check.new))
+                yield self.changes[change.place], self.context.judge(old, new, values)
+        self._to_check.clear()
+
+
+@dataclass
+class _ToCheck:
+    """Changes of one graph, and the inputs that the graph was called with."""
+
+    captured: CapturedGraph
+    changes: Sequence[GraphChange]
+    inputs: Sequence[Any]
+
+    def flow(self) -> Iterator[tuple[GraphChange, tuple[Any, ...]]]:
+        """Each change with the values that flow into its place, as soon as they are there."""
+        waiting: dict[fx.Node, list[GraphChange]] = {}
+        order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
+        for change in self.changes:
+            if change.check is not None:
+                last = max(change.check.sources, key=order.__getitem__, default=next(iter(order)))
+                waiting.setdefault(last, []).append(change)
+        uses = _Uses(waiting)
+        values: dict[fx.Node, Any] = {}
+        interpreter = fx.Interpreter(fx.GraphModule(nn.Module(), self.captured.graph), garbage_collect_values=True)
+        interpreter.args_iter = iter(self.inputs)
+        with torch.no_grad():
+            for node in self.captured.graph.nodes:
+                if node.op == "output":
+                    break
+                interpreter.env[node] = value = interpreter.run_node(node)
+                if node in uses.left:
+                    values[node] = value
+                for change in waiting.get(node, ()):
+                    assert change.check is not None
+                    yield change, tuple(pytree.tree_map(_cloned, values[source]) for source in change.check.sources)
+                    for source in change.check.sources:
+                        if uses.done(source):
+                            values.pop(source, None)
+                for gone in interpreter.user_to_last_uses.get(node, ()):
+                    interpreter.env.pop(gone, None)
+
+
+class _Uses:
+    def __init__(self, waiting: Mapping[fx.Node, Sequence[GraphChange]]) -> None:
+        self.left: dict[fx.Node, int] = {}
+        for changes in waiting.values():
+            for change in changes:
+                assert change.check is not None
+                for source in change.check.sources:
+                    self.left[source] = self.left.get(source, 0) + 1
+
+    def done(self, source: fx.Node) -> bool:
+        """One use less; whether it was the last."""
+        self.left[source] -= 1
+        return self.left[source] == 0
+
+
+def _own_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, and copies of those that the graph may write to."""
+    memory = Memory(graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    written = memory.may_be_written(placeholders)
+    return [_cloned(value) if written else value for value in inputs]
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _function_of(graph: fx.Graph) -> Callable[..., Any]:
+    return fx.GraphModule(nn.Module(), graph).forward
+
+
+__all__ = ["CapturedPass"]

@@ -1,0 +1,271 @@
+"""The one way to change a captured graph: changes with a place and a reason, each of which can be checked and left alone.
+
+def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+    for node in graph.calls("gelu"):
+        if graph.argument(node, 1, "approximate", "none") != "none":
+            graph.skip(node, "it is an approximation already")
+            continue
+        with graph.change(node, "GELU by tanh"):
+            graph.replace_call(node, F.gelu, (node.args[0],), {"approximate": "tanh"})
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from passes.graph.rewriter import Change, Place, Skip
+from passes.program import captured, effects
+from passes.program.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
+from passes.program.derived import Derived
+
+Node = fx.Node
+# Why a change isn't made; None to make it.
+WhyNot = Callable[[Place], str | None]
+
+
+@dataclass
+class GraphChange(Change):
+    """One rewrite of a captured graph.
+
+    Attributes:
+        replaced: the nodes whose values are given by others now, each with the other.
+        made: the new nodes.
+        check: how it is checked; None where it gives no value in the place of another.
+    """
+
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    made: list[fx.Node] = field(default_factory=list)
+    check: RegionCheck | None = None
+
+
+@dataclass
+class RegionCheck:
+    """How one change is checked: two graphs on the values that flowed in the graph as it was.
+
+    Attributes:
+        sources: the nodes of the graph as it was whose values both take.
+        old, new: graphs from these to the values that were replaced.
+    """
+
+    sources: tuple[fx.Node, ...]
+    old: fx.Graph
+    new: fx.Graph
+
+
+class GraphRewriter:
+    """Reads and rewrites one captured graph, for one pass.
+
+    Attributes:
+        captured: the graph and the modules that it was captured from.
+        before: the graph as it was; nothing is written to it.
+        changes, skips: the record.
+    """
+
+    def __init__(self, before: CapturedGraph, why_not: WhyNot) -> None:
+        self.before = before
+        self.captured, twins = before.copied()
+        self.changes: list[GraphChange] = []
+        self.skips: list[Skip] = []
+        self._why_not = why_not
+        self._words: Counter[tuple[str, str]] = Counter()
+        self._open: GraphChange | None = None
+        # For each node the one of `before` that has the same value.
+        self._origins = {twin: node for node, twin in twins.items()}
+
+    # Find -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes, in the order of the run."""
+        return list(self.captured.graph.nodes)
+
+    def calls(self, *names: str) -> list[fx.Node]:
+        """The calls of functions and methods of these names: "relu" is F.relu(x), torch.relu(x) and x.relu()."""
+        return [node for node in computing(self.captured.graph) if not names or name_of(node) in names]
+
+    def where(self, node: fx.Node) -> str:
+        """The place of a node, for people."""
+        return self.captured.where(node)
+
+    argument = staticmethod(captured.argument)
+    example = staticmethod(example_of)
+
+    # Judge ------------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> effects.Memory:
+        """Which values may be written to, or leave the graph, as it is now."""
+        return effects.Memory(self.captured.graph)
+
+    def settings(self) -> dict[fx.Node, int]:
+        """A number for each node: nodes of one number run under the same autocast and gradient mode."""
+        found, number = {}, 0
+        for node in self.captured.graph.nodes:
+            number += effects.is_setting(node)
+            found[node] = number
+        return found
+
+    is_pure = staticmethod(effects.is_pure)
+    is_repeatable = staticmethod(effects.is_repeatable)
+
+    def is_parameter(self, node: Any) -> bool:
+        """Whether the node is a parameter or buffer."""
+        return node in self.captured.tensors
+
+    def path_of(self, node: fx.Node) -> str:
+        """The path of a parameter or buffer, "head.weight"; of any other node that of the module that made it."""
+        return self.captured.tensors.get(node) or self.captured.path_of(node)
+
+    def skip(self, node: fx.Node, reason: str) -> None:
+        """Record that a place was left alone; the reason is a clause without a full stop."""
+        self.skip_place(self.where(node), reason)
+
+    def skip_place(self, where: str, reason: str) -> None:
+        """The same of a module by its path."""
+        self.skips.append(Skip(where, reason))
+
+    # Rewrite ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def change(self, where: fx.Node | str, what: str) -> Iterator[bool]:
+        """One change; all writes stand in such a block.
+
+        It is checked by what it replaces: the values before and after have to be the same. Nodes that nobody uses any more
+        go with it, where they have no effect. Gives whether the change is made: one that was found to be wrong is run like
+        any other, and what it writes is dropped.
+        """
+        if self._open is not None:
+            raise RuntimeError("a change is opened inside of another one")
+        where = where if isinstance(where, str) else self.where(where)
+        change = GraphChange(where, what, self._words[where, what])
+        self._words[where, what] += 1
+        reason = self._why_not(change.place)
+        change.left_alone = reason is not None
+        self._open = change
+        try:
+            yield reason is None
+            if reason is None:
+                self._close(change)
+                self.changes.append(change)
+            elif reason:
+                self.skips.append(Skip(where, reason))
+        finally:
+            self._open = None
+
+    def replace_call(
+        self, node: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Have another function's value in the place of the node's; gives the new node."""
+        new = self.call(node, function, args, kwargs)
+        if EXAMPLE not in new.meta and EXAMPLE in node.meta:
+            new.meta[EXAMPLE] = node.meta[EXAMPLE]
+        self.replace(node, new)
+        return new
+
+    def call(
+        self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """A new call in front of a node."""
+        change = self._writing()
+        with self.captured.graph.inserting_before(before):
+            new = self.captured.graph.call_function(function, tuple(args), kwargs or {})
+        new.meta.update(
+            {name: value for name, value in before.meta.items() if name in ("nn_module_stack", "stack_trace")}
+        )
+        propagate(new)
+        change.made.append(new)
+        return new
+
+    def derived(self, before: fx.Node, function: Callable[..., Any], *sources: fx.Node, what: str) -> fx.Node:
+        """A tensor that a function makes of parameters and buffers: kept between calls as long as these are what they were.
+
+        Where one of them was written to, moved, cast or replaced, it is made anew; where gradients go to them, it is part
+        of the graph.
+        """
+        return self.call(before, Derived(function, what), sources)
+
+    def replace(self, node: fx.Node, other: fx.Node) -> None:
+        """Have another node's value in the place of the node's, which is the same."""
+        change = self._writing()
+        change.replaced[node] = other
+        if change.left_alone:
+            return
+        other.meta[effects.ALSO_IN] = effects.places_of(other) | effects.places_of(node)
+        node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
+        # A node of before that stands for itself goes on to do so.
+        self._origins.setdefault(other, self._origins.get(node, node))
+
+    def drop(self, nodes: Sequence[fx.Node]) -> None:
+        """Leave out nodes whose values nobody uses; in the order of the run."""
+        self._writing()
+        if self._open is not None and not self._open.left_alone:
+            for node in reversed(nodes):
+                self.captured.graph.erase_node(node)
+
+    def _writing(self) -> GraphChange:
+        if self._open is None:
+            raise RuntimeError("a graph is written to outside of a change")
+        return self._open
+
+    def _close(self, change: GraphChange) -> None:
+        if not change.replaced:
+            return
+        dead = self._dead(change)
+        old_outputs, new_outputs = list(change.replaced), list(change.replaced.values())
+        made = set(change.made)
+        region = {*dead, *old_outputs}
+        # Both go from the same values on: those that the new nodes and the replaced ones take.
+        stops = self._known(self._inputs_of(new_outputs, made) | self._inputs_of(old_outputs, region))
+        sources = tuple(sorted(stops))
+        change.check = RegionCheck(
+            tuple(self._origins[stop] for stop in sources),
+            captured.subgraph(old_outputs, sources),
+            captured.subgraph(new_outputs, sources),
+        )
+        for node in reversed(dead):
+            self.captured.graph.erase_node(node)
+
+    def _dead(self, change: GraphChange) -> list[fx.Node]:
+        """What nobody uses any more, in the order of the run."""
+        dead: dict[fx.Node, None] = {}
+        waiting = list(change.replaced)
+        while waiting:
+            node = waiting.pop()
+            if node in dead or node.op in ("placeholder", "output") or any(user not in dead for user in node.users):
+                continue
+            if node in change.replaced or effects.is_pure(node):
+                dead[node] = None
+                waiting += node.all_input_nodes
+        return sorted(dead)
+
+    def _inputs_of(self, outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+        found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in inside:
+                waiting += node.all_input_nodes
+            else:
+                found.add(node)
+        return found
+
+    def _known(self, stops: set[fx.Node]) -> set[fx.Node]:
+        """The nearest values before these that the graph as it was has, too."""
+        found, waiting = set[fx.Node](), list(stops)
+        while waiting:
+            node = waiting.pop()
+            if node in self._origins:
+                found.add(node)
+            else:
+                waiting += node.all_input_nodes
+        return found
+
+
+__all__ = ["GraphChange", "GraphRewriter", "Node", "RegionCheck"]

@@ -1,0 +1,116 @@
+"""The private names of torch that passes use are there, and do what they are used for."""
+
+import pytest
+import torch
+from torch import nn
+
+from passes import torch_private
+from passes.torch_private import MOST_CAPTURES, captured_call, is_watched, module_id_of
+
+
+def _call(module, args, kwargs):
+    return module._call_impl(*args, **kwargs)
+
+
+def captured(module):
+    seen = []
+
+    def capture(graph, inputs, around):
+        seen.append((graph, inputs, around))
+        return graph.forward
+
+    return captured_call(_call_of_its_own(), capture), seen
+
+
+def _call_of_its_own():
+    import types
+
+    return types.FunctionType(_call.__code__.replace(), globals())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = 2.0
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def test_a_graph_comes_with_its_inputs_its_module_and_the_places_of_its_nodes():
+    model = Scaled()
+    call, seen = captured(model)
+    x = torch.randn(2, 3)
+    assert torch.equal(call.run(model, (x,), {}), model(x))
+    ((graph, inputs, around),) = seen
+    assert around is model
+    assert any(value is model.linear.weight for value in inputs)
+    linear = next(node for node in graph.graph.nodes if "linear" in str(node.target) and node.op == "call_function")
+    assert id(model.linear) in map(module_id_of, linear.meta["nn_module_stack"])
+    assert linear.meta["example_value"].shape == (2, 3)
+
+
+def test_numbers_are_constants_and_are_seen_when_they_change():
+    model = Scaled()
+    call, seen = captured(model)
+    for model.scale in (2.0, 3.0, 5.0):
+        assert torch.equal(call.run(model, (torch.ones(2, 3),), {}), model(torch.ones(2, 3)))
+    assert [node.op for graph, _, _ in seen for node in graph.graph.nodes].count("placeholder") == 9
+
+
+def test_a_hook_that_is_set_later_is_seen():
+    model = Scaled()
+    call, _ = captured(model)
+    x = torch.randn(2, 3)
+    call.run(model, (x,), {})
+    model.linear.register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(call.run(model, (x,), {}), model(x))
+
+
+def test_calls_of_many_kinds_are_right_and_silent(caplog):
+    model = Scaled()
+    call, seen = captured(model)
+    for model.scale in map(float, range(2 * MOST_CAPTURES)):
+        assert torch.equal(call.run(model, (torch.ones(2, 3),), {}), model(torch.ones(2, 3)))
+    assert len(seen) == MOST_CAPTURES
+    assert not [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
+
+
+def test_what_the_front_end_raises_on_runs_eagerly(monkeypatch):
+    model = Scaled()
+    call, _ = captured(model)
+    monkeypatch.setattr(
+        call._front_end, "_torchdynamo_orig_backend", lambda *args: (_ for _ in ()).throw(ValueError("no"))
+    )
+    assert torch.equal(call.run(model, (torch.ones(2, 3),), {}), model(torch.ones(2, 3)))
+    assert str(call.error) == "no"
+
+
+def test_what_looks_at_operations_is_seen():
+    seen = []
+
+    class Looking(nn.Module):
+        def forward(self, x):
+            seen.append(is_watched())
+            return x + 1
+
+    model, x = Looking(), torch.randn(2)
+    model(x)
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        torch.jit.trace(model, (x,), check_trace=False)
+    torch.vmap(model)(x[None])
+    with torch.device("cpu"):
+        model(x)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        model(x)
+    with torch.autograd.forward_ad.dual_level():
+        model(x)
+    assert seen == [False, True, True, True, True, True]
+
+
+def test_copies_leave_out_the_slot_of_the_call():
+    model = Scaled()
+    model.__dict__[torch_private.COMPILED_CALL] = lambda x: "compiled"
+    assert model(1) == "compiled"
+    assert torch_private.COMPILED_CALL not in model.__getstate__()
