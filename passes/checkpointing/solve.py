@@ -27,7 +27,6 @@ from passes.checkpointing.parts import Cutter, Part
 from passes.checkpointing.profile import Call, Profile
 from passes.checkpointing.rerun import cheapest
 from passes.checkpointing.simulation import Course, Simulation
-from passes.checkpointing.small import FEW, Search
 
 # A byte's price, in FLOPs: from that of the cheapest call to that of the dearest matmul.
 _PRICES = tuple(FLOPS_PER_BYTE * 2.0**power for power in range(-1, 14))
@@ -43,6 +42,8 @@ _COARSE = 4
 _LABELS = 2000
 _TRIES = 8
 _CLOSE = 0.002
+# Shares of the lowest peak found that are tried after it.
+_BELOW = (0.995, 0.99, 0.98, 0.96, 0.93)
 # So many calls are followed, at most, for moves of a single one.
 _MOVES = 100_000
 # So many parts back a value is named by its distance.
@@ -108,15 +109,14 @@ class Solver:
         """The cheapest choice found whose peak is within the budget, in bytes; None where none is found."""
         if self._eager_peak <= budget:
             return Choice.nothing(self.profile)
-        known = self.joined(budget)
-        found = [known, self.search.cheapest(budget, known) if self._is_small else None]
-        if choices := [choice for choice in found if choice is not None]:
-            return min(choices, key=lambda choice: self.simulation.run(choice).cost)
+        found = self.joined(budget)
+        if found is not None:
+            return found
         # What was found without a budget may fit where nothing was found with it.
         return self.lowest if self.simulation.run(self.lowest).peak <= budget else None
 
     def joined(self, budget: int) -> Choice | None:
-        """The cheapest choice that is put together from options for parts, which for a step of few calls too is fast."""
+        """The cheapest choice that is put together from options for parts."""
         target = float(budget)
         for _ in range(_TRIES):
             found = self._shortest(target)
@@ -130,23 +130,8 @@ class Solver:
         return None
 
     @cached_property
-    def search(self) -> Search:
-        return Search(self.simulation, self._costs)
-
-    @property
-    def _is_small(self) -> bool:
-        return self.selective and len(self.search.places) <= FEW
-
-    @cached_property
     def lowest(self) -> Choice:
         """The choice with the lowest peak that is found."""
-        found = [self._lowest_joined()]
-        if self._is_small:
-            found.append(self.search.lowest(found[0]))
-        outcomes = [(self.simulation.run(choice), choice) for choice in found]
-        return min(outcomes, key=lambda item: (item[0].peak, item[0].cost))[1]
-
-    def _lowest_joined(self) -> Choice:
         best = Choice.nothing(self.profile)
         low, high = 0, self._eager_peak
         while high - low > high * _CLOSE:
@@ -156,6 +141,10 @@ class Solver:
                 low = middle
             else:
                 best, high = found, min(middle, self.simulation.run(found).peak)
+        # The search isn't complete: below a budget that it finds nothing for, there may be one that it finds something for.
+        for share in _BELOW:
+            if (found := self.joined(int(share * high))) is not None:
+                best, high = found, self.simulation.run(found).peak
         return best
 
     def uniform(self, count: int) -> Choice:
@@ -272,11 +261,16 @@ class Solver:
             # Where all that goes across a cut is kept, the parts on both sides may as well be runs of their own.
             if any(all(is_saved and not again[call] for call, is_saved in crossing) for crossing in boundaries):
                 continue
+            choices = []
             for second, stride in [*((level, 1) for level in levels[: number + 1]), (first, 2), (first, 3), (first, 5)]:
                 # What goes across a cut is computed for good, or across each second one, and so on.
                 good = {call for crossing in boundaries[stride - 1 :: stride] for call, _ in crossing}
                 later = [a and b and call not in good for call, (a, b) in enumerate(zip(again, second, strict=True))]
-                choice = Choice(again, _regions(part.profile, again, later))
+                choices.append(Choice(again, _regions(part.profile, again, later)))
+            if end - start == 1:
+                # Each call in its own turn, from what is kept.
+                choices.append(Choice(again, tuple((call,) for call in range(len(again)))))
+            for choice in choices:
                 if (choice.recomputed, choice.regions) not in found:
                     found[choice.recomputed, choice.regions] = self._option(part, simulation, choice)
         return _undominated(list(found.values()))

@@ -1,9 +1,8 @@
-"""Profiles of small steps made by hand, and the cheapest choices for them by trying all."""
+"""Profiles of small steps made by hand."""
 
 import random
-from itertools import product
 
-from passes.checkpointing.choice import Choice, possible
+from passes.checkpointing.choice import Choice
 from passes.checkpointing.profile import Call, Position, Profile, Value
 from passes.checkpointing.simulation import Simulation
 
@@ -60,40 +59,3 @@ def random_profile(seed, count, residual):
     saves_result = [rng.random() < 0.6 for _ in range(count)]
     saves_arguments = [rng.random() < 0.6 for _ in range(count)]
     return made(sources, sizes, flops, saves_result, saves_arguments)
-
-
-def every_choice(found):
-    """All choices with regions of one and two levels that are runs of the calls that are computed again."""
-    seen = set()
-    for wanted in product((False, True), repeat=len(found.calls)):
-        again = possible(found, wanted)
-        if again in seen or again != tuple(wanted):
-            continue
-        seen.add(again)
-        places = [index for index, is_again in enumerate(again) if is_again]
-        for gaps in product((0, 1, 2), repeat=max(len(places) - 1, 0)):
-            for inside in product((False, True), repeat=len(places) if 1 in gaps else 0):
-                regions = [()] * len(again)
-                outer = inner = 0
-                for number, place in enumerate(places):
-                    if number:
-                        outer += gaps[number - 1] == 2
-                        inner += gaps[number - 1] > 0
-                    regions[place] = (outer, inner) if inside and inside[number] else (outer,)
-                yield Choice(again, tuple(regions))
-
-
-def cheapest_of_all(found, cost):
-    """For each peak that can be reached, the least cost of a choice that keeps within it: [(peak, cost)], falling."""
-    simulation = Simulation(found)
-    best = {}
-    for choice in every_choice(found):
-        outcome = simulation.run(choice)
-        price = cost(outcome)
-        if price < best.get(outcome.peak, (float("inf"),))[0]:
-            best[outcome.peak] = price, choice
-    front = []
-    for peak in sorted(best):
-        if not front or best[peak][0] < front[-1][1]:
-            front.append((peak, *best[peak]))
-    return front

@@ -75,7 +75,7 @@ def chain(sizes, flops=None):
     flops = flops or [1] * count
     calls = [
         Call(
-            f"call{i}", "", flops=flops[i], inner=size, alone=size, args=(i - 1,) if i else (), makes=(i,)
+            f"call{i}", "", flops=flops[i], cost=flops[i] + 1, inner=size, alone=size, args=(i - 1,) if i else (), makes=(i,)
         )
         for i, size in enumerate(sizes)
     ]  # fmt: skip
@@ -111,7 +111,7 @@ def test_what_is_computed_again_is_gone_between_and_costs_itself():
     assert course.is_held == [True, False, True]
     # It is computed from the first when its turn comes.
     assert course.backward == [40, 40 + 50, 10 + 20 + 30, 20]
-    assert (course.outcome.flops, course.outcome.runs) == (5, 1)
+    assert (course.outcome.flops, course.outcome.cost) == (5, 6)
 
 
 def test_regions_are_computed_at_once_and_alone_each_from_what_is_there():

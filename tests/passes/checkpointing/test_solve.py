@@ -3,12 +3,10 @@
 import os
 import subprocess
 import sys
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
-from small_profiles import cheapest_of_all, random_profile
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training_models import STEPS, of_transformers, with_gradients
@@ -86,19 +84,8 @@ def test_what_is_found_as_the_lowest_is_found_for_its_own_budget_too(monkeypatch
     solver = solver_of(*STEPS["in place"]())
     floor = solver.simulation.run(solver.lowest).peak
     monkeypatch.setattr(Solver, "joined", lambda self, budget: None)
-    monkeypatch.setattr(solver.search, "cheapest", lambda budget, known: None)
     assert solver.solve(floor) == solver.lowest
     assert solver.solve(floor - 1) is None
-
-
-@pytest.mark.parametrize("is_joined_cheaper", [False, True])
-def test_the_cheaper_of_what_is_joined_and_what_is_searched_for_is_taken(is_joined_cheaper, monkeypatch):
-    solver = solver_of(*STEPS["in place"]())
-    cheap, dear = solver.solve(int(0.9 * solver.profile.peak)), solver.lowest
-    joined, searched = (cheap, dear) if is_joined_cheaper else (dear, cheap)
-    monkeypatch.setattr(Solver, "joined", lambda self, budget: joined)
-    monkeypatch.setattr(solver.search, "cheapest", lambda budget, known: searched)
-    assert solver.solve(int(0.9 * solver.profile.peak)) == cheap
 
 
 # ------------------------------------------------------------------------------------- uniform and coarse
@@ -197,45 +184,6 @@ def test_a_step_that_saves_something_before_its_first_call_is_solved():
     solver = solver_of(Begun(), (x,), {}, selective=False)
     assert min(position.call for position in solver.profile.order) == 0
     assert solver.simulation.run(solver.lowest).peak < solver.profile.peak
-
-
-# ------------------------------------------------------------------------------------- against all there are
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
-def test_no_choice_of_runs_is_more_than_2_percent_cheaper(seed, residual):
-    assert_near_the_cheapest(Solver(random_profile(seed, 5, residual)))
-
-
-NETS = {
-    "mlp": lambda: (
-        nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 4)),
-        torch.rand(16, 8),
-    ),
-    "convolutions": lambda: (
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 1), nn.SiLU(), nn.AvgPool2d(2)),
-        torch.rand(2, 3, 12, 12),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_for_a_small_net_neither(name):
-    model, x = NETS[name]()
-    assert_near_the_cheapest(solver_of(model, (x,), {}))
-
-
-def assert_near_the_cheapest(solver):
-    front = cheapest_of_all(solver.profile, attrgetter("cost"))
-    # At the least the step as it is, and one that costs something.
-    assert len(front) > 1
-    for peak, cost, _ in front:
-        choice = solver.solve(peak)
-        assert choice is not None, peak
-        assert solver.simulation.run(choice).peak <= peak
-        assert cost_of(solver, choice) <= 1.02 * cost, peak
-    assert solver.solve(front[0][0] - 1) is None
 
 
 def test_of_a_long_row_few_runs_are_followed_and_nearly_the_cheapest_choice_is_found(monkeypatch):
