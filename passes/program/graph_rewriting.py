@@ -132,12 +132,12 @@ class GraphRewriter:
     # Rewrite ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def change(self, where: fx.Node | str, what: str) -> Iterator[bool]:
+    def change(self, where: fx.Node | str, what: str) -> Iterator[GraphChange]:
         """One change; all writes stand in such a block.
 
         It is checked by what it replaces: the values before and after have to be the same. Nodes that nobody uses any more
-        go with it, where they have no effect. Gives whether the change is made: one that was found to be wrong is run like
-        any other, and what it writes is dropped.
+        go with it, where they have no effect. A change that was found to be wrong is run like any other, and what it writes
+        is dropped.
         """
         if self._open is not None:
             raise RuntimeError("a change is opened inside of another one")
@@ -148,11 +148,14 @@ class GraphRewriter:
         change.left_alone = reason is not None
         self._open = change
         try:
-            yield reason is None
+            yield change
             if reason is None:
                 self._close(change)
                 self.changes.append(change)
-            elif reason:
+                return
+            for node in reversed(change.made):
+                self.captured.graph.erase_node(node)
+            if reason:
                 self.skips.append(Skip(where, reason))
         finally:
             self._open = None

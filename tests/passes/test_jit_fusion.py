@@ -33,13 +33,15 @@ from passes import (
 )
 from passes.base import Context
 from passes.errors import RequirementNotMet
-from passes.graph import fused, fused_trial, kernels
-from passes.graph.baked import BakedLayer
-from passes.graph.fused import FusedUnit
-from passes.graph.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
+from passes.program import fused, kernel_trial, kernels
+from passes.program.captured import CapturedGraph, Modules
+from passes.program.fused import FusedUnit
+from passes.program.graph_rewriting import GraphRewriter
+from passes.program.pointwise import pointwise_groups
+from passes.torch_private import captured_call
 
-CPU = Context("inference", torch.device("cpu"))
+CPU = Context("inference", torch.device("cpu"), example_calls=(((), {}),))
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +153,7 @@ FUSED = {
     "parameters": (lambda self, x: torch.relu(x * self.scale + x), "mul_add_relu"),
     "where and comparisons": (lambda self, x: torch.where(x > 0, x, x.exp() - 1) * 2, "gt_exp_sub_where_mul"),
     "casts inside": (lambda self, x: (x.double() * 1.5).float() + x, "double_mul_float_add"),
-    "layers": (lambda self, x: self.leaky(self.gelu(x)) + x, "gelu_leakyrelu_add"),
+    "layers": (lambda self, x: self.leaky(self.gelu(x)) + x, "gelu_leaky_relu_add"),
     "a value that is used twice inside": (lambda self, x: (y := x.tanh()) * y + y, "tanh_mul_add"),
 }
 
@@ -180,7 +182,6 @@ NOT_FUSED = {
     "random numbers": lambda self, x: torch.bernoulli(x.sigmoid()) + torch.rand_like(x),
     "reductions": lambda self, x: x.softmax(-1).cumsum(-1),
     "views": lambda self, x: x.reshape(-1, 3).transpose(0, 1).contiguous(),
-    "numbers of the call": lambda self, x: (x * x.shape[0]) + x.shape[1] * len(self._modules),
     "a layer in place": lambda self, x: self.inplace(x * 1.5),
 }
 
@@ -195,6 +196,12 @@ def test_what_is_not_fused(kind: str, ran: list[str]) -> None:
     torch.manual_seed(0)
     assert torch.equal(got, model(rows()))
     assert not ran
+
+
+def test_numbers_of_the_call_are_those_of_each_call(ran: list[str]) -> None:
+    model = model_of(lambda self, x: (x * x.shape[0]) + x.shape[1] * len(self._modules))
+    fast, _ = fused_model(model)
+    assert same(fast, model)
 
 
 def test_nothing_moves_past_a_write(ran: list[str]) -> None:
@@ -325,7 +332,7 @@ def test_second_derivatives_where_one_source_is_made_of_another(ran: list[str]) 
 def test_what_has_no_gradient_has_none(ran: list[str]) -> None:
     model = model_of(lambda self, x: (x > self.scale).float() * 2)
     fast, record = fused_model(model)
-    assert units_of(record) == ["lt_float_mul"]
+    assert units_of(record) == ["gt_float_mul"]
     ran.clear()
     assert not fast(rows()).requires_grad
     assert ran
@@ -349,9 +356,10 @@ def test_sources_are_kept_for_gradients_where_these_depend_on_them(kind: str, ra
     saved: list[torch.Tensor] = []
     y = model.linear(rows()).detach().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
-        program, group = _first_group(model)
-        unit = FusedUnit.of(program, group, "inductor")
-        sources = [y if source.op == "call_module" else model.scale for source in group.inputs]
+        (group,) = _first_group(model)
+        unit = FusedUnit.of(group, "inductor")
+        saved.clear()
+        sources = [model.scale if source.op == "placeholder" else y for source in group.inputs]
         value = unit(*sources)
     assert len(saved) == sum(kept)
     assert [any(source is value for value in saved) for source in (y, model.scale)] == kept
@@ -369,30 +377,11 @@ def test_a_layer_that_is_changed_later_counts(ran: list[str]) -> None:
         lambda net: setattr(net.gelu, "forward", lambda x: x),
     ):
         fast, record = fused_model(model)
-        assert units_of(record) == ["gelu_leakyrelu_add"]
+        assert units_of(record) == ["gelu_leaky_relu_add"]
         twin = copy.deepcopy(model)
         change(fast)
         change(twin)
-        ran.clear()
         assert same(fast, twin)
-        assert not ran
-
-
-def test_a_layer_of_many_units_is_looked_at_once(ran: list[str]) -> None:
-    def many(self: Any, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = self.gelu(x * 2).cumsum(-1)
-        return x
-
-    model = model_of(many, gelu=nn.GELU())
-    fast, record = fused_model(model)
-    assert units_of(record) == ["mul_gelu"] * 3
-    assert [item.name for item in fast.forward.baked if isinstance(item, BakedLayer)] == ["gelu"]
-    fast.gelu.approximate = "tanh"
-    model.gelu.approximate = "tanh"
-    ran.clear()
-    assert same(fast, model)
-    assert not ran
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
@@ -498,8 +487,15 @@ def test_nested_tensors_are_for_the_operations(ran: list[str]) -> None:
 
 
 def _first_group(model: nn.Module) -> Any:
-    program, _ = captured(model)
-    return program, next(pointwise_groups(program, program.graphs[id(program.root)].graph))
+    found: list[Any] = []
+
+    def capture(graph: Any, inputs: Any, around: Any) -> Any:
+        rewriter = GraphRewriter(CapturedGraph(graph.graph, Modules(model), around, inputs), lambda place: None)
+        found.append(next(pointwise_groups(rewriter.nodes, rewriter.settings())))
+        return graph.forward
+
+    captured_call(lambda x: model(x), capture).run(rows() if hasattr(model, "linear") else torch.randn(2, 6))
+    return (found[0],)
 
 
 def test_the_exports_hold_the_operations(ran: list[str], tmp_path: Path) -> None:
@@ -731,7 +727,7 @@ def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str])
     for times, is_right in ((8, True), (-8, True), (100, False)):
         Answering.off = times * rounding
         unit.kernels = lambda sources: Answering(unit)
-        assert (fused_trial._why_gradients_wrong(unit, (x, scale), value) is None) == is_right
+        assert (kernel_trial._why_gradients_wrong(unit, (x, scale), value) is None) == is_right
 
 
 def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) -> None:
@@ -745,12 +741,12 @@ def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) ->
                 return (of_x * gradient, found)
 
         unit.kernels = lambda sources, answering=Answering: answering(unit)
-        reason = fused_trial._why_gradients_wrong(unit, (x, scale), value)
+        reason = kernel_trial._why_gradients_wrong(unit, (x, scale), value)
         assert reason == (None if is_right else "its kernel gives a gradient to input 1, on which nothing depends")
 
 
 def apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> bool:
-    return fused_trial._why_apart(got, value, exact) is not None
+    return kernel_trial._why_apart(got, value, exact) is not None
 
 
 def test_a_kernel_may_be_off_by_as_much_as_its_operations() -> None:
@@ -815,7 +811,7 @@ def test_where_no_compiler_is_any_more_operations_run_one_by_one(
     for unit in units:
         for _ in range(2):
             assert torch.equal(unit(x), by_hand_gelu(None, x))
-    told = [record.message for record in caplog.records if record.name == "passes.graph.kernels"]
+    told = [record.message for record in caplog.records if record.name == "passes.program.kernels"]
     assert [
         message.startswith("fused operations run one by one: inductor needs a C++ compiler") for message in told
     ] == [True]
@@ -907,18 +903,16 @@ def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
     runs: list[int] = []
-    context = dataclasses.replace(CPU, run_compiled=lambda watch: runs.append(1))
-    program, _ = captured(OfGelu())
+    program, context = captured(OfGelu(), (rows(),))
+    run = context.run_compiled
+    context = dataclasses.replace(context, run_compiled=lambda watch: runs.append(1) or run(watch))
     JitFusion(backend="torchscript").run(program, context)
-    # The fuser looks at the first runs, and makes its kernels then; one more shows whether they are right.
-    assert len(runs) == 3
+    # One shows the graphs, one whether the kernels are right. The fuser looks at the next ones, and makes its kernels then.
+    assert len(runs) == 4
 
 
 def test_equal_units_share_one_code() -> None:
-    program, _ = captured(nn.Sequential(*(OfGelu() for _ in range(3))))
-    result = JitFusion().run(program, CPU)
-    units = [edit.new for change in result.changes for edit in change.edits if isinstance(edit.new, FusedUnit)]
-    assert len(units) == 3
+    units = [FusedUnit.of(*_first_group(OfGelu()), "inductor") for _ in range(3)]
     assert len({unit._plain.__code__ for unit in units}) == 1
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
 
-from passes.graph.forward import compile_graph, graph_of, nodes_of
-from passes.graph.kernels import KERNELS, Backend, Kernels, tell, why_none
-from passes.graph.pointwise import PointwiseGroup, function_of, is_linear, name_of_pointwise
-from passes.graph.program import Program
+from passes.graph.forward import compile_graph
+from passes.program.kernels import KERNELS, Backend, Kernels, tell, why_none
+from passes.program.pointwise import PointwiseGroup, is_linear, name_of_pointwise
+from passes.torch_private import is_watched
 
 # Of fewer elements, on a CPU, it takes longer to find the kernel than to run its operations one by one, whose values stay
 # in the cache there: measured on two threads, 4 and 5 operations take 0.6 to 0.8 of the kernel's time at half as many.
@@ -20,7 +20,7 @@ _FEWEST_ELEMENTS = 1 << 18
 
 
 class FusedUnit:
-    """A function of tensors, run as one kernel; operation by operation where something looks at the operations.
+    """A call in a graph: a function of tensors, run as one kernel; operation by operation where something looks at the operations.
 
     That is where the call is traced, exported or compiled with what is around it, where torch's function or dispatch modes
     watch, or a transform of torch.func; for tensors that are none of the plain ones; and where no kernel can be made.
@@ -31,35 +31,37 @@ class FusedUnit:
         graph: of the function: its inputs are tensors, its output one.
         name: what it holds.
         backend: what makes the kernel.
+        place: what tells it from others; it is tried by that.
     """
 
-    def __init__(self, graph: fx.Graph, name: str, backend: Backend) -> None:
+    # As torch.fx asks of what a graph calls.
+    __name__ = "fused"
+    takes_and_gives = True
+    # Answers in the place of all units while their kernels are tried.
+    trial: ClassVar[Callable[[FusedUnit, Sequence[torch.Tensor]], torch.Tensor] | None] = None
+
+    def __init__(self, graph: fx.Graph, name: str, backend: Backend, place: Any = None) -> None:
         self.graph = graph
         self.name = name
         self.backend = backend
-        # Answers in its place while its kernel is tried.
-        self.trial: Callable[[FusedUnit, Sequence[torch.Tensor]], torch.Tensor] | None = None
+        self.place = place
         self.kept = tuple(_kept_for_gradients(graph))
         self._plain: Callable[..., Any] = compile_graph(graph, name)
         self._kernels: dict[str, Kernels | None] = {}
         self._with_gradient: dict[Any, bool] = {}
 
     @classmethod
-    def of(cls, program: Program, group: PointwiseGroup, backend: Backend) -> FusedUnit:
+    def of(cls, group: PointwiseGroup, backend: Backend, place: Any = None) -> FusedUnit:
         """That of a group in a graph."""
         graph = fx.Graph()
         twins = {source: graph.placeholder(f"source_{number}") for number, source in enumerate(group.inputs)}
         for node in group.nodes:
-            module = program.module_of(node)
-            if module is None:
-                twins[node] = graph.node_copy(node, twins.__getitem__)
-                continue
-            found = function_of(module)
-            assert found is not None
-            function, options = found
-            twins[node] = graph.call_function(function, (twins[node.all_input_nodes[0]],), options)
+            # Equal functions have equal names inside.
+            twins[node] = graph.create_node(
+                node.op, node.target, *fx.map_arg((node.args, node.kwargs), twins.__getitem__), name_of_pointwise(node)
+            )
         graph.output(twins[group.nodes[-1]])
-        return cls(graph, name_of(program, group), backend)
+        return cls(graph, "_".join(map(name_of_pointwise, group.nodes)), backend, place)
 
     @property
     def operations(self) -> int:
@@ -67,10 +69,11 @@ class FusedUnit:
         return sum(node.op in ("call_function", "call_method") for node in self.graph.nodes)
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
-        if _is_watched():
+        if is_watched():
             return self.plain(*sources)
-        if self.trial is not None:
-            return self.trial(self, sources)
+        trial = FusedUnit.trial
+        if trial is not None:
+            return trial(self, sources)
         if not _is_large(sources) or not self.can_run_kernel(sources):
             return self.plain(*sources)
         return self.by_kernel(sources)
@@ -125,24 +128,6 @@ class FusedUnit:
             return False
         return all(map(_is_plain, sources))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unit_of, (nodes_of(self.graph), self.name, self.backend)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusedUnit:
-        # It holds no tensor and never changes.
-        return self
-
-
-def _is_watched() -> bool:
-    """Whether something looks at the operations."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
-
 
 def _is_large(sources: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel is faster than the operations; false where not all are tensors, as where a graph is traced."""
@@ -168,20 +153,6 @@ def _is_plain(source: torch.Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(source)
         and not torch._C._functorch.is_legacy_batchedtensor(source)
     )
-
-
-def run_fused(unit: FusedUnit, *sources: torch.Tensor) -> torch.Tensor:
-    """What stands in a graph in the place of the group."""
-    return unit(*sources)
-
-
-def name_of(program: Program, group: PointwiseGroup) -> str:
-    """The names of the group's operations, in their order."""
-    names = []
-    for node in group.nodes:
-        module = program.module_of(node)
-        names.append(name_of_pointwise(node) if module is None else type(module).__name__.lower())
-    return "_".join(names)
 
 
 def differentiated(unit: FusedUnit, value: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -225,7 +196,7 @@ class _Fused(torch.autograd.Function):
 def _gradients(
     unit: FusedUnit, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    if not torch.is_grad_enabled() and not _is_watched() and unit.can_run_kernel((gradient, *sources)):
+    if not torch.is_grad_enabled() and not is_watched() and unit.can_run_kernel((gradient, *sources)):
         kernels = unit.kernels(sources)
         given = [source.detach() if source.requires_grad else source for source in sources]
         found = None if kernels is None else kernels.gradients(wanted, gradient, given)
@@ -264,7 +235,3 @@ def _kept_for_gradients(graph: fx.Graph) -> Iterator[bool]:
         users = (user for user in node.users if user.op != "output")
         needed[node] = any(needed[user] or not is_linear(user) for user in users)
     return (needed[node] for node in graph.nodes if node.op == "placeholder")
-
-
-def _unit_of(nodes: Any, name: str, backend: Backend) -> FusedUnit:
-    return FusedUnit(graph_of(nodes), name, backend)

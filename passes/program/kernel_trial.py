@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from passes.graph.fused import FusedUnit, differentiated
+from passes.program.fused import FusedUnit, differentiated
 
 # What a kernel may be off by: so many times what its operations are off by, and so many roundings of its value.
 _TIMES, _ROUNDINGS = 4, 16
@@ -19,50 +19,45 @@ class KernelTrial:
     """Runs the kernel of each unit once, at its first call inside, whatever its size; the operations answer all calls.
 
     Args:
-        units: those that are tried.
         training: whether gradients are computed inside, and the kernel of each unit's gradients is tried as well.
 
     Attributes:
-        wrong: by the number of the unit, the clause why its kernel is wrong, of those that are.
-        tried: the numbers of the units that were called.
+        units: by their places, those that were called.
+        wrong: by the place of the unit, the clause why its kernel is wrong, of those that are.
     """
 
-    def __init__(self, units: Sequence[FusedUnit], *, training: bool = False) -> None:
-        self.units = units
+    def __init__(self, *, training: bool = False) -> None:
         self.training = training
-        self.tried: set[int] = set()
-        self.wrong: dict[int, str] = {}
-        self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self.units: dict[Any, FusedUnit] = {}
+        self.wrong: dict[Any, str] = {}
+        self._tried: set[Any] = set()
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
         if self.training:
             self._entered.enter_context(torch.enable_grad())
-        for unit in self.units:
-            unit.trial = self._run
+        FusedUnit.trial = self._run
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for unit in self.units:
-            unit.trial = None
+        FusedUnit.trial = None
         self._entered.close()
 
     def _run(self, unit: FusedUnit, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.units.setdefault(unit.place, unit)
         value = unit.plain(*sources)
-        number = self._numbers[id(unit)]
-        if number not in self.tried and unit.can_run_kernel(sources):
-            self.tried.add(number)
-            # Stays where the trial raises, as then the kernel would at a call.
-            self.wrong[number] = "its kernel raises on what the examples give it"
-            reason = self._why_wrong(unit, sources, value.detach())
-            if reason is None and value.requires_grad:
-                reason = _why_gradients_wrong(unit, sources, value.detach())
-            if reason is None:
-                del self.wrong[number]
-            else:
-                self.wrong[number] = reason
+        if unit.place not in self._tried and unit.can_run_kernel(sources):
+            self._tried.add(unit.place)
+            try:
+                reason = self._why_wrong(unit, sources, value.detach())
+                if reason is None and value.requires_grad:
+                    reason = _why_gradients_wrong(unit, sources, value.detach())
+            except Exception:  # noqa: BLE001 - a kernel that raises here would at a call
+                reason = "its kernel raises on what the examples give it"
+            if reason is not None:
+                self.wrong[unit.place] = reason
         return value
 
     def _why_wrong(self, unit: FusedUnit, sources: Sequence[torch.Tensor], value: torch.Tensor) -> str | None:
