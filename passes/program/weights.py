@@ -73,7 +73,10 @@ class FoldedLayer:
         bias: Any = None if self.bias is None else self.bias.owner._parameters.get(self.bias.name)
         with without_subclasses():
             if torch.compiler.is_dynamo_compiling():
-                weight, bias = unsealed(weight), bias if bias is None else unsealed(bias)
+                weight, bias = (
+                    unsealed(weight) if weight is not None else None,
+                    bias if bias is None else unsealed(bias),
+                )
             output: torch.Tensor = func(**{**given, "input": input, "weight": weight, "bias": bias})
         return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
 
