@@ -82,7 +82,11 @@ class _FrontEnd:
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
         from torch._dynamo import config
-        from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+        from torch._dynamo.types import (  # type: ignore[attr-defined]
+            ConvertFrameReturn,
+            FrameAction,
+            FrameExecStrategy,
+        )
 
         self._captures[frame.f_code] += 1
         if self._captures[frame.f_code] > MOST_CAPTURES:

@@ -6,7 +6,7 @@ holds an example of its value without numbers (a FakeTensor, or a symbolic size)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,10 +114,11 @@ def propagate(node: fx.Node) -> None:
         return
     try:
         with mode, torch.no_grad():
-            function: Callable[..., Any] = (
-                getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-            )  # type: ignore[assignment]
-            node.meta[EXAMPLE] = function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            if node.op == "call_method":
+                node.meta[EXAMPLE] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                function: Any = node.target
+                node.meta[EXAMPLE] = function(*args, **kwargs)
     except Exception:  # noqa: BLE001 - a function that takes no tensors without numbers: nothing is known of its value
         return
 
