@@ -46,6 +46,7 @@ from passes import CastPrecision, JitFusion, MergeLinears, PadChannels, Pass, Pa
 from passes.base import Context
 from passes.graph.capture import capture
 from passes.graph.program import Program
+from passes.program.graph_pass import CapturedPass
 from passes.registry import make_passes
 
 # Time per operation at the largest size against that at the smallest.
@@ -86,6 +87,8 @@ def run_of(item: Pass, program: Program) -> PassResult:
         with watch, torch.no_grad():
             program.root(x)
 
+    if isinstance(item, CapturedPass):
+        context = replace(context, run_compiled=run_inside)
     return item.run(program, replace(context, run_inside=run_inside) if isinstance(item, CastPrecision) else context)
 
 

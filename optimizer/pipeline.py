@@ -546,8 +546,8 @@ class Pipeline:
         """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
         regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
         found = _Checked()
-        for change, checks in result.checked:
-            for algebra, rounding in checks:
+        for change, pairs in result.checked:
+            for algebra, rounding in pairs:
                 found.add(change, algebra, rounding)
                 record.parity, record.error = found.worst, found.error
                 if found.wrong is not None:

@@ -114,8 +114,11 @@ def propagate(node: fx.Node) -> None:
         return
     try:
         with mode, torch.no_grad():
-            function: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-            node.meta[EXAMPLE] = function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            if node.op == "call_method":
+                node.meta[EXAMPLE] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                function: Any = node.target
+                node.meta[EXAMPLE] = function(*args, **kwargs)
     except Exception:  # noqa: BLE001 - a function that takes no tensors without numbers: nothing is known of its value
         return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,20 +24,25 @@ class Derived:
     __name__ = "derived"
     takes_and_gives = True
 
-    def __init__(self, function: Callable[..., Any], what: str) -> None:
+    def __init__(self, function: Callable[..., Any], what: str, kept: Callable[..., Any] | None = None) -> None:
         self.function = function
+        self.function_of_kept = kept or function
         self.what = what
         self._lock = threading.Lock()
-        self._kept: _Kept | None = None
+        # By the identity of the tensors: one captured graph serves all equal modules that are called one by one.
+        self._kept: dict[tuple[int, ...], _Kept] = {}
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
         if not _may_keep(sources):
             value: torch.Tensor = self.function(*sources)
             return value
-        kept = self._kept
+        key = tuple(map(id, sources))
+        kept = self._kept.get(key)
         if kept is None or not kept.holds_for(sources):
             with self._lock, torch.inference_mode(False), torch.no_grad():
-                self._kept = kept = _Kept(sources, self.function(*sources).detach())
+                # What was replaced goes with what was made of it.
+                self._kept = {each: one for each, one in self._kept.items() if one.is_alive}
+                self._kept[key] = kept = _Kept(sources, self.function_of_kept(*sources).detach())
             if kept.value.is_cuda:
                 # Whoever uses it on another stream finds it done.
                 torch.cuda.current_stream(kept.value.device).synchronize()
@@ -57,18 +63,23 @@ class _Kept:
 
     def __init__(self, sources: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
         self.value = value
-        self.sources = sources
+        self._sources = tuple(map(weakref.ref, sources))
         self.dtype = torch.get_default_dtype()
         # Holds the memory, so that no other tensor comes to lie there.
         self.then = tuple((source.detach(), source._version) for source in sources)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody has these tensors still."""
+        return all(source() is not None for source in self._sources)
 
     def holds_for(self, sources: tuple[torch.Tensor, ...]) -> bool:
         """Whether these are the tensors that it was computed from, and have their values of then."""
         if torch.get_default_dtype() is not self.dtype:
             return False
-        for source, known, (then, version) in zip(sources, self.sources, self.then, strict=True):
+        for source, known, (then, version) in zip(sources, self._sources, self.then, strict=True):
             if (
-                source is not known
+                source is not known()
                 or source._version != version
                 or source.data_ptr() != then.data_ptr()
                 or source.dtype is not then.dtype

@@ -184,13 +184,23 @@ class GraphRewriter:
         change.made.append(new)
         return new
 
-    def derived(self, before: fx.Node, function: Callable[..., Any], *sources: fx.Node, what: str) -> fx.Node:
+    def derived(
+        self,
+        before: fx.Node,
+        function: Callable[..., Any],
+        *sources: fx.Node,
+        what: str,
+        kept: Callable[..., Any] | None = None,
+    ) -> fx.Node:
         """A tensor that a function makes of parameters and buffers: kept between calls as long as these are what they were.
 
         Where one of them was written to, moved, cast or replaced, it is made anew; where gradients go to them, it is part
         of the graph.
+
+        Args:
+            kept: the function for a value that is kept, through which no gradients go; `function` itself by default.
         """
-        return self.call(before, Derived(function, what), sources)
+        return self.call(before, Derived(function, what, kept), sources)
 
     def replace(self, node: fx.Node, other: fx.Node) -> None:
         """Have another node's value in the place of the node's, which is the same."""
