@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -41,10 +41,11 @@ from optimizer.fixed_dims import note_on_fixed_dims
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
+from optimizer.module_tree import unregistered_modules
 from optimizer.options import check_numbers
 from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
-from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode, unregistered_modules
+from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode
 from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.sentences import listed
@@ -52,7 +53,6 @@ from optimizer.vacuous import is_vacuous, refuse_vacuous
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
-from optimizer.written_parameters import kept_values
 from optimizer.wrong_pass import pass_to_blame
 from passes.base import Context, Pass, device_of
 from passes.graph.casts import root_cast
@@ -381,8 +381,8 @@ def export(
     request = replace(
         _request(exported, samples, reference, static_batch, dims, input_names, output_names), opset=opset, metadata=own
     )
-    with kept_values(exported, reference.written):
-        adapter = Adapter(exported, *request.calls[0], input_names=input_names, output_names=output_names)
+    fresh = partial(_exportable, model, target, reference.written)
+    adapter = Adapter(fresh(), *request.calls[0], input_names=input_names, output_names=output_names)
     notes += _note_on_numbers(adapter)
     if dynamic is None:
         call = there.given
@@ -418,8 +418,8 @@ def export(
             tell(Progress("export", number, len(exporters), exporter.name, exporter.name))
             before = set(folder.iterdir())
             try:
-                with kept_values(exported, reference.written):
-                    artifact = exporter.export(request, folder)
+                # An exporter runs the model.
+                artifact = exporter.export(replace(request, model=fresh()), folder)
             except (StructureError, MetadataError):
                 # Nothing that another format could mend.
                 raise
@@ -589,9 +589,14 @@ def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
     return copy
 
 
-def _exportable(model: nn.Module, device: torch.device) -> nn.Module:
-    """The module before any compiled call, without what `optimize` attached, in eval, on the device."""
-    copy = working_copy(model, "inference").root
+def _exportable(model: nn.Module, device: torch.device, written: Collection[str] = ()) -> nn.Module:
+    """The module before any compiled call, without what `optimize` attached, in eval, on the device.
+
+    Args:
+        written: names of parameters that forward writes to, those of them that the module has.
+    """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    copy = working_copy(model, "inference", private=own.intersection(written)).root
     _strip(copy)
     return copy.eval().to(device)
 

@@ -14,10 +14,12 @@ from optimizer.difference import distance, is_exact, unit, wide
 from optimizer.errors import ExportFailed
 from optimizer.locating import named_first
 from optimizer.locating_modules import ModuleCall, in_order_of_ending, watched_calls
+from optimizer.module_tree import REGISTRIES
 from optimizer.reference import Reference
+from optimizer.runs import AsItIs
 from optimizer.sentences import listed
 from optimizer.verdict import judge
-from passes.graph.side_effects import REGISTRIES, contents_of, items_of, slots_of
+from passes.graph.side_effects import contents_of, items_of, slots_of
 from passes.graph.snapshot import numbers_in
 from passes.graph.storage import same_values
 
@@ -76,25 +78,30 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _
 
     None where no module does: what comes and goes isn't seen after the last call.
     """
-    modules = dict(original.named_modules())
-    run = reference.reruns(where, original).own
-    alone = watched_calls(original, run, may_raise=True)
+    runs = reference.reruns(where, original)
+    alone = watched_calls(runs.original, runs.own, may_raise=True)
     if ("", 1) not in alone:
         return None
 
-    def look() -> tuple[ModuleCall, dict[str, Any]] | None:
-        later = watched_calls(original, run, may_raise=True)
+    def again(module: nn.Module) -> ModuleCall | None:
+        later_runs = reference.reruns(where, AsItIs(module, in_eval=True))
+        later = watched_calls(later_runs.beside, later_runs.candidate, may_raise=True)
         for call in in_order_of_ending(alone["", 1]):
-            again = later.get(call.key)
-            if again and _given_alike(call, again) and not _are_alike(call.outputs, again.outputs):
-                return call, _state_of(modules[call.path])
+            other = later.get(call.key)
+            if other and _given_alike(call, other) and not _are_alike(call.outputs, other.outputs):
+                return call
         return None
 
-    found = reference.after_all_calls(look)
-    if found is None:
+    call = reference.after_all_calls(again)
+    if call is None:
         return None
-    call, after = found
-    before = _state_of(modules[call.path])
+    states: list[dict[str, Any]] = []
+
+    def keep_state(module: nn.Module) -> None:
+        states.append(_state_of(dict(module.named_modules())[call.path]))
+
+    reference.after_all_calls(keep_state, before=keep_state)
+    before, after = states
     names = dict.fromkeys((*after, *before))
     changed = [name for name in names if not _is_same(before.get(name, _Absent), after.get(name, _Absent))]
     return _Found(call, changed)

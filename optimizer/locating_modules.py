@@ -24,8 +24,9 @@ from torch import nn
 from exporters.steps import FileParts, is_users, line_of_forward, source_line
 from optimizer.difference import distance, is_exact, wide
 from optimizer.divergence import Divergence, Off, how_far_off
-from optimizer.preserve import eager_only, one_at_a_time
-from optimizer.reference import Reference, as_run
+from optimizer.preserve import eager_only, one_at_a_time, pinned_settings
+from optimizer.reference import Reference
+from optimizer.runs import Runs
 from optimizer.structure import leaves_of
 from passes.graph.interception import intercepted_calls
 from passes.graph.recording import opened
@@ -62,12 +63,12 @@ class ModuleCall:
 
 
 class _Watch:
-    """Gathers the calls of one run of a module; a further run of it starts anew."""
+    """Gathers the calls of one run of a module; a further run of it, or of a copy, starts anew."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    def __init__(self) -> None:
+        self.root: nn.Module | None = None
         self.calls: dict[tuple[str, int], ModuleCall] = {}
-        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._paths: dict[int, str] = {}
         self._numbers: Counter[str] = Counter()
         self._open: list[ModuleCall] = []
         self._frames: list[FrameType] = []
@@ -75,7 +76,8 @@ class _Watch:
         self._givers: dict[int, tuple[torch.Tensor, set[tuple[str, int]]]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, root: nn.Module) -> Iterator[None]:
+        self.root, self._paths = root, {id(module): path for path, module in root.named_modules()}
         with intercepted_calls(self.root, self._around):
             yield
 
@@ -131,8 +133,8 @@ def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: Seque
         return None
     for where in wheres:
         runs = reference.reruns(where, candidate)
-        own, truth, off = (watched_calls(original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
-        got = watched_calls(candidate, runs.candidate)
+        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        got = watched_calls(runs.beside, runs.candidate)
         four = FourRuns(own, truth, off, got)
         found = first_wrong_call(("", 1), four)
         worst = None if found is None else four.worst(found, "outputs")
@@ -151,7 +153,7 @@ def first_wrong_part(
     """
     for where in wheres:
         runs = reference.of(exported, where).reruns(where, exported)
-        own, truth, off = (watched_calls(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
         # A call ends before the one that makes it: the innermost come first.
         for call in in_order_of_ending(own["", 1]):
             part = parts.part(*call.key, alone=call.alone) if len(call.inputs) == 1 else None
@@ -181,22 +183,30 @@ def line_in(original: object, key: tuple[str, int], reference: Reference, where:
     """The line of the original that makes a call: what passes write has none."""
     if not isinstance(original, nn.Module):
         return ""
-    call = watched_calls(original, reference.reruns(where, original).own).get(key)
+    runs = reference.reruns(where, original)
+    call = watched_calls(runs.original, runs.own).get(key)
     return "" if call is None else call.line
 
 
 def watched_calls(
-    root: nn.Module, run: Callable[[], object], *, may_raise: bool = False
+    runs: Runs, run: Callable[[], object], *, may_raise: bool = False
 ) -> dict[tuple[str, int], ModuleCall]:
-    """The calls of one run; up to where it raises, if it may: those that didn't end have no outputs."""
-    watch = _Watch(root)
-    with one_at_a_time, as_run(root, "inference"), eager_only(), watch.watching():
+    """The calls of one run; up to where it raises, if it may: those that didn't end have no outputs.
+
+    Args:
+        runs: gives what `run` runs.
+    """
+    watch = _Watch()
+    with one_at_a_time, pinned_settings(), eager_only():
+        runs.watch = watch.watching
         try:
             run()
         except Exception as error:  # the module is foreign code
             if not may_raise:
                 raise
             logger.debug("the module raised while it was watched: %s", error)
+        finally:
+            runs.watch = None
     return watch.calls
 
 

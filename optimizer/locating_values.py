@@ -46,7 +46,7 @@ def first_module_without_value(
         given = flatten(calls[where])
         seen = values.run(given)
         runs = reference.of(exported, where).reruns(where, exported)
-        own, truth, off = (watched_calls(exported, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
         four = _BesideFile(own, truth, off, _Found(seen, given, values.outputs).calls(own), stopped=bool(seen.error))
         key = first_wrong_call(ROOT, four)
         worst = None if key is None else four.worst(key, "outputs")

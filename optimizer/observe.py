@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from exporters.structure import unique
 from optimizer.float64 import Float64Mode, raised
 from optimizer.inputs import Call
-from optimizer.preserve import kept_state, random_state, unregistered_modules
+from optimizer.module_tree import reachable_modules
+from optimizer.preserve import random_state
 from optimizer.reentrant import gradients_by_backward, is_reentrant
 from optimizer.structure import clone, leaves_of, rebuild
 from passes.graph.storage import same_values
@@ -67,15 +67,13 @@ def observe(
     flatten: Flatten | None = None,
     mode: AbstractContextManager[Any] | None = None,
     names: Sequence[str] | None = None,
-    written: Iterable[str] = (),
 ) -> Observation:
-    """Call `target` once with copies of the inputs; its state and the random state are afterwards as before.
+    """Call `target` once with copies of the inputs; the random state is afterwards as before.
 
+    What the call does to a module stays: give a copy (`optimizer.runs`).
     With `training`, a backward pass from fixed random gradients at the float outputs follows, and the gradients of the
-    parameters and of the inputs that ask for one, and the buffers that changed, are observed too. `.grad` is not used, or
-    put back (`optimizer.reentrant`).
-    `names` are those of the call's tensors, after the signature of `target` if left out; `written` are the parameters that
-    `target` writes to, which have their values back afterwards. What `target` raises is not
+    parameters and of the inputs that ask for one, and the buffers that changed, are observed too.
+    `names` are those of the call's tensors, after the signature of `target` if left out. What `target` raises is not
     caught.
     """
     args, kwargs = clone((call.args, call.kwargs))
@@ -87,7 +85,6 @@ def observe(
         inputs = [tensor for _, tensor in leaves_of((args, kwargs)).tensors()]
     observation = Observation()
     with (
-        kept_state(target, written),
         random_state(seed) as drawn,
         torch.set_grad_enabled(training),
         mode or nullcontext(),
@@ -236,12 +233,11 @@ def _gradients(
     return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
 
 
-def _all_parameters(target: Any) -> list[tuple[str, nn.Parameter]]:
-    """Those of modules in plain containers too, with their paths; a parameter may come several times."""
+def _all_parameters(target: Any) -> list[torch.Tensor] | None:
+    """Those of modules in plain containers too; None for what is no module."""
     if not isinstance(target, nn.Module):
-        return []
-    besides = (module.named_parameters(prefix=path) for path, module in unregistered_modules(target))
-    return [*target.named_parameters(), *chain.from_iterable(besides)]
+        return None
+    return [parameter for module in reachable_modules(target) for parameter in module.parameters(recurse=False)]
 
 
 def own_name(name: str) -> str:

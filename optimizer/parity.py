@@ -45,8 +45,8 @@ from optimizer.float64 import float64_mode
 from optimizer.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.observe import Observation
 from optimizer.options import check_numbers
-from optimizer.preserve import in_turn, one_at_a_time
-from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference, as_run
+from optimizer.preserve import in_turn, one_at_a_time, pinned_settings
+from optimizer.reference import BATCH_SIZES, Comparison, GoldenEntry, Kept, Mode, Original, Reference
 from optimizer.verdict import (
     FACTOR,
     Measurement,
@@ -177,7 +177,7 @@ class RegionReference:
         if not inputs:
             raise UsageError("A region can't be checked without recorded inputs.")
         original = Original(f_old, "region", seed)
-        with one_at_a_time, as_run(f_old, "inference") as settings:
+        with one_at_a_time, pinned_settings() as settings:
             for number, args in enumerate(inputs):
                 original.run(number, 0, Call(tuple(args), {}), keep_call=True, label=f"recorded input {number}")
             try:

@@ -18,15 +18,16 @@ from torch.utils import _pytree as pytree
 
 from optimizer.errors import LoadError, OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp, random_signs
+from optimizer.held_iterators import held_iterators
 from optimizer.inputs import Call, Samples
 from optimizer.locating import located_module
+from optimizer.module_tree import is_script, reachable_modules
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
-from optimizer.preserve import eager_only, held_iterators, pinned_settings, random_state, reachable_modules, seed_torch
+from optimizer.preserve import eager_only, pinned_settings, random_state, seed_torch
 from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
-from optimizer.working_copy import Mode, WorkingCopy, private_buffers, script_buffers
-from optimizer.written_parameters import kept_parameters, kept_values
+from optimizer.working_copy import Mode, WorkingCopy, private_state
 from passes.base import Context, DeclaredError, Pass, PassResult
 from passes.errors import PassesError, UnseenCall
 from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
@@ -69,7 +70,7 @@ class _TreeState:
         self.kept = [
             (holder, dict(holder))
             for module in modules
-            if not isinstance(module, torch.jit.ScriptModule)
+            if not is_script(module)
             for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
         ]
 
@@ -175,6 +176,7 @@ class Pipeline:
         self._tell("capture", 0, 3, "running the original")
         sizes = self._two_sizes(self.samples)
         self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=2, mode=self.mode)
+        self.copy.own_parameters(self._reference.written)
         worked = [size for size in sizes or [] if size in self._reference.batch_sizes]
         self._calls = [self.samples.at(size) for size in worked] if sizes else [self.samples.given]
         # A branch that only one of them takes is to be seen before anything is rewritten.
@@ -196,8 +198,6 @@ class Pipeline:
     def capture(self) -> Program:
         """The graphs of the working copy, each of which computes what its module does."""
         captured, recordings = self._captured()
-        # Now it is known which forwards may write to what they share with the caller's module.
-        self.copy.own_state(captured.graphs, self._reference.written if self._reference is not None else ())
         program = Program.of(captured, recordings, self.mode, self.copy.unregistered())
         if self.mode == "training":
             program.other_states = tuple(self._in_state(flag) for flag in self._other_flags())
@@ -235,7 +235,7 @@ class Pipeline:
         root, besides = self.copy.root, self.copy.unregistered()
         if not self._calls:
             return None
-        with self._quiet(), private_buffers(root, self.copy.variables, keep_written=self.mode == "inference"):
+        with self._quiet():
             try:
                 runs = [record(root, call.args, dict(call.kwargs), besides) for call in self._fresh_calls()]
             except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
@@ -249,25 +249,30 @@ class Pipeline:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Run the working copy and leave no trace of it."""
+        """Run the working copy eagerly and leave no trace of it: its modules are told by identity, so none is copied."""
         with ExitStack() as stack:
             stack.enter_context(random_state(0))
             stack.enter_context(pinned_settings())
             stack.enter_context(eager_only())
             stack.enter_context(torch.no_grad())
-            stack.enter_context(kept_parameters(self.copy.root))
+            stack.enter_context(self._private_state())
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             yield
 
+    def _private_state(self) -> AbstractContextManager[None]:
+        root, reference = self.copy.root, self._reference
+        own = {name for name, _ in root.named_parameters(remove_duplicate=False)}
+        return private_state(root, () if reference is None else reference.written & own)
+
     def _leave_wrong_graphs(self, captured: Capture) -> None:
         """Make islands of the forwards that answer otherwise by their graph: a trace may have frozen something."""
         root = self.copy.root
-        with self._quiet(), private_buffers(root, self.copy.variables):
+        with self._quiet():
             wanted = self._outputs()
         self._orders.setdefault(root.training, _orders_of(wanted))
         while captured.graphs:
-            with self._quiet(), private_buffers(root, self.copy.variables):
+            with self._quiet():
                 with in_place([_installed(graph) for graph in captured.graphs.values()]):
                     if _same(wanted, self._outputs(tolerate=True)):
                         return
@@ -410,7 +415,7 @@ class Pipeline:
         """As `Context.run_inside`."""
         call, root = _fresh(self._calls[0]), self.copy.root
         try:
-            with self._quiet(), private_buffers(root, self.copy.variables), watch:
+            with self._quiet(), watch:
                 root(*call.args, **call.kwargs)
         except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
             return f"{type(error).__name__}: {_first_line(error)}"
@@ -418,16 +423,12 @@ class Pipeline:
 
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_compiled`."""
-        root = self.copy.root
-        written = self._reference.written if self._reference is not None else ()
         try:
-            # What watches the writes to parameters would be compiled in: those that the original writes to are known.
             with ExitStack() as stack:
-                for kept in (random_state(0), pinned_settings(), torch.no_grad(), kept_values(root, written)):
+                for kept in (random_state(0), pinned_settings(), torch.no_grad(), self._private_state()):
                     stack.enter_context(kept)
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-                stack.enter_context(private_buffers(root, self.copy.variables))
                 stack.enter_context(watch)
                 self._outputs()
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
@@ -441,7 +442,7 @@ class Pipeline:
         parameters = list(root.parameters())
         gradients = [parameter.grad for parameter in parameters]
         try:
-            with self._quiet(), torch.enable_grad(), private_buffers(root, self.copy.variables):
+            with self._quiet(), torch.enable_grad():
                 for parameter in parameters:
                     parameter.grad = None
                 yield call.args, call.kwargs
@@ -520,7 +521,8 @@ class Pipeline:
         for path, module in program.unregistered:
             tensors = own_tensors(self.copy.originals[id(module)])
             named += ((f"{path}.{name}", tensor) for name, tensor in tensors.items())
-        put_back = {id(tensor) for tensor in script_buffers(reachable_modules(self.copy.root))}
+        scripted = (module for module in reachable_modules(self.copy.root) if is_script(module))
+        put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
         return [
             (Source.of(name, tensor), tensor.detach().clone() if id(tensor) in put_back else None)
             for name, tensor in named
@@ -615,7 +617,7 @@ class Pipeline:
         call = min(self._fresh_calls(), key=_rows)
         root = self.copy.root
         # The buffers of then are kept, not those of now: in training a run writes to them.
-        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(root, self.copy.variables):
+        with taken_back(result.rewriter.edits), self._quiet():
             return witness_inputs(
                 program,
                 regions,
@@ -626,7 +628,7 @@ class Pipeline:
 
     def _runs_without(self, result: PassResult) -> bool:
         """Whether the tree as it was before the pass runs."""
-        with self._quiet(), taken_back(result.rewriter.edits), private_buffers(self.copy.root, self.copy.variables):
+        with taken_back(result.rewriter.edits), self._quiet():
             return not any(isinstance(outputs, Exception) for outputs in self._outputs(tolerate=True))
 
     def _roll_back(self, item: Pass, record: PassRecord, result: PassResult, reason: str) -> None:
@@ -694,8 +696,7 @@ class Pipeline:
         assert self._reference is not None
         done = self._done if done is None else done
         precisions = _precisions(done)
-        with private_buffers(self.copy.root, self.copy.variables):
-            report = judge(self._judging(self._reference, precisions).compare(self.copy.root))
+        report = judge(self._judging(self._reference, precisions).compare(self.copy.root))
         if self.mode != "training" or report.verdict == "failed" or not any(one.result.changes for one in done):
             return report
         in_eval = self._compare_in_eval(precisions)
@@ -723,8 +724,7 @@ class Pipeline:
                 self._reference_in_eval = False
         if self._reference_in_eval is False:
             return None
-        with private_buffers(self.copy.root, self.copy.variables):
-            report = judge(self._judging(self._reference_in_eval, precisions).compare(self.copy.root))
+        report = judge(self._judging(self._reference_in_eval, precisions).compare(self.copy.root))
         return replace(report, reason=f"In eval: {report.reason}")
 
     def _leave_what_parts_alone(self, program: Program) -> bool:
@@ -733,7 +733,7 @@ class Pipeline:
         What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
         autograd function of the user's.
         """
-        with self._quiet(), private_buffers(self.copy.root, self.copy.variables):
+        with self._quiet():
             outputs = self._outputs(tolerate=True)
         return any(self._leave_alone(program, output, "") for output in outputs)
 
@@ -744,7 +744,6 @@ class Pipeline:
         for call, gradients, when in self._further_calls():
             with ExitStack() as stack:
                 stack.enter_context(self._quiet())
-                stack.enter_context(private_buffers(self.copy.root, self.copy.variables))
                 stack.enter_context(torch.set_grad_enabled(gradients))
                 if gradients:
                     # Nothing goes backward: what is kept for that would be memory for nothing.
@@ -832,7 +831,7 @@ class Pipeline:
             return ""
         later = [edit for done in self._done if done.number > culprit.number for edit in done.result.rewriter.edits]
         reference = self._judging(self._reference, _precisions([culprit]))
-        with taken_back(later), private_buffers(self.copy.root, self.copy.variables):
+        with taken_back(later):
             found = located_module(reference, reference.compare(self.copy.root), self.copy.root)
         return f" {found}" if found.divergence is not None else ""
 

@@ -46,23 +46,16 @@ from optimizer.float64 import (
 )
 from optimizer.in_kind import computing_as, share
 from optimizer.inputs import Call, Samples, Sizes
+from optimizer.module_tree import modules_of, reachable_modules
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype, own_name
-from optimizer.preserve import (
-    eager_only,
-    evaluated,
-    kept_state,
-    modules_of,
-    one_at_a_time,
-    pinned_settings,
-    reachable_modules,
-)
+from optimizer.preserve import eager_only, one_at_a_time, pinned_settings
 from optimizer.row_independence import Batch, Rows
 from optimizer.row_verdict import RowMeasurement, judge_rows
+from optimizer.runs import AsItIs, Runs
 from optimizer.sentences import lack_of_memory
 from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
-from optimizer.written_parameters import kept_parameters
 from passes.base import DeclaredError
 from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
@@ -132,8 +125,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Reruns:
-    """Four ways to run one call once more, without gradients: the original three times over, and a candidate."""
+    """Four ways to run one call once more, without gradients: the original three times over, and a candidate.
 
+    Attributes:
+        original, beside: what gives the copies that they are run on, to be watched.
+    """
+
+    original: Runs
+    beside: Runs
     own: Callable[[], object]
     in_float64: Callable[[], object]
     off_by_one: Callable[[], object]
@@ -176,8 +175,11 @@ class Reference:
         self.taken = Taken(None, {})
         self.noises = noises
         self.slices = slices
-        # The names of the parameters that the original writes to in forward.
-        self.written = original.written
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the parameters that the original writes to in forward."""
+        return self._original.runs.written
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -228,7 +230,7 @@ class Reference:
         original = Original(reference, mode, samples.seed, asked=frozenset(samples.further))
         if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
-        with one_at_a_time, as_run(reference, mode) as settings:
+        with one_at_a_time, pinned_settings() as settings:
             for batch_size, draw in calls:
                 original.run(batch_size, draw, samples.at(batch_size, draw))
             taken = original.run_other_sizes(samples)
@@ -299,62 +301,62 @@ class Reference:
             flat=flatten is not None,
             in_detail=self._samples is not None,
             slices=self.slices,
-            written=self.written,
             moved=moved,
         )
-        with one_at_a_time, as_run(candidate, self._blank.mode) as settings:
+        runs = self._runs_of(candidate)
+        with one_at_a_time, pinned_settings() as settings:
             for kept in self._original.kept:
-                comparison.run(candidate, kept, self._call(kept), flatten, training=self._blank.mode == "training")
+                comparison.run(runs, kept, self._call(kept), flatten, training=self._blank.mode == "training")
             if flatten is None:
-                self._look_past_kinks(candidate, comparison)
-        seen = None if rows is None or comparison.problems else self._moved_rows(candidate, rows, flatten)
+                self._look_past_kinks(runs, comparison)
+        seen = None if rows is None or comparison.problems else self._moved_rows(runs, rows, flatten)
         if comparison.is_doubtful() or self._may_be_rounding(seen):
             self._look_closely()
             comparison.noises = self._noises_less(moved, self.noises)
             if flatten is None:
-                self._hold_to_algebra(candidate, comparison)
+                self._hold_to_algebra(runs, comparison)
         return replace(comparison.finish(self._blank), rows=seen, settings=settings)
 
+    def _runs_of(self, target: Callable[..., Any]) -> Runs:
+        """Runs of another target like those of the original."""
+        return Runs(target, in_eval=self._original.runs.in_eval, written=self.written)
+
     def in_turn(self) -> Measurement:
-        """The original beside itself, where it isn't put back after each call but goes on with what the calls before left."""
-        with self._going_on() as (comparison, settings):
+        """The original beside itself, where one copy answers all calls and goes on with what those before left."""
+        with self._going_on() as (_, comparison, settings):
             pass
         if comparison.is_doubtful():
-            # Not before it is put back: what it keeps would be taken for rounding.
             self._look_closely()
             comparison.noises = self.noises
         return replace(comparison.finish(self._blank), settings=settings)
 
-    def after_all_calls(self, look: Callable[[], _T]) -> _T:
-        """What `look` gives while the original stands as the last of all calls left it; then it is put back."""
-        with self._going_on():
-            return look()
+    def after_all_calls(
+        self, look: Callable[[nn.Module], _T], before: Callable[[nn.Module], object] = lambda module: None
+    ) -> _T:
+        """What `look` gives for a copy of the original that has answered all calls, and `before` is called with first."""
+        with self._going_on(before) as (module, *_):
+            return look(module)
 
     @contextmanager
-    def _going_on(self) -> Iterator[tuple[Comparison, dict[str, str]]]:
-        target = self._original.target
-        # No module to `observe`, which therefore puts nothing back.
-        going_on = functools.partial(target)
-        comparison = Comparison(
-            self._few_samples or self.noises,
-            flat=False,
-            in_detail=False,
-            slices=self.slices,
-            written=self.written,
-            who="the model",
-        )
-        with ExitStack() as stack:
-            stack.enter_context(one_at_a_time)
-            settings = stack.enter_context(as_run(target, self._blank.mode))
-            stack.enter_context(eager_only())
-            # It may write to other parameters than at its first call.
-            written = stack.enter_context(kept_parameters(target))
-            stack.enter_context(kept_state(target))
-            stack.enter_context(_silent())
+    def _going_on(
+        self, before: Callable[[nn.Module], object] = lambda module: None
+    ) -> Iterator[tuple[nn.Module, Comparison, dict[str, str]]]:
+        def run(module: Callable[..., Any]) -> Comparison:
+            comparison = Comparison(
+                self._few_samples or self.noises, flat=False, in_detail=False, slices=self.slices, who="the model"
+            )
+            going_on = AsItIs(module, in_eval=True)
             for kept in self._original.kept:
                 comparison.run(going_on, kept, self._call(kept), None, training=False)
-            yield comparison, settings
-        self.written = self._original.written = self.written | written
+            return comparison
+
+        with one_at_a_time, pinned_settings() as settings, eager_only(), _silent():
+            # It may write to other parameters than at its first call.
+            self._original.runs.first(run)
+            with self._original.runs.fresh() as module:
+                assert isinstance(module, nn.Module)
+                before(module)
+                yield module, run(module), settings
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
         """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.
@@ -367,8 +369,7 @@ class Reference:
             ParityError: a row of the original depends on the others.
         """
         rows = self._rows()
-        target = self._original.target
-        seen = self._moved_rows(target, rows, None)
+        seen = self._moved_rows(self._original.runs, rows, None)
         if self._may_be_rounding(seen):
             self._look_closely()
         names = {name: name for name in self.noises}
@@ -398,22 +399,24 @@ class Reference:
 
     def runs_on(self, call: Call) -> bool:
         """Whether the original doesn't raise at a call."""
-        with one_at_a_time, as_run(self._original.target, self._blank.mode), _silent():
+        with one_at_a_time, pinned_settings(), _silent():
             try:
-                observe(self._original.target, call, seed=self._blank.seed, written=self.written)
+                with self._original.runs.fresh() as module:
+                    observe(module, call, seed=self._blank.seed)
             except Exception as error:  # noqa: BLE001 - the original is foreign code: it may need more than one row
                 logger.debug("the original raises at another size: %s", error)
                 return False
         return True
 
-    def _moved_rows(self, target: Callable[..., Any], rows: Rows, flatten: Flatten | None) -> RowMeasurement:
+    def _moved_rows(self, runs: Runs, rows: Rows, flatten: Flatten | None) -> RowMeasurement:
         def run(call: Call) -> dict[str, torch.Tensor]:
-            seen = observe(target, call, seed=self._blank.seed, flatten=flatten, written=self.written)
+            with runs.fresh() as target:
+                seen = observe(target, call, seed=self._blank.seed, flatten=flatten)
             given = seen.of_kind("output")
             names = given if flatten is None else self.output_names
             return {name: seen.values[own] for name, own in zip(names, given, strict=True)}
 
-        with one_at_a_time, as_run(target, self._blank.mode), _silent():
+        with one_at_a_time, pinned_settings(), _silent():
             try:
                 return rows.measure(run)
             except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
@@ -432,7 +435,7 @@ class Reference:
         ]
         return 2 * FACTOR < max(beyond, default=0.0) <= _DOUBTFUL * FACTOR
 
-    def _look_past_kinks(self, candidate: Callable[..., Any], comparison: Comparison) -> None:
+    def _look_past_kinks(self, candidate: Runs, comparison: Comparison) -> None:
         """Judge by their algebra the gradients that are off as they are where a number fell on the other side of a kink.
 
         Where a slope jumps (ReLU at zero, the largest of a window), what rounds otherwise has another gradient, which is as
@@ -447,7 +450,7 @@ class Reference:
         if errors:
             comparison.settle(errors)
 
-    def _hold_to_algebra(self, candidate: Callable[..., Any], comparison: Comparison) -> None:
+    def _hold_to_algebra(self, candidate: Runs, comparison: Comparison) -> None:
         """Take no error for rounding inside that a module makes in float64 too, where there is none.
 
         More samples of rounding inside allow for more; what is off by as much may be a weight that isn't the original's. In
@@ -463,12 +466,12 @@ class Reference:
             or self._blank.mode != "inference"
         ):
             return
-        if not isinstance(candidate, nn.Module) or isinstance(candidate, torch.jit.ScriptModule):
+        if not isinstance(candidate.target, nn.Module) or isinstance(candidate.target, torch.jit.ScriptModule):
             return
         excused = comparison.beyond(few) - comparison.beyond(comparison.noises)
         if not excused:
             return
-        with one_at_a_time, as_run(candidate, self._blank.mode):
+        with one_at_a_time, pinned_settings():
             errors = self._original.errors_in_float64(candidate, self._samples, excused, training=False)
             moved = self._original.more_response(self._samples, excused) if errors else {}
         noises = {name: _at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
@@ -538,19 +541,26 @@ class Reference:
         """Each call that candidates are compared at, with its batch size and draw in words."""
         return ((kept.where, self._call(kept)) for kept in self._original.kept)
 
-    def reruns(self, where: str, candidate: nn.Module) -> Reruns:
+    def reruns(self, where: str, candidate: Runs | nn.Module) -> Reruns:
         """One call again, to be watched; `where` is one of `calls`."""
         kept = next(kept for kept in self._original.kept if kept.where == where)
         call, original = self._call(kept), self._original
+        beside = candidate if isinstance(candidate, Runs) else self._runs_of(candidate)
 
-        def plain(target: Callable[..., Any]) -> Callable[[], object]:
-            return lambda: observe(target, call, seed=kept.seed, names=kept.names, written=self.written)
+        def plain(runs: Runs) -> Callable[[], object]:
+            def run() -> object:
+                with runs.fresh() as target:
+                    return observe(target, call, seed=kept.seed, names=kept.names)
+
+            return run
 
         return Reruns(
-            own=plain(original.target),
-            in_float64=lambda: original.in_float64(original.target, call, kept, training=False),
+            original=original.runs,
+            beside=beside,
+            own=plain(original.runs),
+            in_float64=lambda: original.in_float64(original.runs, call, kept, training=False),
             off_by_one=lambda: original.off_by_one(call, kept, 0, training=False),
-            candidate=plain(candidate),
+            candidate=plain(beside),
         )
 
     def of(self, target: nn.Module, where: str) -> Reference:
@@ -563,7 +573,7 @@ class Reference:
         kept = next(kept for kept in self._original.kept if kept.where == where)
         mode: Mode = "inference"
         original = Original(target, mode, self._samples.seed)
-        with one_at_a_time, as_run(target, mode) as settings:
+        with one_at_a_time, pinned_settings() as settings:
             original.run(kept.batch_size, kept.draw, self._call(kept), label=kept.label, sizes=kept.sizes)
         return original.finish(self._samples, settings, kept.draw + 1)
 
@@ -629,6 +639,7 @@ class Original:
         asked: frozenset[tuple[int | None, int]] = frozenset(),
     ) -> None:
         self.target = target
+        self.runs = Runs(target, in_eval=mode == "inference")
         self.mode = mode
         self.seed = seed
         # The batch sizes and draws that are calls of the user's own, beside the first: none of them is left out.
@@ -650,7 +661,6 @@ class Original:
         self.inputs_vary = False
         self.previous_inputs: list[torch.Tensor] | None = None
         self.device = "cpu"
-        self.written: frozenset[str] = frozenset()
 
     @property
     def training(self) -> bool:
@@ -675,7 +685,7 @@ class Original:
         self.device = _device_of(self.target, call)
         names = input_names(self.target, call)
         if not self.kept and not self.failures:
-            self.written = self._find_written(call, seed, training, names)
+            self._find_written(call, seed, training, names)
         own = self._first_run(batch_size, draw, call, seed, training, names, sizes)
         if own is None:
             return False
@@ -790,7 +800,7 @@ class Original:
         return moved
 
     def errors_in_float64(
-        self, candidate: Callable[..., Any], samples: Samples | None, names: Set[str], *, training: bool
+        self, candidate: Runs, samples: Samples | None, names: Set[str], *, training: bool
     ) -> dict[str, Pool]:
         """How far a candidate's values are off in float64; empty where they aren't all finite, where it can't be computed so,
         or rounds to fewer digits somewhere, which doesn't show there."""
@@ -858,13 +868,18 @@ class Original:
         # What can't be computed in the dtype everywhere can be under autocast, which is off by less.
         for kind in dict.fromkeys((precision, replace(precision, everywhere=False))):
             try:
-                with as_run(self.target, "training" if self.training else "inference"):
-                    mode = computing_as(self.target, kind, seed=seed)
-                    seen = self._observed(call, kept, training, mode).values
+                with pinned_settings():
+                    seen = self._observed(
+                        call, kept, training, functools.partial(computing_as, precision=kind, seed=seed)
+                    ).values
                     if precision.dtype is torch.float16 and any(map(is_exact, kept.own.values.values())):
                         # Fewer integers are ties than in bfloat16: those that float16 decides otherwise too.
-                        mode = computing_as(self.target, kind, seed=seed, dtype=torch.float16)
-                        finer = self._observed(call, kept, training, mode).values
+                        finer = self._observed(
+                            call,
+                            kept,
+                            training,
+                            functools.partial(computing_as, precision=kind, seed=seed, dtype=torch.float16),
+                        ).values
                         seen = {
                             name: _nearer(kept.own.values.get(name), value, finer.get(name))
                             for name, value in seen.items()
@@ -888,29 +903,27 @@ class Original:
         rms = max(noise.noise_rms, error.rms, least * noise.rms / 2)
         return replace(noise, noise=largest, noise_rms=rms, signal=self._no_signal(noise.name, rms))
 
-    def _written_parameters(self) -> list[nn.Parameter]:
-        return [self.target.get_parameter(name) for name in self.written] if isinstance(self.target, nn.Module) else []
+    def _written_in(self, module: Any) -> list[nn.Parameter]:
+        """The parameters of a copy that the model writes to."""
+        if not isinstance(module, nn.Module):
+            return []
+        named = module.named_parameters(remove_duplicate=False)
+        return [parameter for name, parameter in named if name in self.runs.written]
 
-    @functools.cached_property
-    def _together(self) -> list[list[torch.Tensor]]:
-        """The buffers and attributes of the model that lie in each other's memory, without any that has gradients."""
-        modules = reachable_modules(self.target) if isinstance(self.target, nn.Module) else []
-        held = [place.tensor for place in places_in(("", module) for module in modules)]
-        groups = groups_of(tensor for tensor in held if not isinstance(tensor, nn.Parameter))
-        return [group for group in groups if len(group) > 1 and not any(one.requires_grad for one in group)]
-
-    def _find_written(self, call: Call, seed: int, training: bool, names: Sequence[str]) -> frozenset[str]:
-        """The parameters that the model writes to: found in a run that is watched, as no second copy of all is made."""
+    def _find_written(self, call: Call, seed: int, training: bool, names: Sequence[str]) -> None:
+        """Find the parameters that the model writes to in a run that is watched, as no second copy of all is made."""
         if not isinstance(self.target, nn.Module):
-            return frozenset()
-        with eager_only(), _silent(), kept_parameters(self.target) as written:
+            return
+        with eager_only(), _silent():
             try:
-                observe(self.target, call, seed=seed, training=training, names=names)
+                self.runs.first(lambda module: observe(module, call, seed=seed, training=training, names=names))
+            except LoadError:
+                raise
             except Exception as error:  # noqa: BLE001 - the original is foreign code; the first run records what it raises
                 logger.debug("the watched run raised: %s", error)
-        if written:
-            self.notes.append(f"The model writes to its own parameters in forward: {', '.join(sorted(written))}.")
-        return frozenset(written)
+        if self.runs.written:
+            written = ", ".join(sorted(self.runs.written))
+            self.notes.append(f"The model writes to its own parameters in forward: {written}.")
 
     def _first_run(
         self,
@@ -923,9 +936,8 @@ class Original:
         sizes: Sizes,
     ) -> Observation | None:
         try:
-            return observe(
-                self.target, call, seed=seed, training=training, names=names, written=self.written
-            )  # fmt: skip
+            with self.runs.fresh() as module:
+                return observe(module, call, seed=seed, training=training, names=names)
         except LoadError:
             # A sentence of this program about the model: it says all itself.
             raise
@@ -954,7 +966,7 @@ class Original:
 
     def _float64(self, call: Call, kept: Kept, training: bool) -> Observation | None:
         try:
-            mode, truth = self.in_float64(self.target, call, kept, training=training)
+            mode, truth = self.in_float64(self.runs, call, kept, training=training)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {_first_line(error)}"
             return None
@@ -966,43 +978,46 @@ class Original:
         truth.values = {name: _within_range(kept.own.values[name], value) for name, value in truth.values.items()}
         return truth
 
-    def in_float64(
-        self, target: Callable[..., Any], call: Call, kept: Kept, *, training: bool
-    ) -> tuple[Float64Mode, Observation]:
+    def in_float64(self, runs: Runs, call: Call, kept: Kept, *, training: bool) -> tuple[Float64Mode, Observation]:
         """What the original, or a candidate, gives with every call raised to float64."""
-        mode, seen = self._raised(target, call, kept, training, ())
+        mode, seen = self._raised(runs, call, kept, training, ())
         if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
             own = MaskedLayouts()
-            self._observed(call, kept, training, own, target)
+            self._observed(call, kept, training, lambda module: own, runs)
             if own.masked != mode.masked:
-                mode, seen = self._raised(target, call, kept, training, own.masked)
+                mode, seen = self._raised(runs, call, kept, training, own.masked)
         return mode, seen
 
     def _raised(
-        self, target: Callable[..., Any], call: Call, kept: Kept, training: bool, masks: Sequence[Layout]
+        self, runs: Runs, call: Call, kept: Kept, training: bool, masks: Sequence[Layout]
     ) -> tuple[Float64Mode, Observation]:
-        mode = Float64Mode(
-            own_dtype=own_dtype(target, call),
-            leaf_parameters=training,
-            written=self._written_parameters(),
-            together=self._together,
-            masks=masks,
-        )
-        return mode, self._observed(call, kept, training, mode, target)
+        modes: list[Float64Mode] = []
+
+        def raising(module: Callable[..., Any]) -> Float64Mode:
+            mode = Float64Mode(
+                own_dtype=own_dtype(module, call),
+                leaf_parameters=training,
+                written=self._written_in(module),
+                together=_together(module),
+                masks=masks,
+            )
+            modes.append(mode)
+            return mode
+
+        seen = self._observed(call, kept, training, raising, runs)
+        return modes[-1], seen
 
     def _observed(
         self,
         call: Call,
         kept: Kept,
         training: bool,
-        mode: AbstractContextManager[Any],
-        target: Callable[..., Any] | None = None,
+        mode: Callable[[Any], AbstractContextManager[Any]],
+        runs: Runs | None = None,
     ) -> Observation:
-        target = self.target if target is None else target
-        with eager_only(), _silent():
-            return observe(
-                target, call, seed=kept.seed, training=training, mode=mode, names=kept.names, written=self.written
-            )
+        """One run of the original, or of a candidate, in the mode that is made for the copy."""
+        with eager_only(), _silent(), (runs or self.runs).fresh() as module:
+            return observe(module, call, seed=kept.seed, training=training, mode=mode(module), names=kept.names)
 
     def off_by_one(self, call: Call, kept: Kept, number: int, *, training: bool) -> Observation:
         """What the original gives with inputs and parameters off by one unit in the last place."""
@@ -1019,8 +1034,9 @@ class Original:
             return off.requires_grad_(tensor.requires_grad)
 
         args, kwargs = rebuild((call.args, call.kwargs), perturb)
-        mode = PerturbedMode(seed, written=self._written_parameters())
-        return self._observed(Call(args, kwargs), kept, training, mode)
+        return self._observed(
+            Call(args, kwargs), kept, training, lambda module: PerturbedMode(seed, written=self._written_in(module))
+        )
 
     def _perturb(self, call: Call, kept: Kept, number: int, training: bool) -> None:
         if not self.perturbed:
@@ -1036,9 +1052,8 @@ class Original:
 
     def _again(self, call: Call, kept: Kept, training: bool) -> None:
         try:
-            other = observe(
-                self.target, call, seed=kept.seed, training=training, names=kept.names, written=self.written
-            )  # fmt: skip
+            with self.runs.fresh() as module:
+                other = observe(module, call, seed=kept.seed, training=training, names=kept.names)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.notes.append(f"The original raises when it is run twice: {_first_line(error)}")
             return
@@ -1119,9 +1134,12 @@ class Original:
         that fails."""
         moved: dict[str, Pool] = {}
         for kept, number in itertools.product(self.kept, range(times)):
-            perturbed = PerturbedMode(_mixed(kept.seed, 2, number), written=self._written_parameters())
-            rounded = RoundedMode(_mixed(kept.seed, 3, number))
-            for name, values in self._moved_at(kept, samples, (perturbed, rounded)).items():
+            rounded, seed = RoundedMode(_mixed(kept.seed, 3, number)), _mixed(kept.seed, 2, number)
+
+            def both(module: Any, rounded: RoundedMode = rounded, seed: int = seed) -> AbstractContextManager[None]:
+                return _all_of((PerturbedMode(seed, written=self._written_in(module)), rounded))
+
+            for name, values in self._moved_at(kept, samples, both).items():
                 if rounded.calls:
                     _pool_finite(moved.setdefault(name, Pool(slices=Slices())), *values)
         return moved
@@ -1129,23 +1147,28 @@ class Original:
     def _rounded_to_scale(self, samples: Samples | None) -> dict[str, Pool]:
         """How far each output moves when results are off by a unit of their largest number, at the first call."""
         kept, moved = self.kept[0], {}
-        mode = PerturbedMode(_mixed(kept.seed, 2), results=True, written=self._written_parameters())
-        for name, values in self._moved_at(kept, samples, (mode,)).items():
-            if mode.calls:
+        modes: list[PerturbedMode] = []
+
+        def moving(module: Any) -> PerturbedMode:
+            modes.append(PerturbedMode(_mixed(kept.seed, 2), results=True, written=self._written_in(module)))
+            return modes[-1]
+
+        for name, values in self._moved_at(kept, samples, moving).items():
+            if modes[-1].calls:
                 moved[name] = Pool(slices=Slices())
                 _pool_finite(moved[name], *values)
         return moved
 
     def _moved_at(
-        self, kept: Kept, samples: Samples | None, modes: Sequence[AbstractContextManager[Any]]
+        self, kept: Kept, samples: Samples | None, mode: Callable[[Any], AbstractContextManager[Any]]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The inexact values of one call, as they were and as they are in these modes; empty where it raises in them."""
+        """The inexact values of one call, as they were and as they are in a mode; empty where it raises in them."""
         call = _call_of(kept, samples)
         if call is None or not self.perturbed:
             return {}
         try:
-            with as_run(self.target, "training" if self.training else "inference"):
-                other = self._observed(call, kept, self.training and kept.draw == 0, _all_of(modes))
+            with pinned_settings():
+                other = self._observed(call, kept, self.training and kept.draw == 0, mode)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             _append_once(self.notes, f"The answer to rounding inside couldn't be measured: {_first_line(error)}")
             return {}
@@ -1324,7 +1347,6 @@ class Comparison:
         flat: bool,
         in_detail: bool = True,
         slices: Mapping[str, SliceNoise] | None = None,
-        written: frozenset[str] = frozenset(),
         moved: MovedBiases | None = None,
         who: str = "the candidate",
     ) -> None:
@@ -1332,7 +1354,6 @@ class Comparison:
         # Told in sentences on what is compared.
         self.who = who
         self.in_detail = in_detail
-        self.written = written
         self.slices = slices or {}
         self.noises = noises
         self.flat = flat
@@ -1345,15 +1366,13 @@ class Comparison:
         # Gradients of biases that the candidate has no more.
         self.without: dict[str, None] = {}
 
-    def run(
-        self, candidate: Callable[..., Any], kept: Kept, call: Call, flatten: Flatten | None, *, training: bool
-    ) -> None:
-        training = training and kept.draw == 0
+    def run(self, runs: Runs, kept: Kept, call: Call, flatten: Flatten | None, *, training: bool) -> None:
+        training = training and kept.draw == 0 and not self.flat
         try:
-            got = observe(
-                candidate, call, seed=kept.seed, training=training and not self.flat, flatten=flatten,
-                names=kept.names, written=self.written,
-            )  # fmt: skip
+            with runs.fresh() as module:
+                got = observe(module, call, seed=kept.seed, training=training, flatten=flatten, names=kept.names)
+        except LoadError:
+            raise
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
             self._problem(f"{self.who.capitalize()} raises at {kept.where}: {_first_line(error)}")
             return
@@ -1606,13 +1625,12 @@ def _planned(
     return list(dict.fromkeys((*drawn, *samples.further)))
 
 
-@contextmanager
-def as_run(target: Any, mode: str) -> Iterator[dict[str, str]]:
-    with ExitStack() as stack:
-        settings = stack.enter_context(pinned_settings())
-        if mode == "inference":
-            stack.enter_context(evaluated(target))
-        yield settings
+def _together(module: Any) -> list[list[torch.Tensor]]:
+    """The buffers and attributes of a module that lie in each other's memory, without any that has gradients."""
+    modules = reachable_modules(module) if isinstance(module, nn.Module) else []
+    held = [place.tensor for place in places_in(("", module) for module in modules)]
+    groups = groups_of(tensor for tensor in held if not isinstance(tensor, nn.Parameter))
+    return [group for group in groups if len(group) > 1 and not any(one.requires_grad for one in group)]
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """One run of the model on its example inputs, before anything is done with it."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +12,16 @@ from torch.nn.parameter import is_lazy
 from optimizer.errors import LoadError
 from optimizer.inputs import Call
 from optimizer.loading import Loaded
-from optimizer.preserve import evaluated, kept_state
+from optimizer.preserve import eager_only
+from optimizer.runs import Runs
 from optimizer.sentences import dtype_name, errors_of_user_code, listed, type_name
 from optimizer.structure import leaves_of
-from optimizer.written_parameters import kept_parameters
 
 
 def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
-    """Run the model once on each call of its inputs, in eval and without gradients, and leave it as it was.
+    """Run a copy of the model once on each call of its inputs, in eval and without gradients.
 
-    Training flags, buffers, parameters that forward writes to, the attributes of all modules and the state of the random
-    generators are put back. Lazy modules get their parameters here, for good. Raises `LoadError` where the inputs don't
+    The state of the random generators is put back. Lazy modules get their parameters here, for good. Raises `LoadError` where the inputs don't
     fit forward, where forward raises, and where it returns no tensor.
     """
     model = loaded.model
@@ -29,15 +29,15 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
     samples = loaded.samples(seed, device)
     call = samples.given
     gpus = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), evaluated(model):
+    with torch.random.fork_rng(devices=gpus), eager_only():
         if any(is_lazy(tensor) for tensor in _tensors_of(model)):
-            _run(loaded, call)
+            _initialize(loaded, call)
             loaded.notes += ("Lazy modules got their parameters from a run on the example inputs.",)
-        with kept_parameters(model), kept_state(model):
-            outputs = _run(loaded, call)
+        runs = Runs(model, in_eval=True)
+        outputs = runs.first(lambda module: _run(loaded, module, call))
         for batch_size, draw in samples.further:
-            with kept_parameters(model), kept_state(model):
-                _run(loaded, samples.at(batch_size, draw))
+            further = samples.at(batch_size, draw)
+            runs.first(partial(_run, loaded, call=further))
     leaves = leaves_of(outputs).values
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         what = type_name(leaves[0]) if leaves else type_name(outputs)
@@ -47,8 +47,18 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
         )
 
 
-def _run(loaded: Loaded, call: Call) -> Any:
-    model, args, kwargs = loaded.model, call.args, call.kwargs
+def _initialize(loaded: Loaded, call: Call) -> None:
+    """Run the model itself in eval: lazy modules take their shapes from what comes to them."""
+    flags = [(module, module.training) for module in loaded.model.modules()]
+    try:
+        _run(loaded, loaded.model.eval(), call)
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _run(loaded: Loaded, model: Callable[..., Any], call: Call) -> Any:
+    args, kwargs = call.args, call.kwargs
     tensors = leaves_of((args, kwargs)).tensors()
     shapes = listed([f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for _, tensor in tensors])
     try:
@@ -57,7 +67,7 @@ def _run(loaded: Loaded, call: Call) -> Any:
     except LoadError as error:
         if not isinstance(error.__cause__, TypeError):
             raise
-        misfit = _misfit(model, args, kwargs)
+        misfit = _misfit(loaded.model, args, kwargs)
         if misfit is None:
             raise
         raise LoadError(f"The inputs don't fit forward of {loaded.source}: {misfit}.") from error.__cause__

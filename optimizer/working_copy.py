@@ -1,4 +1,8 @@
-"""A copy of a module's tree over the same tensors, so that passes can edit it and the caller's module stays as it is."""
+"""A deep copy of a module over the caller's own weights: passes edit one, and every run is made on one.
+
+`copy.deepcopy` does it, with a memo in which each parameter stands for a new `Parameter` over the same storage. Buffers and
+all other state are copied, so nothing that a run or a pass does to the copy reaches the caller's module.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import enum
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,18 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from optimizer.errors import LoadError
-from optimizer.kept_functions import FunctionTwins
-from optimizer.preserve import held_iterators, reachable_modules, unregistered_modules
-from optimizer.sentences import lack_of_memory, quote, type_name
-from optimizer.written_state import may_be_written, state_of
-from passes.graph.capture import ModuleGraph
+from optimizer.held_modules import functions_over_modules
+from optimizer.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
+from optimizer.sentences import lack_of_memory, listed, quote, type_name
+from optimizer.torch_private import copied_script
 from passes.graph.forward import unbound_forward
-from passes.graph.memory import copied_together, groups_of
-from passes.graph.side_effects import REGISTRIES, attributes_of, contents_of, holds_no_module, values_in
-from passes.graph.snapshot import Snapshot
-from passes.graph.storage import same_values, storages_of, write_values
 
 Mode = Literal["inference", "training"]
 
@@ -42,17 +42,18 @@ _CONSTANT = (
     enum.Enum,
     type,
     types.BuiltinFunctionType,
+    types.FunctionType,
     types.ModuleType,
     torch.dtype,
     torch.device,
     torch.layout,
     torch.memory_format,
     torch.Size,
+    torch.jit.ScriptFunction,
 )
-# So can't a function, but one may hold modules of the tree.
-_IMMUTABLE = (*_CONSTANT, types.FunctionType)
-# Dictionaries of hooks: the copy gets its own, with the same hooks in them.
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+_EMPTY = (dict, OrderedDict, list, set)
+# The methods by which a class says how it is copied, beside `__deepcopy__`.
+_WAYS = ("__getstate__", "__setstate__", "__reduce_ex__", "__reduce__")
 
 
 @dataclass
@@ -61,75 +62,38 @@ class WorkingCopy:
 
     Attributes:
         root: the copy, an instance of the caller's class.
-        mode: in "inference" its parameters are new `Parameter`s over the caller's storage; in "training" they and the
-            buffers are the caller's own objects.
+        mode: in "inference" its parameters are new `Parameter`s over the caller's storage and its buffers are its own; in
+            "training" both are the caller's own objects.
         originals: for each module of the copy, by identity, the caller's module it stands for.
-        notes: sentences about what couldn't be copied and is shared with the caller's module.
-        variables: the cells of the variables around the functions of the copy, and of their own globals, that are tensors
-            of the tree: some function may reach a buffer by one.
+        notes: sentences about functions that go on running the caller's modules.
     """
 
     root: nn.Module
     mode: Mode
     originals: dict[int, nn.Module]
     notes: list[str] = field(default_factory=list)
-    variables: list[types.CellType] = field(default_factory=list)
     _memo: dict[int, Any] = field(default_factory=dict, repr=False)
-    # The copy's tensors, by identity, in the memory of one in a container: they were settled when they were copied.
-    _nested: set[int] = field(default_factory=set, repr=False)
 
     def restore_attribute(self, module: nn.Module, name: str) -> None:
         """Copy one attribute of `module` (a module of the copy) from the caller's module once more."""
         original = self.originals[id(module)]
         if name in original.__dict__:
-            module.__dict__[name] = copy.deepcopy(original.__dict__[name], dict(self._memo))
+            module.__dict__[name] = _copied(original, name, original.__dict__[name], dict(self._memo))
         else:
             module.__dict__.pop(name, None)
 
-    def own_state(self, graphs: Mapping[int, ModuleGraph], parameters: Iterable[str] = ()) -> None:
-        """Give the copy storage of its own for what its forwards may write to (`optimizer.written_state`).
-
-        All else stays shared with the caller's module; what lies in one memory goes on doing so. In training all is shared.
-
-        Args:
-            graphs: by identity of the module.
-            parameters: the names of those that a run was seen to write to.
-        """
+    def own_parameters(self, names: Collection[str]) -> None:
+        """Give these parameters, which forward writes to, storage of the copy's own; in training they are the caller's."""
         if self.mode == "training":
             return
-        modules = [module for module in map(self._twin_of, self.originals.values()) if not _is_script(module)]
-        written = may_be_written(self.root, modules, graphs) | {
-            id(self.root.get_parameter(name)) for name in parameters
-        }
-        if not written:
-            return
-        places = [place for module in modules for place in state_of(module)]
-        beside = _parameters_beside(modules, (value for *_, value in places if id(value) in written), written)
-        own: dict[int, torch.Tensor] = {}
-        groups = groups_of([*(value for *_, value in places), *beside])
-        anew = _touching(groups, written) - _touching(groups, self._nested)
-        for group in groups:
-            if id(group[0]) in anew:
-                own |= _owned(group)
-        # Whoever reads what another one writes goes on doing so.
-        for home, name, value in places:
-            home[name] = own.get(id(value), value)
-        for parameter in beside:
-            # The same object: more than modules may hold it.
-            if id(parameter) in own:
-                parameter.data = own[id(parameter)].detach()
-        for cell in self.variables:
-            cell.cell_contents = own.get(id(cell.cell_contents), cell.cell_contents)
-
-    def _twin_of(self, original: nn.Module) -> nn.Module:
-        twin: nn.Module = self._memo[id(original)]
-        return twin
+        memo: dict[int, Any] = {}
+        for name in names:
+            (parameter,) = _named(self.root, [name])
+            with copying_tensors():
+                parameter.data = copy.deepcopy(parameter.detach(), memo)
 
     def unregistered(self) -> list[tuple[str, nn.Module]]:
-        """The modules that stand in plain containers of the copy and not in its tree, each with its path.
-
-        Those that couldn't be copied are the caller's, and left out.
-        """
+        """The modules that stand in plain containers of the copy and not in its tree, each with its path."""
         return [place for place in unregistered_modules(self.root) if id(place[1]) in self.originals]
 
     def source_of(self, module: nn.Module, name: str) -> weakref.ref[torch.Tensor] | None:
@@ -139,349 +103,338 @@ class WorkingCopy:
         return weakref.ref(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
-def working_copy(model: nn.Module, mode: Mode = "inference", *, share_parameters: bool | None = None) -> WorkingCopy:
-    """Copy the tree of `model` over the same tensors.
+def working_copy(
+    model: nn.Module, mode: Mode = "inference", *, private: Collection[str] = (), check_functions: bool = True
+) -> WorkingCopy:
+    """Copy a module, but for the memory of its weights.
 
-    Every attribute that can be changed in place (lists, dicts, configuration objects) is copied, tensors that a module
-    registers or has as an attribute are not. What a module refers to inside the tree refers to the copy's own modules.
-    Modules that stand in plain containers are copied likewise.
+    Tied weights, shared modules and tensors over one memory are so in the copy. Modules in plain containers are copied
+    likewise. A function that the model keeps is no part of it: where it holds modules of the model, it goes on with the
+    caller's, and a note says so.
 
     Args:
         model: any module; it is read, never written.
         mode: see `WorkingCopy.mode`.
-        share_parameters: take the caller's `Parameter` objects themselves; by default only in training.
+        private: names of parameters that get memory of the copy's own; in inference.
+        check_functions: look for functions that hold modules of the model; a second copy needs no second look.
 
     Raises:
-        UsageError: a function that a module keeps uses the tree by a global of its file, and assigns a global.
+        LoadError: something that the model holds can't be copied, or a function that it keeps would run the caller's
+            modules in training mode.
     """
-    share = mode == "training" if share_parameters is None else share_parameters
-    result = WorkingCopy(model, mode, {})
-    _Cloner(result, share).clone_tree(model)
-    return result
-
-
-class _Cloner:
-    def __init__(self, result: WorkingCopy, share_parameters: bool) -> None:
-        self.result = result
-        self.memo = result._memo
-        self.share_parameters = share_parameters
-        # The modules and tensors that are copied, by identity. Tensors that stay the same are among them: a run may put
-        # others in their place for a time, and that must not reach the functions of the caller's module.
-        self.tree = set[int]()
-        self.twins = FunctionTwins(self.memo, self.tree, self._copied)
-
-    def clone_tree(self, model: nn.Module) -> None:
-        modules = reachable_modules(model)
-        self._clone_nested([module for module in modules if not _is_script(module)])
-        for module in modules:
-            self._clone_tensors(module)
-        self.tree.update(self.memo, map(id, modules))
-        # All shells exist before any attribute is copied, so that a reference from one module to another, in either
-        # direction, finds its copy.
-        for module in modules:
-            if not _copies_itself(module):
-                self._remember(module, object.__new__(type(module)))
-        # Children first: a module that copies itself finds those inside it in the memo, and complete.
-        for module in _children_first(modules):
-            if not _copies_itself(module):
-                self._fill(module)
-                continue
-            if id(module) not in self.memo:
-                self._copy_by_itself(module)
-            self._remember(module, self.memo[id(module)])
-        cells = self.twins.fill()
-        self.result.variables += (cell for cell in cells if isinstance(cell.cell_contents, torch.Tensor))
-        # They hold this object, which would live on until the next collection of garbage, and the memo with it.
-        del self.twins
-        self.result.root = self.memo[id(model)]
-
-    def _copy_by_itself(self, module: nn.Module) -> None:
-        if _is_script(module):
-            self.memo[id(module)] = copy.copy(module)
-            return
-        for value in module.__dict__.values():
-            if not holds_no_module(value):
-                self.twins.prepare(value)
-        try:
-            self.memo[id(module)] = copy.deepcopy(module, self.memo)
-        except Exception as error:
-            if lack_of_memory(error):
-                raise
-            raise LoadError(
-                f"copy.deepcopy of the model's {type(module).__name__} failed: {quote(error, with_type=True)}. Passes and"
-                " exporters work on a copy: fix its __deepcopy__."
-            ) from error
-        if not isinstance(self.memo[id(module)], nn.Module):
-            raise LoadError(
-                f"copy.deepcopy of the model's {type(module).__name__} gave a {type_name(self.memo[id(module)])}. Passes and"
-                " exporters work on a copy: fix its __deepcopy__."
-            )
-
-    def _remember(self, original: nn.Module, clone: nn.Module) -> None:
-        self.memo[id(original)] = clone
-        self.result.originals[id(clone)] = original
-
-    def _clone_nested(self, modules: Sequence[nn.Module]) -> None:
-        """Keep tensors in plain containers together with those of the modules whose memory they lie in.
-
-        What is in a container can't be exchanged for what a forward may write to: in inference all of them get memory of
-        the copy's own at once. A parameter isn't written to, and stays the caller's.
-        """
-        nested = list(_nested_tensors(modules))
-        if not nested:
-            return
-        held = [value for module in modules for *_, value in state_of(module)]
-        if self.share_parameters:
-            held += [value for module in modules for value in module._parameters.values() if value is not None]
-        groups = groups_of([*nested, *held])
-        together = _touching(groups, set(map(id, nested))) & _touching(groups, set(map(id, held)))
-        for group in groups:
-            if id(group[0]) in together:
-                copies = {id(value): value for value in group} if self.share_parameters else _owned(group)
-                self.memo |= copies
-                self.result._nested |= set(map(id, copies.values()))
-
-    def _clone_tensors(self, module: nn.Module) -> None:
-        # A script module gives its tensors out anew at each look: its copy shares them.
-        plain = () if _is_script(module) else module.__dict__.values()
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in self.memo:
-                self.memo[id(tensor)] = tensor if self.share_parameters else _same_storage(tensor)
-
-    def _fill(self, module: nn.Module) -> None:
-        clone = self.memo[id(module)]
-        for name, value in module.__dict__.items():
-            # What `compile` made runs the caller's module.
-            if name != "_compiled_call_impl":
-                clone.__dict__[name] = self._attribute(module, name, unbound_forward(value))
-        for name in (slot for cls in type(module).__mro__ for slot in _slots_of(cls)):
-            if hasattr(module, name):
-                object.__setattr__(clone, name, self._attribute(module, name, getattr(module, name)))
-
-    def _attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        if isinstance(value, _CONSTANT):
-            return value
-        if name in REGISTRIES:
-            return {key: self.memo.get(id(item), item) if item is not None else None for key, item in value.items()}
-        if name.endswith(_HOOKS) and isinstance(value, dict):
-            return type(value)() if not value else self._hooks(module, value)
-        if type(value) in (list, dict, set, OrderedDict) and not value:
-            return type(value)()
-        if isinstance(value, tuple) and all(isinstance(item, _CONSTANT) for item in value):
-            return value
-        return self._copied(value, f"attribute {name!r} of {type(module).__name__}")
-
-    def _copied(self, value: Any, where: str) -> Any:
-        if id(value) in self.tree and id(value) not in self.memo:
-            self._copy_by_itself(value)
-        if id(value) not in self.memo:
-            self.twins.prepare(value)
-        if id(value) in self.memo:
-            return self.memo[id(value)]
-        try:
-            for hidden in _answer_for_copy(value, {}, depth=4):
-                self.memo[id(hidden)] = hidden
-                self.result.notes.append(
-                    f"{where} holds a {type(hidden).__name__}, which can't be copied and is shared with the original"
-                )
-            return copy.deepcopy(value, self.memo)
-        except Exception as error:  # noqa: BLE001 - whatever a value's own __deepcopy__ raises: it is then shared
-            self.result.notes.append(
-                f"{where} can't be copied ({type(error).__name__}) and is shared with the original"
-            )
-            return value
-
-    def _hooks(self, module: nn.Module, hooks: dict[Any, Any]) -> dict[Any, Any]:
-        # Hooks of weight_norm and the like are objects or bound methods that refer to modules of the tree.
-        copied = copy.copy(hooks)
-        for key, hook in hooks.items():
-            copied[key] = self._copied(hook, f"a hook of {type(module).__name__}")
-        return copied
-
-
-def _children_first(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules, each behind its children: one that stands in several places is a child of others in front of it too."""
-    order: dict[int, nn.Module] = {}
-    entered = set[int]()
-    for top in reversed(modules):
-        waiting = [(top, False)]
-        while waiting:
-            module, is_left = waiting.pop()
-            if is_left:
-                order[id(module)] = module
-            elif id(module) not in entered:
-                entered.add(id(module))
-                waiting.append((module, True))
-                children = () if _is_script(module) else module._modules.values()
-                waiting += [(child, False) for child in children if child is not None]
-    return list(order.values())
-
-
-def _answer_for_copy(value: Any, seen: dict[int, int], depth: int) -> Iterator[Any]:
-    """The objects in a value that give an answer when `copy` asks for a way of copying them, and have none.
-
-    A `__getattr__` that answers everything does: what it gives would be called, and its result taken for the copy.
-    """
-    cls = type(value)
-    if issubclass(cls, (*_IMMUTABLE, torch.Tensor, nn.Module)) or seen.get(id(value), -1) >= depth:
-        return
-    seen[id(value)] = depth
-    if hasattr(cls, "__getattr__") and not hasattr(cls, "__deepcopy__"):
-        own = attributes_of(value) or {}
-        if "__deepcopy__" not in own and getattr(value, "__deepcopy__", None) is not None:
-            yield value
-            return
-    contents = value if cls is tuple else contents_of(value)
-    if depth and contents is not None:
-        for item in contents if cls is tuple else values_in(contents):
-            yield from _answer_for_copy(item, seen, depth - 1)
-
-
-def _is_script(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
-
-
-def _copies_itself(module: nn.Module) -> bool:
-    """Whether a module's class has its own way of being copied: scripted, compiled and parametrized modules do."""
-    cls = type(module)
-    if _is_script(module):
-        # Copying one copies the module objects and shares their tensors.
-        return True
-    if isinstance(module, torch.fx.GraphModule):
-        # Its own copy would rebuild the class; the copy is to be an instance of the same one.
-        return False
-    own_state = cls.__setstate__ is not nn.Module.__setstate__ or cls.__getstate__ is not nn.Module.__getstate__
-    return own_state or hasattr(cls, "__deepcopy__")
-
-
-def _slots_of(cls: type) -> Sequence[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
-
-
-def _same_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same class over the same storage, without the history of gradients."""
-    if is_lazy(tensor):
-        return _own(tensor)
-    # `detach` shares the version counter with the caller's tensor, so a later write is seen on both sides.
-    clone = tensor.detach()
-    if type(clone) is not type(tensor) and type(tensor) is not nn.Parameter:
-        clone = clone.as_subclass(type(tensor))
-    if isinstance(tensor, nn.Parameter) and not isinstance(clone, nn.Parameter):
-        clone = nn.Parameter(clone, requires_grad=False)
-    if tensor.requires_grad and tensor.is_leaf:
-        # A tensor that was made in inference mode takes the flag in that mode alone.
-        with torch.inference_mode() if tensor.is_inference() else nullcontext():
-            clone.requires_grad_()
-    clone.__dict__.update(tensor.__dict__)
-    return clone
-
-
-def _owned(group: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """For each tensor of a group, by identity, one with the same values, in memory that the copies share as those did."""
-    if len(group) == 1:
-        return {id(group[0]): _own(group[0])}
-    copies = zip(group, copied_together(group), strict=True)
-    return {id(tensor): copied.requires_grad_(tensor.requires_grad) for tensor, copied in copies}
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same values in storage of its own; a lazy one has no storage yet."""
-    if is_lazy(tensor):
-        return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    modules = reachable_modules(model)
+    memo: dict[int, Any] = {}
+    plain = [module for module in modules if is_plain(module)]
+    notes = _notes_on_functions(plain, modules, mode) if check_functions else []
+    apart = _storages_of(_named(model, private))
+    shared = _memorize(model, modules, memo, mode, private)
+    # All plain modules have a copy before any attribute is copied: deepcopy would follow a chain of them down the stack.
+    for module in plain:
+        memo[id(module)] = object.__new__(type(module))
+    with copying_tensors(shared):
+        # Children first: a class that copies itself finds those inside it complete.
+        for module in reversed(modules):
+            if is_script(module):
+                _copy_script(module, memo, mode, apart)
+            elif is_plain(module):
+                memo[id(module)].__dict__.update(_copied_attributes(module, memo))
+            elif id(module) not in memo:
+                _copy_by_itself(module, memo)
+    originals = {id(memo[id(module)]): module for module in modules if id(module) in memo}
+    return WorkingCopy(memo[id(model)], mode, originals, notes, memo)
 
 
 @contextmanager
-def private_buffers(
-    root: nn.Module, variables: Iterable[types.CellType] = (), *, keep_written: bool = False
-) -> Iterator[set[tuple[int, str]]]:
-    """Let a run of `root` write to copies of its buffers and plain tensors, and put all its attributes back afterwards.
+def private_state(root: nn.Module, written: Iterable[str] = ()) -> Iterator[None]:
+    """Run the modules of a working copy, the same objects, and leave no trace.
+
+    For runs in which modules are told by identity. Inside, every attribute is a copy of its own, in which modules and
+    parameters stand for themselves; afterwards the attributes are the objects that they were.
 
     Args:
         root: the module that is run inside.
-        variables: those of its working copy.
-        keep_written: tensors that the run wrote to are replaced for good by a copy with the values from before the run,
-            so that later runs don't write into the storage of whoever shares them.
-
-    Yields:
-        A set that holds, after the block, (id of the module, name) of each buffer or plain tensor that was written to.
+        written: names of parameters that forward writes to: inside, these are copies too.
     """
-    written: set[tuple[int, str]] = set()
-    reachable = reachable_modules(root)
-    modules = [module for module in reachable if not _is_script(module)]
-    snapshot = Snapshot(*modules)
-    # What can't be replaced by a copy is written to, and gets its values back.
-    nested = (tensor for tensor in snapshot.nested.values() if not is_lazy(tensor))
-    places = [(module, *place) for module in modules for place in state_of(module) if not is_lazy(place[-1])]
-    beside = _parameters_beside(modules, (tensor for *_, tensor in places))
-    in_place = [*nested, *script_buffers(reachable), *beside]
-    groups = groups_of([*in_place, *(tensor for *_, tensor in places)])
-    fixed = _touching(groups, set(map(id, in_place)))
-    copies = {id(tensor): own for group in groups for tensor, own in zip(group, copied_together(group), strict=True)}
-    for _, home, name, tensor in places:
-        home[name] = tensor if id(tensor) in fixed else copies[id(tensor)]
-    # These hold them under another name.
-    held = [(cell, cell.cell_contents) for cell in variables]
-    for cell, tensor in held:
-        cell.cell_contents = tensor if id(tensor) in fixed else copies.get(id(tensor), tensor)
+    modules = reachable_modules(root)
+    memo: dict[int, Any] = {id(module): module for module in modules}
+    shared = _memorize_parameters(modules, memo, [*_named(root, frozenset(written))], lambda one: one)
+    memo |= {id(one): one for module in modules for one in _installed(module)}
+    scripted = [buffer for module in modules if is_script(module) for buffer in module.buffers(recurse=False)]
+    values = [buffer.detach().clone() for buffer in scripted]
+    before = [(module, dict(module.__dict__)) for module in modules if not is_script(module)]
     try:
-        with held_iterators(modules):
-            yield written
+        with copying_tensors(shared):
+            for module, _ in before:
+                module.__dict__.update(_copied_attributes(module, memo, leave=("_compiled_call_impl",)))
+        yield
     finally:
-        changed = {id(one): one for group in groups for one in group if not same_values(one, copies[id(one)])}
-        snapshot.restore()
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
         with torch.no_grad():
-            for key in changed.keys() & fixed:
-                write_values(changed[key], copies[key])
-        replaced = _touching(groups, changed.keys()) - fixed if keep_written else set()
-        kept: dict[int, torch.Tensor] = {}
-        for group in groups:
-            if id(group[0]) in replaced:
-                kept |= _owned(group)
-        for module, home, name, tensor in places:
-            home[name] = kept.get(id(tensor), tensor)
-            if id(tensor) in changed:
-                written.add((id(module), name))
-        for cell, tensor in held:
-            cell.cell_contents = kept.get(id(tensor), tensor)
+            for buffer, old in zip(scripted, values, strict=True):
+                if not torch.equal(buffer, old):
+                    buffer.copy_(old)
 
 
-def _touching(groups: Iterable[Sequence[torch.Tensor]], some: Set[int]) -> set[int]:
-    """The tensors, by identity, of all groups that have one of `some`."""
-    return {key for group in groups if not (keys := set(map(id, group))).isdisjoint(some) for key in keys}
+def _installed(module: nn.Module) -> Iterator[Any]:
+    """The objects of passes among the attributes and hooks of a module: they know each other by identity, and have no state."""
+    for name, value in () if is_script(module) else vars(module).items():
+        for item in (value, *value.values()) if name.endswith("_hooks") and isinstance(value, dict) else (value,):
+            owner = getattr(item, "__self__", item)
+            if type(owner).__module__.partition(".")[0] in ("passes", "optimizer"):
+                yield owner
+                yield item
 
 
-def _parameters_beside(
-    modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor], some: Set[int] = frozenset()
-) -> list[nn.Parameter]:
-    """The parameters in the bytes of the tensors, and those of `some`, by identity, with what lies in their bytes."""
-    parameters = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
-    wanted = [*tensors, *(parameters[key] for key in parameters.keys() & some)]
-    storages = {storage for tensor in wanted for storage in storages_of(tensor)}
-    near = [one for one in parameters.values() if storages and not storages.isdisjoint(storages_of(one))]
-    # A checkpoint may have given all weights one storage.
-    beside = _touching(groups_of([*wanted, *near]), set(map(id, wanted))) if near else set()
-    return [one for one in near if id(one) in beside]
+class _CopiedTensors(TorchFunctionMode):
+    """While it is active, `copy.deepcopy` copies tensors of any kind.
+
+    Tensors with a history, which torch refuses to copy, are copied without it. Those in a shared storage stay in it.
+    """
+
+    def __init__(self, shared: frozenset[int]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._copied(tensor, memo)
+        return memo[id(tensor)]
+
+    def _copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if is_lazy(tensor):
+            return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
+        if _storage_of(tensor) in self.shared:
+            return tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn or tensor.is_quantized:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        if tensor.is_leaf:
+            return tensor.__deepcopy__(memo)
+        # The memo keeps alive what has an identity in it.
+        return copy.deepcopy(tensor.detach(), memo)
 
 
-def script_buffers(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """The buffers of the scripted modules: the copy of such a one has the caller's."""
+def copying_tensors(shared: frozenset[int] = frozenset()) -> _CopiedTensors:
+    """Inside, `copy.deepcopy` copies tensors of any kind, but for the memory of shared storages."""
+    return _CopiedTensors(shared)
+
+
+def _notes_on_functions(owners: Sequence[nn.Module], modules: Sequence[nn.Module], mode: Mode) -> list[str]:
+    """Notes on the functions that lead to the caller's modules.
+
+    Raises:
+        LoadError: they would do something else in the place of the copy's.
+    """
+    notes = []
+    for owner, place, held in functions_over_modules(owners, modules):
+        where = f"{place} of {type(owner).__name__} is a function that holds modules of the model itself"
+        if mode == "training":
+            raise LoadError(
+                f"{where}, which would be trained beside the copy: make it a method that reaches them by self."
+            )
+        if any(module.training for module in held):
+            raise LoadError(
+                f"{where}, in training mode: call model.eval() first, or make it a method that reaches them by self."
+            )
+        kinds = listed(sorted({type(module).__name__ for module in held}))
+        notes.append(f"{where} ({kinds}): it goes on running the original's, which aren't optimized")
+    return notes
+
+
+def _memorize(
+    model: nn.Module, modules: Sequence[nn.Module], memo: dict[int, Any], mode: Mode, private: Collection[str]
+) -> frozenset[int]:
+    """Put what stands for each parameter into the memo, in training for each tensor; returns the storages that stay shared."""
+    if mode == "inference":
+        apart = [*_named(model, private), *_shortened(modules)]
+        return _memorize_parameters(modules, memo, apart, _same_storage)
+    python = [module for module in modules if not is_script(module)]
+    values = [value for module in python for value in (*module._parameters.values(), *module._buffers.values())]
+    values += (value for module in python for value in vars(module).values())
+    own = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    memo |= own
+    return _storages_of(own.values())
+
+
+def _memorize_parameters(
+    modules: Sequence[nn.Module],
+    memo: dict[int, Any],
+    apart: Sequence[torch.Tensor],
+    stand_in: Callable[[nn.Parameter], torch.Tensor],
+) -> frozenset[int]:
+    """Put what stands for each parameter into the memo, a copy for those apart; returns the storages that stay shared."""
+    python = [module for module in modules if not is_script(module)]
+    parameters = {id(one): one for module in python for one in module._parameters.values() if one is not None}
+    buffers = (one for module in python for one in module._buffers.values() if one is not None)
+    # A buffer in the memory of a weight takes it along.
+    moved, copied = _storages_of((*buffers, *apart)), set(map(id, apart))
+    shared = set[int]()
+    for key, parameter in parameters.items():
+        place = _storage_of(parameter)
+        if key in copied or place in moved or is_lazy(parameter):
+            with copying_tensors():
+                own = copy.deepcopy(parameter if is_lazy(parameter) else parameter.detach(), memo)
+            memo[key] = own if is_lazy(parameter) else _as_parameter(parameter, own)
+        else:
+            memo[key] = stand_in(parameter)
+            shared.add(place)
+    return frozenset(shared - {0})
+
+
+def _named(model: nn.Module, names: Collection[str]) -> Iterator[nn.Parameter]:
+    # A scripted module has no `get_parameter`.
+    return (one for name, one in model.named_parameters(remove_duplicate=False) if name in names)
+
+
+def _shortened(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """The weights of embeddings that shorten the rows that they look up, in place."""
     for module in modules:
-        if _is_script(module):
-            yield from module.buffers(recurse=False)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield module.weight
 
 
-def _nested_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Tensors in the containers among the attributes of modules: working copies have their own."""
-    # Modules may share a container: a vocabulary, say.
-    containers = {
-        id(value): value
-        for module in modules
-        for name, value in module.__dict__.items()
-        if name not in REGISTRIES and isinstance(value, dict | list | tuple)
-    }
-    for container in containers.values():
-        for item in container.values() if isinstance(container, dict) else container:
-            inner = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else (item,)
-            yield from (t for t in inner if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is copied attribute by attribute: its class has no way of its own, as parametrized ones have.
+
+    Torch's own way for a `GraphModule` makes another class and leaves out what its graph doesn't name.
+    """
+    cls = type(module)
+    if is_script(module):
+        return False
+    if isinstance(module, torch.fx.GraphModule):
+        return True
+    ways = ((getattr(cls, name), getattr(nn.Module, name)) for name in _WAYS)
+    # Those of layers of torch.nn are for old checkpoints.
+    return not hasattr(cls, "__deepcopy__") and all(
+        way == common or getattr(way, "__module__", "").startswith("torch.nn.modules.") for way, common in ways
+    )
+
+
+def _copied_attributes(module: nn.Module, memo: dict[int, Any], *, leave: Collection[str] = ()) -> dict[str, Any]:
+    return {name: _copied(module, name, value, memo) for name, value in vars(module).items() if name not in leave}
+
+
+def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _CONSTANT):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) in _EMPTY and not value:
+        # Most dicts of a module are empty: this is quicker.
+        memo[id(value)] = type(value)()
+        return memo[id(value)]
+    if name in REGISTRIES:
+        copies = type(value)((key, _registered(item, memo)) for key, item in value.items())
+        memo[id(value)] = copies
+        return copies
+    if name == "_compiled_call_impl":
+        # It runs the caller's module.
+        return None
+    where = f"attribute {name!r} of {type(module).__name__}"
+    value = unbound_forward(value)
+    try:
+        copied = copy.deepcopy(value, memo)
+    except Exception as error:
+        if lack_of_memory(error):
+            raise
+        raise LoadError(
+            f"{where} can't be copied ({quote(error, with_type=True)}), and every run is made on a copy: {_remedy(value)}."
+        ) from error
+    if type(copied) is not type(value) and not hasattr(copied, "__next__") and not hasattr(type(value), "__deepcopy__"):
+        # An object whose `__getattr__` answers everything.
+        raise LoadError(
+            f"{where} can't be copied: copy.deepcopy gave {_a(type_name(copied))}, and every run is made on a copy; give"
+            f" {type_name(value)} a __deepcopy__."
+        )
+    return copied
+
+
+def _remedy(value: Any) -> str:
+    if hasattr(type(value), "__next__"):
+        return "hold a list and an index instead"
+    return f"make it in forward, or give {type_name(value)} a __deepcopy__"
+
+
+def _registered(item: Any, memo: dict[int, Any]) -> Any:
+    if item is None or id(item) in memo:
+        return None if item is None else memo[id(item)]
+    return copy.deepcopy(item, memo)
+
+
+def _copy_by_itself(module: nn.Module, memo: dict[int, Any]) -> None:
+    kind = type_name(module)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        if lack_of_memory(error):
+            raise
+        raise LoadError(
+            f"copy.deepcopy of the model's {kind} failed: {quote(error, with_type=True)}. Passes and exporters work on a"
+            " copy: fix its __deepcopy__."
+        ) from error
+    if not isinstance(copied, nn.Module):
+        raise LoadError(
+            f"copy.deepcopy of the model's {kind} gave a {type_name(copied)}. Passes and exporters work on a copy: fix its"
+            " __deepcopy__."
+        )
+    memo[id(module)] = copied
+
+
+def _copy_script(module: nn.Module, memo: dict[int, Any], mode: Mode, apart: frozenset[int]) -> None:
+    """Put the copies of a scripted module and those below it into the memo.
+
+    Args:
+        apart: the storages of parameters that the copy has of its own, as it has its buffers in inference.
+    """
+    if id(module) in memo:
+        return
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        is_shared = mode == "training" or (isinstance(tensor, nn.Parameter) and _storage_of(tensor) not in apart)
+        return tensor if is_shared else copy.deepcopy(tensor)
+
+    twin = copied_script(module, own)
+    memo |= {id(mine): theirs for mine, theirs in zip(module.modules(), twin.modules(), strict=True)}
+
+
+def _same_storage(parameter: nn.Parameter) -> torch.Tensor:
+    # `detach` shares the version counter with the caller's tensor, so a write is seen on both sides.
+    return _as_parameter(parameter, parameter.detach())
+
+
+def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+    """A tensor in the place of a parameter: of the same class, with the same flag and attributes."""
+    if type(data) is not type(parameter) and type(parameter) is not nn.Parameter:
+        data = data.as_subclass(type(parameter))
+    if not isinstance(data, nn.Parameter):
+        data = nn.Parameter(data, requires_grad=False)
+    if parameter.requires_grad and parameter.is_leaf:
+        # A tensor that was made in inference mode takes the flag in that mode alone.
+        with torch.inference_mode() if data.is_inference() else nullcontext():
+            data.requires_grad_()
+    data.__dict__.update(parameter.__dict__)
+    return data
+
+
+def _storages_of(values: Iterable[Any]) -> frozenset[int]:
+    found = (_storage_of(value) for value in values if isinstance(value, torch.Tensor))
+    return frozenset(place for place in found if place)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor lie; 0 where they don't lie in one storage."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_mkldnn or tensor.is_nested:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # A subclass that wraps other tensors.
+        return 0
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

@@ -1,119 +1,132 @@
-"""Parameters that a forward writes to, and their values from before it.
+"""Which parameters a forward writes to, found before it does.
 
 `nn.Embedding(max_norm=1.0)` shortens the rows that it looks up, and some forwards clamp or normalise a weight in place. A
-second copy of all weights is too much to keep them from that: a parameter is copied at the first write to it.
+copy of a model shares the memory of its weights with the caller's, so such a write must not happen: it is stopped, and the
+run is made again on a copy that has this parameter of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer.float64 import written_tensors
-from passes.graph.calls import moved_statistics, name_of
-from passes.graph.storage import parts_of, write_values
+from optimizer.errors import LoadError
+from optimizer.module_tree import reachable_modules, unregistered_modules
+from optimizer.torch_private import schema_of
+from passes.graph.storage import storages_of
 
-# Attributes that are set without a write to the tensor's numbers: a reentrant checkpoint sets them of its inputs.
-_NO_VALUES = frozenset({"requires_grad", "grad"})
+# Kernels of batch normalization write to these arguments where one of the flags is set; not all schemas say so.
+_STATISTICS = frozenset({"running_mean", "running_var"})
+_FLAGS = frozenset({"training", "train", "use_input_stats"})
 
 
-@contextmanager
-def kept_parameters(target: Any) -> Iterator[set[str]]:
-    """Parameters that are written to inside are afterwards what they were, their versions too; yields their names.
+class WritesToWeights(BaseException):
+    """Ends a run before the first write to a weight that it shares: no forward should take it for an error of its own."""
 
-    What TorchScript and compiled code write isn't seen: run it eagerly (`optimizer.preserve.eager_only`). Nothing for
-    callables that are no modules.
+
+class WriteGuard(TorchDispatchMode):
+    """Stops a run of a copy before it writes to a tensor of the model.
+
+    Compiled code isn't seen: run it eagerly (`optimizer.preserve.eager_only`).
+
+    Args:
+        shared: the tensors of the model, with their names.
+        target: the model.
+        module: what is run.
+
+    Attributes:
+        found: the names of the parameters that a write was stopped at.
     """
-    names: set[str] = set()
-    if not isinstance(target, nn.Module) or not any(True for _ in target.parameters()):
-        yield names
-        return
-    guard = _Guard(target)
-    try:
-        with guard:
-            yield names
-    finally:
-        names.update(kept.name for kept in guard.kept.values())
-        for kept in guard.kept.values():
-            kept.restore()
 
+    supports_higher_order_operators = True
 
-@contextmanager
-def kept_values(target: Any, names: Iterable[str]) -> Iterator[None]:
-    """The parameters of these names, those of them that `target` has, are afterwards what they were before."""
-    parameters = dict(target.named_parameters()) if names and isinstance(target, nn.Module) else {}
-    kept = [_KeptParameter(name, parameters[name]) for name in names if name in parameters]
-    try:
-        yield
-    finally:
-        for parameter in kept:
-            parameter.restore()
-
-
-class _KeptParameter:
-    """The values of one parameter, and how to put them back."""
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name = name
-        self._parameter = parameter
-        # Another view of the storage: a forward may give the parameter another one (`weight.data = …`).
-        self._place = parameter.detach()
-        self._values = self._place.clone()
-        # The values come back bit by bit, so nobody who watches the version needs to know of the write.
-        self._versions = None if parameter.is_inference() else _unsafe_preserve_version_counter(parameter)
-
-    def restore(self) -> None:
-        with torch.no_grad(), torch.inference_mode(self._versions is None):
-            if _layout_of(self._parameter) != _layout_of(self._place):
-                self._parameter.data = self._place
-            write_values(self._place, self._values)
-        if self._versions is not None:
-            self._versions.__exit__(None, None, None)
-
-
-class _Guard(TorchFunctionMode):
-    """Copies a parameter before the first call that writes into its storage."""
-
-    def __init__(self, target: nn.Module) -> None:
+    def __init__(self, shared: Iterable[tuple[str, torch.Tensor]], target: nn.Module, module: nn.Module) -> None:
         super().__init__()
-        self.kept: dict[int, _KeptParameter] = {}
-        self._places: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in target.named_parameters():
-            if (place := _storage_of(parameter)) is not None:
-                self._places.setdefault(place, []).append((name, parameter))
+        self.found = frozenset[str]()
+        self._parameters = {name for name, _ in target.named_parameters(remove_duplicate=False)}
+        self._in_training = module.training
+        self._places: dict[int, set[str]] = {}
+        for name, tensor in shared:
+            for place in storages_of(tensor):
+                self._places.setdefault(place, set()).add(name)
+        own = {id(tensor) for one in reachable_modules(module) for tensor in _tensors_of(one)}
+        # A tensor of the model itself is read by a module of the model itself.
+        self._readers = {
+            id(tensor): one for one in reachable_modules(target) for tensor in _tensors_of(one) if id(tensor) not in own
+        }
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
-        written = [*written_tensors(name, args, kwargs), *moved_statistics(func, args, kwargs)]
-        if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _NO_VALUES:
-            written = [args[0]]
-        for tensor in written:
-            for path, parameter in self._places.get(_storage_of(tensor) or 0, ()):
-                if id(parameter) not in self.kept:
-                    self.kept[id(parameter)] = _KeptParameter(path, parameter)
+        for value in args:
+            if (reader := self._readers.get(id(value))) is not None and (reader.training or self._in_training):
+                self._refuse_reader(reader)
+        for tensor in _written_by(schema_of(func), args, kwargs):
+            names = {name for place in storages_of(tensor) for name in self._places.get(place, ())}
+            if names:
+                self._stop(names)
         return func(*args, **kwargs)
+
+    def _stop(self, names: set[str]) -> None:
+        others = sorted(names - self._parameters)
+        if others:
+            raise LoadError(
+                f"Forward writes to {others[0]} of the model by a way that leads around a copy of it, as by a global or a"
+                " function that holds the model: reach it by self."
+            )
+        self.found |= names
+        raise WritesToWeights
+
+    def _refuse_reader(self, reader: nn.Module) -> None:
+        raise LoadError(
+            f"Forward runs {type(reader).__name__} modules of the model in training mode by a way that leads around a copy of"
+            " it, as by a global or a function that holds the model: reach them by self."
+        )
+
+
+def layouts_of(module: nn.Module) -> dict[str, Any]:
+    """Where each parameter lies, and how often it was written to: what another look tells changes by."""
+    return {name: _layout_of(one) for name, one in module.named_parameters() if not is_lazy(one)}
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple((part.data_ptr(), part.shape, part.stride()) for part in parts_of(tensor))
+    strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
+    return storages_of(tensor), tensor.shape, strides, None if tensor.is_inference() else tensor._version
 
 
-def _storage_of(tensor: Any) -> int | None:
-    """Where a tensor's numbers lie; None where they don't lie in one place of their own."""
-    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
-        return None
-    if tensor.is_mkldnn or tensor.is_meta:
-        return None
-    # Of a sparse tensor the numbers are the last part.
-    *_, numbers = parts_of(tensor) or (None,)
-    return None if numbers is None else numbers.untyped_storage().data_ptr() or None
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _written_by(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator that it writes to."""
+    if schema is None:
+        return
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    moves = any(given.get(name) is True for name in _FLAGS & given.keys()) and not _STATISTICS.isdisjoint(given)
+    if not schema.is_mutable and not moves:
+        return
+    for argument in schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or (moves and argument.name in _STATISTICS):
+            value = given.get(argument.name)
+            yield from (one for one in _listed(value) if isinstance(one, torch.Tensor))
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def named_tensors(target: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a model, of modules in plain containers too, with their names."""
+    places = [("", target), *((f"{path}.", module) for path, module in unregistered_modules(target))]
+    for prefix, module in places:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not (is_lazy(tensor) or tensor.is_meta):
+                yield prefix + name, tensor

@@ -51,8 +51,8 @@ from training_models import peak_of
 import passes.fold_conv_bn
 from optimizer import check_parity, optimize, report_of
 from optimizer.errors import LoadError, OptimizeFailed
-from optimizer.preserve import evaluated, kept_state
 from optimizer.report import PassRecord
+from optimizer.runs import Runs
 from passes import InsertCheckpoints, insert_checkpoints
 from passes.checkpointing import ambient
 from passes.checkpointing.profile import loss_of
@@ -472,8 +472,8 @@ def check_answers(
         rows = example_inputs if isinstance(example_inputs, tuple) else example_inputs(2, torch.Generator())
         answers = []
         for module in (model, fast):
-            with torch.no_grad(), evaluated(module), kept_state(module):
-                answers.append(module(*copy.deepcopy(rows), **(kwargs or {})))
+            with torch.no_grad(), Runs(module, in_eval=True).fresh() as fresh:
+                answers.append(fresh(*copy.deepcopy(rows), **(kwargs or {})))
         assert are_near(*answers)
         return
     assert report.ok or report.verdict == "vacuous", report.reason
@@ -499,8 +499,8 @@ def check_training(description: Description, in_eval: list[int]) -> None:
     except LoadError as error:
         if any(reason in str(error) for reason in UNTRAINABLE):
             # Some models can't be trained, and say why.
-            with pytest.raises((RuntimeError, ValueError), match="|".join(UNTRAINABLE)), kept_state(model):
-                train_once(model, rows, kwargs)
+            with pytest.raises((RuntimeError, ValueError), match="|".join(UNTRAINABLE)):
+                train_once(copy.deepcopy(model), rows, kwargs)
             return
         raise
     check_untouched(model, before)

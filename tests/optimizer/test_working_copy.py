@@ -13,9 +13,8 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 from optimizer import optimize
-from optimizer.working_copy import private_buffers, working_copy
-from passes.graph.capture import capture
-from passes.graph.memory import copied_together
+from optimizer.errors import LoadError
+from optimizer.working_copy import private_state, working_copy
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -45,8 +44,12 @@ def test_the_copy_is_another_tree_over_the_same_tensors(mode):
     assert type(clone) is type(model)
     assert clone.state_dict().keys() == model.state_dict().keys()
     assert not set(map(id, clone.modules())) & set(map(id, model.modules()))
-    for mine, theirs in zip(clone.state_dict().values(), model.state_dict().values(), strict=True):
+    for mine, theirs in zip(clone.parameters(), model.parameters(), strict=True):
         assert mine.data_ptr() == theirs.data_ptr()
+    for mine, theirs in zip(clone.buffers(), model.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert (mine is theirs) == (mode == "training")
+        assert (mine.data_ptr() == theirs.data_ptr()) == (mode == "training")
     same = [mine is theirs for mine, theirs in zip(clone.parameters(), model.parameters(), strict=True)]
     assert set(same) == {mode == "training"}
 
@@ -105,7 +108,6 @@ def test_tensors_with_a_history():
     clone = working_copy(model).root
     assert torch.equal(clone.scaled, model.scaled)
     assert not clone.scaled.requires_grad
-    assert clone.table.data_ptr() == model.table.data_ptr()
     assert clone.table is not model.table
 
 
@@ -169,12 +171,8 @@ def test_a_run_leaves_no_trace_in_tensors_without_strides(layout, place):
         return module.held[0] if place == "list" else module.held
 
     clone = working_copy(model).root
-    with private_buffers(clone) as untouched:
-        pass
-    with private_buffers(clone) as written:
+    with private_state(clone):
         held_by(clone).mul_(2)
-    assert untouched == set()
-    assert written == (set() if place == "list" else {(id(clone), "held")})
     for module in (clone, model):
         assert torch.equal(numbers_in(held_by(module)), numbers_in(laid_out(layout, torch.eye(4))))
 
@@ -190,22 +188,6 @@ def test_lazy_modules_of_the_caller_stay_lazy():
     assert model[1].has_uninitialized_params()
 
 
-class Slotted(nn.Module):
-    __slots__ = ("size", "where")
-
-    def __init__(self):
-        super().__init__()
-        self.size = [3]
-
-
-def test_slots():
-    model = Slotted()
-    clone = working_copy(model).root
-    assert clone.size == [3]
-    assert clone.size is not model.size
-    assert not hasattr(clone, "where")
-
-
 class CopiesItself(nn.Module):
     def __deepcopy__(self, memo):
         twin = CopiesItself()
@@ -219,18 +201,61 @@ class RefusesToBeCopied:
         raise RuntimeError("no")
 
 
-def test_what_copies_itself_and_what_cant_be_copied():
-    lock, refuses = threading.Lock(), RefusesToBeCopied()
-    model = make(lock=lock, stream=(i for i in range(3)), refuses=refuses, child=CopiesItself())
-    result = working_copy(model)
-    assert result.root.child.made
-    assert result.root.lock is lock
-    assert result.root.refuses is refuses
-    assert result.root.stream is model.stream
-    assert [note.split(" can't")[0] for note in result.notes] == [
-        f"attribute {name!r} of Made" for name in ("lock", "stream", "refuses")
-    ]
-    assert working_copy(Layer()).notes == []
+class Answers:
+    def __getattr__(self, name):
+        return Answers()
+
+    def __call__(self, value):
+        return value
+
+
+class Profiler:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def hook(self, module, args, output):
+        pass
+
+
+def test_a_class_that_copies_itself_does():
+    assert working_copy(make(child=CopiesItself())).root.child.made
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (
+            threading.Lock(),
+            r"TypeError: cannot pickle '_thread.lock' object.*: make it in forward, or give lock a __deepc",
+        ),
+        ((i for i in range(3)), r"TypeError: cannot pickle 'generator' object.*: hold a list and an index instead"),
+        (RefusesToBeCopied(), r"RuntimeError: no.*: make it in forward, or give RefusesToBeCopied a __deepcopy__"),
+        ({"a": [threading.Lock()]}, r"TypeError: cannot pickle"),
+        (Answers(), r"copy.deepcopy gave a dict"),
+    ],
+)
+def test_what_cant_be_copied_is_refused_by_its_attribute(value, why):
+    with pytest.raises(LoadError, match=rf"^attribute 'held' of Made can't be copied.*{why}"):
+        working_copy(make(held=value))
+
+
+def test_a_hook_that_cant_be_copied_is_refused():
+    model = make()
+    model.register_forward_hook(Profiler().hook)
+    with pytest.raises(LoadError, match=r"^attribute '_forward_hooks' of Made can't be copied .TypeError"):
+        working_copy(model)
+
+
+def test_libraries_and_functions_of_the_model_stay_the_same_objects():
+    model = make(math=torch.nn.functional, act=torch.relu, table=[torch.relu, len])
+    clone = working_copy(model).root
+    assert (clone.math, clone.act, clone.table) == (model.math, model.act, model.table)
+
+
+def test_an_empty_container_that_modules_share_stays_shared():
+    cache = {}
+    clone = working_copy(nn.Sequential(make(cache=cache), make(cache=cache))).root
+    assert clone[0].cache is clone[1].cache is not cache
 
 
 def hooked(calls):
@@ -239,64 +264,6 @@ def hooked(calls):
     layer.register_forward_hook(lambda m, a, k, o: calls.append("kwargs"), with_kwargs=True)
     layer.register_forward_hook(lambda m, a, o: calls.append("always"), always_call=True)
     return layer
-
-
-def test_what_many_modules_share_is_not_looked_through_for_each():
-    class Vocabulary(dict):
-        looks = 0
-
-        def values(self):
-            type(self).looks += 1
-            return super().values()
-
-    shared = Vocabulary(a=torch.zeros(2))
-    model = nn.Sequential(*(make(shared=shared) for _ in range(20)))
-    with private_buffers(model):
-        shared["a"] += 1
-        shared["b"] = 1
-    # For modules in it; tensors are found past the methods of its class.
-    assert Vocabulary.looks == 1
-    assert list(shared) == ["a"]
-    assert torch.equal(shared["a"], torch.zeros(2))
-    clones = working_copy(model).root
-    assert Vocabulary.looks == 3
-    assert all(clone.shared is clones[0].shared is not shared for clone in clones)
-
-
-def test_a_hook_that_cant_be_copied_is_shared():
-    class Profiler:
-        def __init__(self):
-            self.lock, self.calls = threading.Lock(), 0
-
-        def hook(self, module, args, output):
-            self.calls += 1
-
-    model, profiler = make(), Profiler()
-    model.register_forward_hook(profiler.hook)
-    result = working_copy(model)
-    (note,) = result.notes
-    assert note == "a hook of Made can't be copied (TypeError) and is shared with the original"
-    result.root(X)
-    assert profiler.calls == 1
-
-
-def test_an_object_that_answers_everything_is_shared_wherever_it_stands():
-    class Answers:
-        def __getattr__(self, name):
-            return Answers()
-
-        def __call__(self, value):
-            return value
-
-    value, deeper = Answers(), Answers()
-    result = working_copy(make(direct=value, inside={"a": [1, (deeper,)]}, plain=SimpleNamespace(b=[2])))
-    assert result.root.direct is value
-    assert result.root.inside["a"][1][0] is deeper
-    assert result.root.plain.b == [2]
-    assert result.notes == [
-        f"attribute {name!r} of Made holds a Answers, which can't be copied and is shared with the original"
-        for name in ("direct", "inside")
-    ]
 
 
 def test_hooks_are_taken_along():
@@ -336,6 +303,7 @@ def test_graph_modules_and_compiled_modules():
     for model in (fx.symbolic_trace(Layer()), torch.compile(Layer(), backend="eager")):
         clone = working_copy(model).root
         assert type(clone) is type(model)
+        assert clone.state_dict().keys() == model.state_dict().keys()
         pointers = {p.data_ptr() for p in model.parameters()}
         assert {p.data_ptr() for p in clone.parameters()} == pointers
         assert torch.equal(clone(X), model(X))
@@ -415,15 +383,13 @@ def _adds_unseen(self, x):
 
 @pytest.mark.parametrize("forward", [_adds, _adds_behind_a_view, _adds_unseen])
 @pytest.mark.parametrize("as_buffer", [True, False])
-def test_what_a_forward_may_write_to_becomes_its_own(forward, as_buffer):
+def test_what_a_forward_writes_to_is_the_copys_own(forward, as_buffer):
     model = make(forward)
     model.register_buffer("total", torch.zeros(())) if as_buffer else setattr(model, "total", torch.zeros(()))
-    result = working_copy(model)
-    result.own_state(capture(result.root).graphs)
-    assert result.root.total.data_ptr() != model.total.data_ptr()
-    result.root(X + 1)
+    clone = working_copy(model).root
+    clone(X + 1)
     assert model.total == 0
-    assert result.root.total != 0
+    assert clone.total != 0
 
 
 @pytest.mark.parametrize("forward", [_adds, _adds_behind_a_view, _adds_unseen])
@@ -432,11 +398,7 @@ def test_a_layer_reads_on_what_a_forward_writes(forward):
     model.bn = nn.BatchNorm1d(4).eval()
     model.register_buffer("total", model.bn.running_mean)
     result = working_copy(model)
-    result.own_state(capture(result.root).graphs)
     assert result.root.bn.running_mean is result.root.total
-    # Of a forward that can't be traced it isn't known which.
-    is_shared = result.root.bn.running_var.data_ptr() == model.bn.running_var.data_ptr()
-    assert is_shared == (forward is not _adds_unseen)
 
 
 @pytest.mark.parametrize(
@@ -484,51 +446,40 @@ def test_the_result_counts_as_the_model_does(inputs):
     assert not torch.equal(twin.center, model.center)
 
 
-def test_what_a_forward_only_reads_stays_shared():
-    model = nn.Sequential(Layer(), nn.BatchNorm1d(4)).eval()
-    result = working_copy(model)
-    result.own_state(capture(result.root).graphs)
-    for mine, theirs in zip(result.root.buffers(), model.buffers(), strict=True):
-        assert mine.data_ptr() == theirs.data_ptr()
-
-
 def test_training_shares_all_state():
     model = make(_adds_unseen)
     model.register_buffer("total", torch.zeros(()))
     result = working_copy(model, "training")
-    result.own_state({})
     assert result.root.total is model.total
 
 
-@pytest.mark.parametrize("keep_written", [False, True])
-def test_private_buffers(keep_written):
+def test_a_run_in_a_private_state_leaves_no_trace():
     model = make(_adds, calls=[], state=SimpleNamespace(last=None), cache=[torch.zeros(2)], history=torch.zeros(2))
     model.register_buffer("total", torch.ones(()))
-    model.register_buffer("read", torch.ones(()))
-    before = copy.copy(vars(model))
-    total, history, read = model.total, model.history, model.read
-    with private_buffers(model, keep_written=keep_written) as written:
+    before = dict(vars(model))
+    versions = [model.total._version, model.history._version, model.cache[0]._version]
+    with private_state(model):
         model(X + 1)
         model.calls.append(1)
         model.state.last = X
         model.cache[0].add_(1)
         model.history.add_(1)
         model.new = 1
-    assert written == {(id(model), "total"), (id(model), "history")}
-    assert (model.total, model.read) == (1, 1)
-    assert (total, history.tolist()) == (1, [0, 0])
-    assert model.read is read
-    assert (model.total is total, model.history is history) == (not keep_written, not keep_written)
-    assert (model.calls, model.state.last, model.cache[0].tolist()) == ([], None, [0, 0])
+        assert model.total != 1
     assert vars(model).keys() == before.keys()
+    assert all(vars(model)[name] is value for name, value in before.items())
+    assert (model.total, model.calls, model.state.last, model.cache[0].tolist()) == (1, [], None, [0, 0])
+    assert versions == [model.total._version, model.history._version, model.cache[0]._version]
 
 
-def test_private_buffers_sees_writes_that_move_no_version():
-    norm = nn.BatchNorm1d(4)
-    with private_buffers(norm) as written:
-        norm(X)
-    assert {name for _, name in written} == {"running_mean", "running_var", "num_batches_tracked"}
-    assert torch.equal(norm.running_mean, torch.zeros(4))
+def test_parameters_that_a_run_writes_to_are_copies_in_a_private_state():
+    layer = nn.Linear(2, 2)
+    weight, before = layer.weight, layer.weight.detach().clone()
+    with private_state(layer, ["weight"]), torch.no_grad():
+        assert layer.bias is not layer.weight is not weight
+        layer.weight.zero_()
+    assert layer.weight is weight
+    assert torch.equal(weight, before)
 
 
 # --- memory that tensors share ------------------------------------------------------------------------------------------
@@ -569,7 +520,6 @@ PLACES = ["attribute", "another module", "list"]
 def test_what_shares_memory_shares_it_in_the_copy(mode, place):
     model = _sharing(place)
     result = working_copy(model, mode)
-    result.own_state(capture(result.root).graphs)
     for calls in (1, 2):
         result.root(X)
         assert result.root.whole.tolist() == [0, 0, calls, calls, 0, 0]
@@ -579,20 +529,15 @@ def test_what_shares_memory_shares_it_in_the_copy(mode, place):
         assert _in(place, result.root).data_ptr() == _in(place, model).data_ptr()
 
 
-@pytest.mark.parametrize("keep_written", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_private_buffers_share_memory_as_the_buffers_do(keep_written, place):
+def test_a_private_state_shares_memory_as_the_module_does(place):
     model = working_copy(_sharing(place)).root
-    whole = model.whole
-    with private_buffers(model, keep_written=keep_written) as written:
-        model(X)
-        assert model.whole.tolist() == [0, 0, 1, 1, 0, 0]
-        assert _in(place, model).unique().tolist() == [1]
-    assert {name for _, name in written} >= {"whole", "middle"}
-    assert whole.tolist() == model.whole.tolist() == [0] * 6
-    model(X)
-    assert model.whole.tolist() == [0, 0, 1, 1, 0, 0]
-    assert _in(place, model).unique().tolist() == [1]
+    for _ in range(2):
+        with private_state(model):
+            model(X)
+            assert model.whole.tolist() == [0, 0, 1, 1, 0, 0]
+            assert _in(place, model).unique().tolist() == [1]
+        assert model.whole.tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
@@ -686,25 +631,7 @@ def test_statistics_that_a_traced_forward_moves_become_its_own(name):
     fast = optimize(model, passes=[])
     fast(torch.randn(3, 4, 5))
     assert model.mean.tolist() == [0] * 4
-    assert (fast.mean.data_ptr() == model.mean.data_ptr()) == name.startswith("read")
-
-
-def test_what_a_hook_writes_to_becomes_its_own():
-    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)).eval()
-    result = working_copy(model)
-    result.own_state(capture(result.root).graphs)
-    assert result.root[1].running_mean.data_ptr() == model[1].running_mean.data_ptr()
-    model[0].register_forward_hook(lambda module, args, output: None)
-    result = working_copy(model)
-    result.own_state(capture(result.root).graphs)
-    assert result.root[1].running_mean.data_ptr() != model[1].running_mean.data_ptr()
-
-
-def test_a_hook_of_torchs_own_writes_to_no_other_module():
-    model = nn.Sequential(torch.nn.utils.spectral_norm(nn.Conv1d(4, 4, 1)), nn.BatchNorm1d(4)).eval()
-    result = working_copy(model)
-    result.own_state(capture(result.root).graphs)
-    assert result.root[1].running_mean.data_ptr() == model[1].running_mean.data_ptr()
+    assert fast.mean.data_ptr() != model.mean.data_ptr()
 
 
 def _clamps(self, x):
@@ -768,30 +695,15 @@ def test_a_parameter_in_the_memory_of_a_buffer_moves_with_it(inputs, passes, mod
     assert torch.equal(model.flat, before["flat"]) == (mode == "inference")
 
 
-@pytest.mark.parametrize("keep_written", [False, True])
-def test_a_private_run_moves_weights_in_the_memory_of_a_buffer_and_puts_them_back(keep_written):
+def test_a_private_run_moves_weights_in_the_memory_of_a_buffer_and_leaves_the_modules():
     model, x = enliven(Flat()).eval(), torch.randn(3, 4, 5)
     before = copy.deepcopy(model.state_dict())
     wanted = copy.deepcopy(model)
     wanted.conv.weight.data = wanted.flat.view(4, 4, 1)
-    with private_buffers(model, keep_written=keep_written), torch.no_grad():
+    with private_state(model), torch.no_grad():
         assert torch.equal(model(x), wanted(x))
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
     assert model.conv.weight.data_ptr() == model.flat.data_ptr()
-
-
-def test_weights_in_other_bytes_of_a_storage_are_not_copied(monkeypatch):
-    copied = []
-    monkeypatch.setattr(
-        "optimizer.working_copy.copied_together", lambda group: copied.append(group) or copied_together(group)
-    )
-    storage, model = torch.zeros(12), make(lambda self, x: x)
-    model.register_buffer("state", storage[:4])
-    model.near, model.far = nn.Parameter(storage[2:6]), nn.Parameter(storage[6:])
-    with private_buffers(model):
-        model.state.add_(1)
-    assert [{id(one) for one in group} for group in copied] == [{id(model.near), id(model.state)}]
-    assert storage.tolist() == [0] * 12
 
 
 @pytest.mark.parametrize("place", ["parameter", "memory of a bias"])

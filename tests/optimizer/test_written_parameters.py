@@ -9,9 +9,9 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import check_parity, export, optimize
+from optimizer.errors import LoadError
 from optimizer.float64 import Float64Mode
-from optimizer.written_parameters import kept_parameters
-from passes.graph.edits import FormatEdit
+from optimizer.runs import Runs
 
 
 class Shortened(nn.Module):
@@ -114,15 +114,19 @@ def test_a_sparse_parameter_that_is_written_to_is_put_back(layout, write):
     model = enliven(WritesSparse(layout, write)).eval()
     matrix, before = model.matrix, model.matrix.detach().clone()
     shared = matrix.detach()
-    with kept_parameters(model) as written:
-        model(torch.randn(3, 4))
-        assert not torch.equal(model.matrix.to_dense(), before.to_dense())
-    assert written == {"matrix"}
+    assert written_by(model, torch.randn(3, 4)) == {"matrix"}
     assert check_parity(model, copy.copy(model), (torch.randn(3, 4),)).ok
     optimize(model, example_inputs=(torch.randn(3, 4),))
     assert model.matrix is matrix
     for tensor in (matrix, shared):
         assert torch.equal(tensor.to_dense(), before.to_dense())
+
+
+def written_by(model, *args):
+    """The parameters that are found to be written to, each of them left as it is."""
+    runs = Runs(model, in_eval=False)
+    runs.first(lambda module: module(*args))
+    return runs.written
 
 
 def ids():
@@ -133,10 +137,7 @@ def ids():
 def test_a_parameter_that_is_written_to_is_put_back(how):
     model = enliven(Writing(how))
     before = state(model)
-    with kept_parameters(model) as written:
-        model(torch.randn(2, 4))
-        assert not torch.equal(model.linear.weight, before["linear.weight"][1])
-    assert written == {"linear.weight"}
+    assert written_by(model, torch.randn(2, 4)) == {"linear.weight"}
     assert_untouched(model, before)
 
 
@@ -200,59 +201,76 @@ def test_exporting_leaves_the_callers_parameters_as_they_are(format_name, tmp_pa
 def test_nothing_is_copied_where_nothing_is_written():
     model = enliven(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)))
     before = state(model)
-    with kept_parameters(model) as written:
-        model(torch.randn(2, 4)).mul_(2)
-    assert written == set()
+    assert written_by(model, torch.randn(2, 4)) == set()
     assert_untouched(model, before)
     assert not check_parity(model, copy.deepcopy(model), (torch.randn(2, 4),)).notes
 
 
-def test_parameters_come_back_after_an_error_too():
+def test_a_forward_that_catches_everything_and_one_that_raises():
+    class Catching(Writing):
+        def forward(self, x):
+            try:
+                return super().forward(x)
+            except BaseException:  # noqa: BLE001 - as bad code does
+                raise ValueError("something went wrong") from None
+
     class Failing(Writing):
         def forward(self, x):
             super().forward(x)
             raise ZeroDivisionError
 
-    model = enliven(Failing("data"))
+    model = enliven(Catching("in place"))
     before = state(model)
-    with pytest.raises(ZeroDivisionError), kept_parameters(model):
-        model(torch.randn(2, 4))
+    assert written_by(model, torch.randn(2, 4)) == {"linear.weight"}
+    assert_untouched(model, before)
+    model = enliven(Failing("in place"))
+    before = state(model)
+    with pytest.raises(ZeroDivisionError):
+        written_by(model, torch.randn(2, 4))
     assert_untouched(model, before)
 
 
-def test_callables_and_script_modules_are_run_as_they_are():
+def test_many_parameters_are_found_one_after_another():
+    model = enliven(nn.Sequential(*(Writing("in place") for _ in range(5))))
+    before = state(model)
+    assert written_by(model, torch.randn(2, 4)) == {f"{number}.linear.weight" for number in range(5)}
+    assert_untouched(model, before)
+
+
+def test_a_write_that_no_first_call_shows_is_told():
+    class Sometimes(nn.Linear):
+        def forward(self, x):
+            if len(x) > 4:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return super().forward(x)
+
+    runs = Runs(Sometimes(4, 4), in_eval=True)
+    runs.first(lambda module: module(torch.randn(2, 4)))
+    with pytest.raises(LoadError, match=r"Forward wrote to weight of the model"), runs.fresh() as module:
+        module(torch.randn(5, 4))
+
+
+def test_callables_and_script_modules_are_run_too():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
         script = torch.jit.script(nn.Linear(3, 3))
     for target in (torch.sin, script, nn.Identity()):
-        with kept_parameters(target) as written:
-            target(torch.randn(2, 3))
-        assert written == set()
+        assert written_by(target, torch.randn(2, 3)) == set()
 
 
-def test_another_memory_format_is_no_write():
-    conv = nn.Conv2d(3, 4, 3)
-    before = conv.weight.detach().clone()
-    edit = FormatEdit(conv.weight, torch.channels_last)
-    with kept_parameters(conv) as names:
-        edit.apply()
-    assert not names
-    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(conv.weight, before)
-    with kept_parameters(conv) as names:
-        edit.undo()
-    assert not names
-    assert conv.weight.is_contiguous()
-    assert torch.equal(conv.weight, before)
+def test_what_a_script_writes_is_seen():
+    class Halving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
 
+        def forward(self, x):
+            self.weight.mul_(0.5)
+            return x * self.weight
 
-def test_an_attribute_that_holds_no_numbers_is_no_write():
-    linear = nn.Linear(4, 4)
-    with kept_parameters(linear) as written:
-        view = linear.weight.detach()
-        view.requires_grad = True
-        view.grad = torch.ones(4, 4)
-    assert written == set()
-    with kept_parameters(linear) as written:
-        linear.weight.detach().data = torch.ones(4, 4)
-    assert written == {"weight"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script = torch.jit.script(Halving())
+    assert written_by(script, torch.randn(2, 3)) == {"weight"}
+    assert torch.equal(script.weight, torch.ones(3))

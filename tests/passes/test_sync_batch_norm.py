@@ -9,6 +9,7 @@ import copy
 import os
 import pickle
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -312,7 +313,7 @@ def parametrized() -> nn.Module:
 
 def forward_of_the_instance() -> nn.Module:
     module = nn.BatchNorm2d(3)
-    module.forward = lambda input: F.relu(nn.BatchNorm2d.forward(module, input))  # type: ignore[method-assign]
+    module.forward = types.MethodType(lambda self, input: F.relu(nn.BatchNorm2d.forward(self, input)), module)
     return module
 
 

@@ -23,8 +23,8 @@ from optimizer import optimize, report_of
 from optimizer.inputs import Call, Samples
 from optimizer.parity import check_parity
 from optimizer.pipeline import Pipeline
-from optimizer.preserve import kept_state
 from optimizer.report import no_progress
+from optimizer.runs import Runs
 from optimizer.working_copy import Mode, working_copy
 from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
@@ -246,8 +246,8 @@ def _check_copy(item: Pass, root: nn.Module, context: Context) -> None:
     outputs = []
     for module in (root, copy.deepcopy(root)):
         torch.manual_seed(0)
-        with torch.no_grad(), kept_state(module):
-            outputs.append(pytree.tree_leaves(module(*copy.deepcopy(args), **copy.deepcopy(kwargs))))
+        with torch.no_grad(), Runs(module, in_eval=False).fresh() as fresh:
+            outputs.append(pytree.tree_leaves(fresh(*copy.deepcopy(args), **copy.deepcopy(kwargs))))
     for mine, theirs in zip(*outputs, strict=True):
         if isinstance(mine, torch.Tensor):
             assert torch.equal(mine.nan_to_num(), theirs.nan_to_num()), f"a copy of what {item.name} made differs"

@@ -1,0 +1,159 @@
+"""Runs of a model, each on a fresh copy: every run starts from the same state, and there is nothing to put back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from optimizer.errors import LoadError
+from optimizer.held_modules import functions_over_modules
+from optimizer.module_tree import reachable_modules
+from optimizer.sentences import listed
+from optimizer.working_copy import is_plain, private_state, working_copy
+from optimizer.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
+from passes.graph.interception import is_compiled
+
+_T = TypeVar("_T")
+
+
+class Runs:
+    """Gives what is run in the place of a model: a copy of its own for each run.
+
+    A module with compiled parts is run itself, with copies of its attributes, as a copy would compile anew; so is one that
+    keeps functions over its own modules, which a copy can't reach. A callable that is no module is run as it is.
+
+    Attributes:
+        target: the model, which is never run itself but as said above.
+        written: names of the parameters that forward writes to, which each copy has of its own. No others are copied.
+        watch: entered around each run with what is run, where calls are to be watched.
+    """
+
+    def __init__(self, target: Callable[..., Any], *, in_eval: bool, written: frozenset[str] = frozenset()) -> None:
+        self.target = target
+        self.in_eval = in_eval
+        self.written = written
+        self.watch: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+
+    @functools.cached_property
+    def _is_run_itself(self) -> bool:
+        modules = reachable_modules(self.target) if isinstance(self.target, nn.Module) else []
+        return any(map(_is_compiled, modules)) or any(
+            functions_over_modules([module for module in modules if is_plain(module)], modules)
+        )
+
+    @contextmanager
+    def fresh(self) -> Iterator[Callable[..., Any]]:
+        """What is to be run once, in the state of the model as it is.
+
+        Raises:
+            LoadError: the model can't be copied; or the run wrote to weights that it didn't write to before.
+        """
+        with ExitStack() as stack:
+            if not isinstance(self.target, nn.Module):
+                yield self.target
+                return
+            module = self.target
+            if self._is_run_itself:
+                stack.enter_context(private_state(module, self._written_here()))
+                if self.in_eval:
+                    stack.enter_context(_evaluated(module))
+            else:
+                module = self._copy(module)
+            if self.watch is not None:
+                stack.enter_context(self.watch(module))
+            # A copy counts the writes to its weights with the model whose memory they are in.
+            before = _versions(self.target)
+            yield module
+            _refuse_writes(before, self.target)
+
+    def _copy(self, target: nn.Module) -> nn.Module:
+        copied = working_copy(target, private=self._written_here(), check_functions=False).root
+        # A frozen TorchScript module has no such flag.
+        if self.in_eval and any(hasattr(module, "training") for module in copied.modules()):
+            copied.eval()
+        return copied
+
+    def _written_here(self) -> list[str]:
+        """The names that the target has: a result may have folded a parameter away."""
+        if not self.written or not isinstance(self.target, nn.Module):
+            return []
+        own = {name for name, _ in self.target.named_parameters(remove_duplicate=False)}
+        return sorted(self.written & own)
+
+    def first(self, run: Callable[[Callable[..., Any]], _T]) -> _T:
+        """What a run gives; each attempt ends before a write to a weight that it shares, and the next has that of its own.
+
+        Raises:
+            LoadError: forward reaches modules or tensors of the model that no copy has, and writes to them or trains them.
+        """
+        if not isinstance(self.target, nn.Module):
+            return run(self.target)
+        shared = list(named_tensors(self.target))
+        while True:
+            with self.fresh() as module:
+                assert isinstance(module, nn.Module)
+                guard, before = WriteGuard(shared, self.target, module), layouts_of(module)
+                result: Any = None
+                try:
+                    with guard:
+                        result = run(module)
+                except WritesToWeights:
+                    pass
+                except Exception:
+                    # Foreign code may have caught the one that the guard raised, and raised another.
+                    if not guard.found:
+                        raise
+                now = layouts_of(module)
+                found = (
+                    guard.found or frozenset(name for name in before if before[name] != now.get(name)) - self.written
+                )
+            if not found:
+                return result
+            self.written |= found
+
+
+class AsItIs(Runs):
+    """Runs of one module in the state that the runs before left it in."""
+
+    @contextmanager
+    def fresh(self) -> Iterator[Callable[..., Any]]:
+        with ExitStack() as stack:
+            if self.watch is not None:
+                assert isinstance(self.target, nn.Module)
+                stack.enter_context(self.watch(self.target))
+            yield self.target
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return is_compiled(module) or getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
+
+
+@contextmanager
+def _evaluated(target: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in target.modules() if hasattr(module, "training")]
+    try:
+        target.eval()
+        yield
+    finally:
+        for module, training in flags:
+            # Not `.train()`: a module may have overridden it, and it would reach the children.
+            module.training = training
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    named = module.named_parameters()
+    return {name: one._version for name, one in named if not (is_lazy(one) or one.is_inference())}
+
+
+def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
+    written = [name for name, version in _versions(module).items() if before.get(name, version) != version]
+    if written:
+        raise LoadError(
+            f"Forward wrote to {listed(written)} of the model, which it doesn't do at its first call: load the weights again,"
+            " and leave them as they are in forward."
+        )
