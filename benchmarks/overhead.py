@@ -83,12 +83,16 @@ def run_of(item: Pass, program: Program) -> PassResult:
     x = example_of_graph()
     context = Context("inference", torch.device("cpu"), (((x,), {}),))
 
-    def run_inside(watch: AbstractContextManager[Any]) -> None:
+    def run_compiled(watch: AbstractContextManager[Any]) -> None:
         with watch, torch.no_grad():
             program.root(x)
 
+    def run_inside(watch: AbstractContextManager[Any]) -> None:
+        with torch.compiler.set_stance("force_eager"):
+            run_compiled(watch)
+
     if isinstance(item, CapturedPass):
-        context = replace(context, run_compiled=run_inside)
+        context = replace(context, run_compiled=run_compiled)
     return item.run(program, replace(context, run_inside=run_inside) if isinstance(item, CastPrecision) else context)
 
 
