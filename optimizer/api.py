@@ -116,10 +116,10 @@ def optimize(
         progress: is told what is being done.
 
     Raises:
-        UsageError: an argument that makes no sense; or a function that the model keeps names it as a global and assigns one.
+        UsageError: an argument that makes no sense.
         PassesError: a pass that isn't known, can't stand where it stands, or can't be had here.
-        LoadError: the model raises on the example inputs, has a lazy module that was never run, or is to be run and has
-            tensors without values (device meta); or the function that makes the example inputs raises.
+        LoadError: the model can't be copied, raises on the example inputs, has a lazy module that was never run, or is to
+            be run and has tensors without values (device meta); or the function that makes the example inputs raises.
         OptimizeFailed: a pass failed or was rolled back, with `strict` or where its class is a guarantee (insert-checkpoints);
             always where a pass wrote to the caller's weights.
         ParityError: a copy of the model doesn't compute what the model does, whatever the passes.

@@ -17,7 +17,6 @@ from torch import nn
 
 from passes.graph.fingerprint import ABSENT, IMMUTABLE, cannot_change, is_of, parts_of
 from passes.graph.side_effects import globals_in, holds_no_module, names_in, package_of, plain_function
-from passes.graph.twin_globals import file_globals, home_of
 
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Tensor)
 
@@ -114,7 +113,7 @@ def _outside(function: types.FunctionType, owner: Any, names: frozenset[str]) ->
     """What a function may take of its globals, of the variables around it, and of modules and classes among these."""
     scope = function.__globals__
     found: list[tuple[Any, str, Any]] = [
-        (home_of(scope, name), name, scope.get(name, ABSENT)) for name in globals_in(function.__code__)
+        (scope, name, scope.get(name, ABSENT)) for name in globals_in(function.__code__)
     ]
     found += ((cell, "cell_contents", content_of(cell)) for cell in function.__closure__ or ())
     own = ((name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
@@ -214,11 +213,10 @@ def named_globals(function: types.FunctionType) -> dict[str, Any]:
     Of functions these are those of its own file, and those that were made with something: decorated ones, say. What
     torch's own functions name is none of a user's.
     """
-    home = file_globals(function)
+    home = function.__globals__
     if str(home.get("__name__")).partition(".")[0] == "torch":
         return {}
-    scope = function.__globals__
-    found = {name: scope[name] for name in globals_in(function.__code__) if name in scope}
+    found = {name: home[name] for name in globals_in(function.__code__) if name in home}
     return {name: value for name, value in found.items() if _may_lead_on(value, home)}
 
 
@@ -227,5 +225,5 @@ def _may_lead_on(value: Any, home: dict[str, Any]) -> bool:
     if kind is types.FunctionType:
         held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         is_made = value.__closure__ or value.__dict__ or not all(map(holds_no_module, held))
-        return file_globals(value) is home or bool(is_made)
+        return value.__globals__ is home or bool(is_made)
     return issubclass(kind, nn.Module | torch.Tensor) or kind in _CONTAINERS or kind in KEPT

@@ -125,11 +125,6 @@ def assigned_outside(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def assigned_globals(code: types.CodeType) -> list[str]:
-    """The names of the globals that a code assigns or deletes, itself or in a function defined in it."""
-    return [name for kind, name in assigned_outside(code) if kind == "global"]
-
-
 @dataclass(frozen=True)
 class _Kind:
     """What values of one type are; an object itself may raise when it is asked for its class.

@@ -778,11 +778,6 @@ def writes_in_place(graph: fx.Graph) -> bool:
     return any(writes(node) for node in graph.nodes)
 
 
-def attributes_in(graph: fx.Graph) -> set[str]:
-    """The dotted names of the tensors that the graph reads from modules, from that of its own on."""
-    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-
-
 def writes(node: fx.Node) -> bool:
     """Whether a function or method may write to one of its arguments."""
     if node.op not in ("call_function", "call_method"):
