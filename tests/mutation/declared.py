@@ -19,7 +19,7 @@ DECLARED: dict[str, str] = {
     "passes/graph/rewriter.py: draw_in_order: _writes": _BY_ATTRIBUTE,
     "passes/graph/rewriter.py: pad_layer: _writes": _BY_ATTRIBUTE,
     "passes/graph/rewriter.py: share_input: _writes": _BY_ATTRIBUTE,
-    "passes/graph/match.py: value: name in owner._parameters and name not in owner.__dict__": (
+    "passes/program/tensors.py: value: name in owner._parameters and name not in owner.__dict__": (
         "the look by getattr, which it spares, finds the same None"
     ),
     "passes/graph/match.py: convolution_at: if node.op != 'call_function': return None": _OTHER_TARGETS,

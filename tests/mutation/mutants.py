@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 _COPIED = ("passes", "optimizer", "exporters", "tests", "pyproject.toml")
 # The tests that are near to the judge.
 _TESTS = (
-    "tests/passes/graph/test_moves.py",
+    "tests/passes/program/test_moves.py",
     "tests/passes/graph/test_match.py",
     "tests/passes/graph/test_moved_bias.py",
     "tests/passes/graph/test_guards.py",

@@ -176,15 +176,15 @@ def run(*options):
 
 def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
     """The one test given asks for a dim that there isn't: what becomes of two dims it doesn't show."""
-    test = "tests/passes/graph/test_moves.py::test_what_isnt_known_is_no_move[unsqueezed where no dim is]"
-    before = (ROOT / "passes/graph/moves.py").read_bytes()
+    test = "tests/passes/program/test_moves.py::test_what_isnt_known_is_no_move[unsqueezed where no dim is]"
+    before = (ROOT / "passes/program/moves.py").read_bytes()
     done = run("--matching", "moves.py: _unsqueezed", "--tests", test, "--json", str(tmp_path / "verdicts.json"))
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     found = [(verdict["text"], verdict["status"], verdict["test"], verdict["ok"]) for verdict in verdicts]
     assert found == [("dims is None", "killed", test, True), ("len(dims) != 1", "unreached", "", False)]
     assert "1 killed, 1 unreached" in done.stdout
-    assert (ROOT / "passes/graph/moves.py").read_bytes() == before
+    assert (ROOT / "passes/program/moves.py").read_bytes() == before
 
 
 @pytest.mark.parametrize(
