@@ -935,14 +935,16 @@ class Original:
         names: Sequence[str],
         sizes: Sizes,
     ) -> Observation | None:
+        ran: Callable[..., Any] = self.target
         try:
-            with self.runs.fresh() as module:
-                return observe(module, call, seed=seed, training=training, names=names)
+            with self.runs.fresh() as ran:
+                return observe(ran, call, seed=seed, training=training, names=names)
         except LoadError:
             # A sentence of this program about the model: it says all itself.
             raise
         except Exception as error:
-            place = place_of_error(error, self.target)
+            # The traceback holds the modules of the copy.
+            place = place_of_error(error, ran)
             why = f"{_first_line(error)}, at {place}" if place else _first_line(error)
             where = "" if batch_size is None else f"batch size {batch_size}"
             if sizes:
