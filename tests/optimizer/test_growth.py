@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from optimizer import optimize
+from passes import JitFusion, Simplify
+from passes.program.graph_pass import CapturedPass
 from passes.registry import pass_names
 
 FEW, MANY = 40, 320
 ASKED_FOR = {"merge-linears": "merge-linears:force=true", "pad-channels": "pad-channels:force=true"}
-# Compiling is torch's own work; the others are for training.
-OTHERS = {"torch-compile", "insert-checkpoints", "sync-batch-norm"}
+# Compiling and capturing graphs is torch's own work; the others are for training.
+OTHERS = {"torch-compile", "simplify", "jit-fusion", "insert-checkpoints", "sync-batch-norm"}
 
 
 class InARow(nn.Module):
@@ -64,3 +66,21 @@ def test_a_pass_does_no_more_for_an_operation_of_a_larger_model(name: str, kind:
     calls_of(kind(2), item)  # what is done once in a process
     few, many = (calls_of(kind(blocks), item) for blocks in (FEW, MANY))
     assert many <= MANY / FEW * few
+
+
+@pytest.mark.parametrize("cls", [Simplify, JitFusion])
+def test_a_rewrite_of_a_captured_graph_does_no_more_for_an_operation_of_a_larger_model(
+    cls: type[CapturedPass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, rewrite = cProfile.Profile(), cls.rewrite
+    monkeypatch.setattr(cls, "rewrite", lambda *given: profile.runcall(rewrite, *given))
+
+    def calls(blocks: int) -> int:
+        profile.clear()
+        optimize(SideBySide(blocks).eval(), [cls()], example_inputs=(torch.randn(2, 3),))
+        return int(pstats.Stats(profile).total_calls)
+
+    calls(2)
+    few, many = calls(20), calls(160)
+    assert few > 1000
+    assert many <= 8 * few
