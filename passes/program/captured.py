@@ -7,12 +7,13 @@ holds an example of its value without numbers (a FakeTensor, or a symbolic size)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes.torch_private import module_id_of
+from passes.torch_private import enter_autocast, module_id_of
 
 # In the `meta` of a node: an example of its value; torch's own name.
 EXAMPLE = "example_value"
@@ -50,6 +51,10 @@ class CapturedGraph:
             for node, value in zip(placeholders, inputs, strict=True)
             if id(value) in modules.tensors
         }
+        # A folded parameter is used as what is under its seal.
+        self.tensors |= {
+            node: self.tensors[under] for node in graph.nodes if (under := under_seal(node)) in self.tensors
+        }
 
     def copied(self) -> tuple[CapturedGraph, dict[fx.Node, fx.Node]]:
         """The same in nodes of its own, and these by the nodes here."""
@@ -59,7 +64,7 @@ class CapturedGraph:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
         twin = object.__new__(CapturedGraph)
         twin.graph, twin.modules, twin._around = graph, self.modules, self._around
-        twin.tensors = {nodes[node]: path for node, path in self.tensors.items()}
+        twin.tensors = {nodes[node]: path for node, path in self.tensors.items() if node in nodes}
         return twin, nodes
 
     def path_of(self, node: fx.Node) -> str:
@@ -80,9 +85,18 @@ class CapturedGraph:
         return path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
 
 
+def under_seal(node: fx.Node) -> fx.Node:
+    """The placeholder of a folded parameter, for the node that takes its seal off; any other node itself."""
+    is_alias = node.op == "call_function" and node.target is torch.ops.aten.alias.default
+    source = node.args[0] if is_alias else node
+    return source if isinstance(source, fx.Node) and source.op == "placeholder" else node
+
+
 def name_of(node: fx.Node) -> str:
     """The name of the node's function or method: `relu` of F.relu, torch.relu and Tensor.relu."""
-    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
+    name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
+    # An operator that is called by its overload: `alias.default`.
+    return name.partition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else name
 
 
 def example_of(node: fx.Node) -> Any:
@@ -102,25 +116,49 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 def propagate(node: fx.Node) -> None:
     """Give a new node an example of its value, computed of those of its arguments; none where that raises."""
-    examples: list[Any] = []
-
-    def example(argument: fx.Node) -> Any:
-        examples.append(example_of(argument))
-        return examples[-1]
-
-    args, kwargs = fx.map_arg(node.args, example), fx.map_arg(node.kwargs, example)
-    mode = next((value.fake_mode for value in examples if hasattr(value, "fake_mode")), None)
-    if mode is None or any(value is None for value in examples):
-        return
     try:
-        with mode, torch.no_grad():
-            if node.op == "call_method":
-                node.meta[EXAMPLE] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                function: Any = node.target
-                node.meta[EXAMPLE] = function(*args, **kwargs)
+        value = value_with(node, {})
     except Exception:  # noqa: BLE001 - a function that takes no tensors without numbers: nothing is known of its value
         return
+    if value is not None:
+        node.meta[EXAMPLE] = value
+
+
+def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
+    """An example of the node's value, computed of those of its arguments; None where one of them has none.
+
+    Args:
+        examples: of some of its arguments, in the place of their own.
+
+    Raises:
+        Exception: what the node's function raises on these.
+    """
+    values: list[Any] = []
+
+    def example(argument: fx.Node) -> Any:
+        values.append(examples[argument] if argument in examples else example_of(argument))
+        return values[-1]
+
+    args, kwargs = fx.map_arg(node.args, example), fx.map_arg(node.kwargs, example)
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    if mode is None or any(value is None for value in values):
+        return None
+    with mode, torch.no_grad(), _autocast_at(node):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        function: Any = node.target
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _autocast_at(node: fx.Node) -> Iterator[None]:
+    """The autocasts that the graph is in at the node; those around the whole are on while it is rewritten."""
+    with ExitStack() as stack:
+        for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
+            # Whoever uses its value leaves it.
+            if enter < node and all(node < user for user in enter.users):
+                stack.enter_context(torch.autocast(*enter.args))
+        yield
 
 
 def computing(graph: fx.Graph) -> Iterator[fx.Node]:

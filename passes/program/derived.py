@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.torch_private import has_autocast, is_capturing_cuda, is_watched
+from passes.program.weights import PLAIN_TENSORS
+from passes.torch_private import has_autocast, is_capturing_cuda, is_watched, without_subclasses
 
 
 class Derived:
@@ -18,28 +19,48 @@ class Derived:
 
     A tensor that was written to, moved, cast or replaced is seen at the next call; only a write by its `.data` isn't, which
     torch doesn't count. The value is computed anew, and not kept, where gradients go to the tensors, and under autocast.
+
+    Args:
+        kept: the function for a value that is kept, through which no gradients go; `function` itself by default.
+        in_autocast: whether the function is part of the forward, and computes under autocast as that says; else it never
+            is run under it, and its value is kept there too.
     """
 
     # As torch.fx asks of what a graph calls.
     __name__ = "derived"
     takes_and_gives = True
 
-    def __init__(self, function: Callable[..., Any], what: str, kept: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        what: str,
+        kept: Callable[..., Any] | None = None,
+        *,
+        in_autocast: bool = True,
+    ) -> None:
         self.function = function
         self.function_of_kept = kept or function
         self.what = what
+        self.in_autocast = in_autocast
         self._lock = threading.Lock()
         # By the identity of the tensors: one captured graph serves all equal modules that are called one by one.
         self._kept: dict[tuple[int, ...], _Kept] = {}
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
+        if self.in_autocast or not has_autocast():
+            return self._value_of(sources)
+        with torch.autocast(sources[0].device.type, enabled=False):
+            return self._value_of(sources)
+
+    def _value_of(self, sources: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if not _may_keep(sources):
-            value: torch.Tensor = self.function(*sources)
+            with without_subclasses():
+                value: torch.Tensor = self.function(*sources)
             return value
         key = tuple(map(id, sources))
         kept = self._kept.get(key)
         if kept is None or not kept.holds_for(sources):
-            with self._lock, torch.inference_mode(False), torch.no_grad():
+            with self._lock, torch.inference_mode(False), torch.no_grad(), without_subclasses():
                 # What was replaced goes with what was made of it.
                 self._kept = {each: one for each, one in self._kept.items() if one.is_alive}
                 self._kept[key] = kept = _Kept(sources, self.function_of_kept(*sources).detach())
@@ -95,7 +116,7 @@ def _may_keep(sources: tuple[torch.Tensor, ...]) -> bool:
         return False
     gradients = torch.is_grad_enabled()
     return all(
-        type(source) in (torch.Tensor, nn.Parameter)
+        type(source) in PLAIN_TENSORS
         and not (gradients and source.requires_grad)
         and not source.is_meta
         and not source.is_inference()

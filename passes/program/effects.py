@@ -37,12 +37,21 @@ def is_pure(node: fx.Node) -> bool:
     """Whether the node gives a value of its arguments and does nothing else, as far as torch says."""
     if node.op == "get_attr":
         return True
-    return node.op in ("call_function", "call_method") and not writes(node) and _is_known(node) and not _draws(node)
+    return node.op in ("call_function", "call_method") and not _may_write(node) and _is_known(node) and not _draws(node)
 
 
 def is_repeatable(node: fx.Node) -> bool:
     """Whether the node is pure and gives the same value each time."""
     return is_pure(node) and name_of(node) not in _UNWRITTEN
+
+
+def _may_write(node: fx.Node) -> bool:
+    return not _is_of_passes(node) and writes(node)
+
+
+def _is_of_passes(node: fx.Node) -> bool:
+    """Whether a pass made the operation, which gives a value and does nothing else."""
+    return getattr(node.target, "takes_and_gives", False) is True
 
 
 def _is_known(node: fx.Node) -> bool:
@@ -52,7 +61,7 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if node.op == "call_method":
         return is_tensor(node.args[0]) and (name in METADATA or schemas(name) is not None)
-    if getattr(node.target, "takes_and_gives", False):
+    if _is_of_passes(node):
         return True
     home = getattr(node.target, "__module__", None) or ""
     if home in _PYTHON:
@@ -109,7 +118,7 @@ class Memory:
         for node in graph.nodes:
             if node.op == "output":
                 leaving.update(*map(self._of, node.all_input_nodes))
-            elif node.op not in ("placeholder", "get_attr") and (writes(node) or not _is_known(node)):
+            elif node.op not in ("placeholder", "get_attr") and (_may_write(node) or not _is_known(node)):
                 written.update(*map(self._of, node.all_input_nodes))
         self._written, self._leaving = written, leaving
 

@@ -191,6 +191,7 @@ class GraphRewriter:
         *sources: fx.Node,
         what: str,
         kept: Callable[..., Any] | None = None,
+        in_autocast: bool = True,
     ) -> fx.Node:
         """A tensor that a function makes of parameters and buffers: kept between calls as long as these are what they were.
 
@@ -198,9 +199,11 @@ class GraphRewriter:
         of the graph.
 
         Args:
-            kept: the function for a value that is kept, through which no gradients go; `function` itself by default.
+            kept, in_autocast: as for `Derived`.
         """
-        return self.call(before, Derived(function, what, kept), sources)
+        return self.call(
+            before, Derived(function, what, kept, in_autocast=in_autocast), tuple(map(captured.under_seal, sources))
+        )
 
     def replace(self, node: fx.Node, other: fx.Node) -> None:
         """Have another node's value in the place of the node's, which is the same."""

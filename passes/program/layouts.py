@@ -1,0 +1,48 @@
+"""How a value lies in memory, and who sees it: most operations don't, and give the same for any strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from passes.program.captured import example_of, name_of, value_with
+
+
+def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
+    """A clause why the value can't lie in memory as another one does; None where nobody sees the difference.
+
+    What is made of the value is computed without numbers, as far as it lies otherwise for it: operations that give a view
+    do, and most others don't.
+
+    Args:
+        instead: an example of the same shape, in the other strides.
+    """
+    known: dict[fx.Node, Any] = {node: instead}
+    waiting = dict.fromkeys(node.users) if _strides(instead) != _strides(example_of(node)) else {}
+    while waiting:
+        # In the order of the run: all that it is made of is known then.
+        user = min(waiting)
+        del waiting[user]
+        name = name_of(user)
+        if user.op == "output":
+            return "its output leaves the forward, and would lie in memory otherwise than it did"
+        if name.startswith("as_strided"):
+            return f"its output comes to {name}, which goes by how it lies in memory"
+        try:
+            value = value_with(user, known)
+        except (RuntimeError, ValueError):
+            return f"its output comes to {name}, which takes no rows of a wider tensor"
+        if value is None:
+            return f"its output comes to {name}, of which nothing says whether it takes rows of a wider tensor"
+        if _strides(value) != _strides(example_of(user)):
+            known[user] = value
+            waiting |= dict.fromkeys(user.users)
+    return None
+
+
+def _strides(value: Any) -> list[Any]:
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [leaf.stride() if leaf.layout is torch.strided else leaf.layout for leaf in tensors]
