@@ -520,6 +520,9 @@ def _tracing() -> bool:
 def _tells_no_value(func: Any, result: Any) -> bool:
     if isinstance(result, _TELLING_NO_VALUE) or getattr(func, "__name__", "") in _ABOUT_THE_KIND:
         return True
+    if hasattr(type(result), "__torch_function__"):
+        # It stands for a tensor, and is none.
+        return True
     return isinstance(result, list | tuple) and len(result) > 0 and all(map(_is_traced_or_none, result))
 
 

@@ -61,7 +61,15 @@ class WrongFile(RouteRefused):
 
 
 class ExportError(ExporterError):
-    """Every route to a format failed."""
+    """Every route to a format failed.
+
+    Attributes:
+        reasons: what was refused on each route; the message says more.
+    """
+
+    def __init__(self, message: str, reasons: str = "") -> None:
+        super().__init__(message)
+        self.reasons = reasons
 
 
 class ProviderFallback(ExporterError):

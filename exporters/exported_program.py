@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -62,7 +63,16 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
         raise
     steps = program_of(program, evidence.adapter.model)
     _drop_traces(program)
+    _plain_parameters(program)
     return program, steps
+
+
+def _plain_parameters(program: torch.export.ExportedProgram) -> None:
+    """Leave no parameters of other classes in a program that are plain tensors once they are detached: files know no others."""
+    for name, held in program.state_dict.items():
+        values = held.detach()
+        if isinstance(held, nn.Parameter) and type(held) is not nn.Parameter and type(values) is torch.Tensor:
+            program.state_dict[name] = nn.Parameter(values, requires_grad=held.requires_grad)
 
 
 @contextmanager

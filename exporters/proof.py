@@ -577,7 +577,8 @@ def first_right(
     lists = list(lists_as_long_as_a_size(evidence))
     reasons = _reasons(refused, [clause for _, clause in lists])
     hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
-    raise ExportError(f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}")
+    message = f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}"
+    raise ExportError(message, reasons)
 
 
 def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]) -> str:

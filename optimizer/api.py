@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from optimizer.dynamic import Dynamic, OpenDims, open_dims
 from optimizer.early_checks import check_debug_folder
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.fixed_dims import note_on_fixed_dims
+from optimizer.graph_files import GraphFiles, remove
 from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
 from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
@@ -58,7 +58,7 @@ from passes.base import Context, Pass, device_of
 from passes.graph.casts import root_cast
 from passes.graph.forward import prepare_forwards
 from passes.graph.interception import is_compiled
-from passes.graph.moved_bias import moved_biases
+from passes.program.moved_bias import moved_biases
 from passes.registry import make_passes
 
 __all__ = ["export", "optimize", "report_of"]
@@ -301,8 +301,10 @@ def export(
 ) -> Bundle:
     """Write the model into a bundle of artifacts, each of them proven to compute what the original computes.
 
-    What is exported is the model as it stood before any pass that leaves no graph (torch-compile). The original is the
-    module that was given to `optimize`; for a module that doesn't come from there it is the module itself.
+    What is exported is the model as it stood before any pass that leaves no graph (torch-compile). A file holds what graph
+    passes did (simplify) where the forward is one graph of torch.compile's front end, and the file made of that is proven;
+    else it holds the forward without them, and a note says why. `without_passes` of the manifest's artifacts has, for each,
+    the passes that it doesn't hold. The original is the module that was given to `optimize`; for a module that doesn't come from there it is the module itself.
 
     A format that can't be exported, or whose file isn't proven, is missing from the bundle: `bundle.missing` has the reason
     of each, and a warning is logged.
@@ -411,33 +413,37 @@ def export(
     missing: dict[str, Exception] = {}
     unproven: list[dict[str, Any]] = []
 
+    graph = GraphFiles.of(model, fresh, adapter, request)
+
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}
         for number, exporter in enumerate(exporters):
             tell(Progress("export", number, len(exporters), exporter.name, exporter.name))
             before = set(folder.iterdir())
+            rewritten = graph.measured(exporter, request, folder, by, rows)
             try:
                 # An exporter runs the model.
-                artifact = exporter.export(replace(request, model=fresh()), folder)
+                artifact = rewritten[0] if rewritten else exporter.export(replace(request, model=fresh()), folder)
             except (StructureError, MetadataError):
                 # Nothing that another format could mend.
                 raise
             except ExporterError as error:
                 missing[exporter.name] = error
                 # An exporter of another package may leave half of a file behind.
-                _remove(set(folder.iterdir()) - before)
+                remove(set(folder.iterdir()) - before)
                 continue
             artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
             try:
-                measurement, placement = by.measured(artifact, rows)
+                measurement, placement = rewritten[1:] if rewritten else by.measured(artifact, rows)
             except ExporterError as error:
                 missing[exporter.name] = error
-                _remove(artifact.files)
+                remove(artifact.files)
                 continue
             parity = by.judged(measurement)
             entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
+            entry["without_passes"] = graph.without(exporter.name, provenance)
             if not parity.ok:
                 remark = ""
                 if parity.verdict == "failed":
@@ -445,12 +451,13 @@ def export(
                     entry |= found.to_json()
                 missing[exporter.name] = _not_proven(parity, exporter.name, remark)
                 unproven.append(plain({**entry, "measurement": None}))
-                _remove(artifact.files)
+                remove(artifact.files)
                 continue
             notes.extend(_without_metadata(artifact, own))
             reports[exporter.name] = parity
             entries.append(entry)
         tell(Progress("export", len(exporters), len(exporters), ""))
+        notes.extend(graph.notes(missing))
         if missing and (strict or not entries):
             _raise_missing(missing, [*(plain({**entry, "measurement": None}) for entry in entries), *unproven])
         tell(Progress("bundle", 0, 1, str(output)))
@@ -494,14 +501,6 @@ def export(
     if bundle.missing:
         logger.warning("%s", bundle.what_is_missing(output))
     return bundle
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _measured(original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None) -> Reference:

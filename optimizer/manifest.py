@@ -270,6 +270,7 @@ _artifact = _record(
         "placement": _or_null(_counts),
         "opset": _or_null(_count),
         "metadata": _texts_by_key,
+        "without_passes": _each(_record({"name": _text, "reason": _text})),
     },
 )
 _pass = _record(

@@ -3,7 +3,7 @@
 torch.compile captures the module's forward as graphs, guards each by what it was made of, and captures anew where that
 changes: other attributes, hooks, dtypes, kinds of arguments, shapes. Each captured graph is rewritten by the passes, in
 order, and run by eager kernels. What looks at single operations (a tracer, an exporter, the user's own torch.compile, vmap)
-gets the plain forward.
+gets the plain forward; `whole_graph` makes what exporters are given.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ class Applied:
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """As said there."""
+        return self.rewriter(captured).captured
+
+    def rewriter(self, captured: CapturedGraph) -> GraphRewriter:
+        """What the graph was rewritten with, once it is."""
         graph = GraphRewriter(captured, self._why_not)
         self.item.rewrite(graph, self.context)
-        return graph.captured
+        return graph
 
     def _why_not(self, place: Place) -> str | None:
         return None if place in self.kept else ""
@@ -137,7 +141,7 @@ class Compilation:
             compilation = this()
             return graph.forward if compilation is None else compilation._captured(graph, inputs, around)
 
-        self.compiled = captured_call(_entry_of(type(call.owner)), capture)
+        self.compiled = captured_call(entry_of(type(call.owner)), capture)
 
     def why_nothing(self) -> str:
         """A clause why no graph was captured."""
@@ -214,9 +218,9 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return module._call_impl(*args, **kwargs)
 
 
-def _entry_of(cls: type[nn.Module]) -> Callable[..., Any]:
+def entry_of(cls: type[nn.Module], call: Any = _call) -> Callable[..., Any]:
     """A function with a code of its own, by which torch.compile keeps what it captures, and counts it."""
-    code = _call.__code__.replace(co_name=f"call_{next(_numbers)}_of_{cls.__name__}")
+    code = call.__code__.replace(co_name=f"call_{next(_numbers)}_of_{cls.__name__}")
     # Names are found by importing the module that they are in, which needn't be possible, but for those of the function's.
     around = getattr(inspect.unwrap(cls.forward), "__globals__", _call.__globals__)
     return types.FunctionType(code, around)
@@ -229,6 +233,7 @@ __all__ = [
     "GraphCall",
     "Step",
     "compilation_of",
+    "entry_of",
     "rewritten",
     "without_graph_call",
 ]

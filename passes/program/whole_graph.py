@@ -1,0 +1,311 @@
+"""The forward of a module as one rewritten graph, for tracers and exporters.
+
+What graph passes do to a call is nothing that a tracer sees: it gets the plain forward. Here the forward is captured once
+more, as a whole, with the sizes open that are open in the file, and rewritten by the same passes. The graph then stands in
+the place of the forward: parameters and buffers are read from the module under their own names, values that were derived of
+them are buffers, inputs and outputs are those of the forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.compiling.record import GraphBreak
+from passes.errors import PassesError
+from passes.program.backend import GRAPH_CALL, Applied, GraphCall, entry_of
+from passes.program.captured import CapturedGraph, Modules, name_of
+from passes.program.derived import Derived
+from passes.program.forwards import InstanceForward
+from passes.torch_private import (
+    COMPILED_CALL,
+    Dim,
+    SizeConditions,
+    captured_call,
+    dim_of,
+    is_held,
+    is_watched,
+    mark_open,
+    shape_environment,
+    without_subclasses,
+)
+
+Place = tuple[int, int]
+# What torch says where a capture takes an open size for a number, and of the lines that led there.
+_FIXED = re.compile(r"your code specialized it to be a constant \((\d+)\)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# Reads one tensor or size: of the module, or of the flat tensors of a call.
+_Read = Callable[[Sequence[torch.Tensor]], Any]
+
+
+class NoWholeGraph(PassesError):
+    """There is no one graph of a forward; the message is a clause that says why."""
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """One call of a module, and how calls like it are flattened.
+
+    Attributes:
+        args, kwargs: its arguments.
+        inputs: the tensors among the arguments of such a call.
+        outputs: the tensors in what the module gives for it.
+        rebuild: puts such tensors together to what the module gives.
+        sizes: the open dims, (number of the input, dim), each with the first of those that have the same size in all calls.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
+    outputs: Callable[[Any], Sequence[torch.Tensor]]
+    rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    sizes: Mapping[Place, Place]
+
+
+def steps_for_files(module: nn.Module) -> list[Applied]:
+    """The graph passes of a module's call whose changes files can hold."""
+    call = module.__dict__.get(GRAPH_CALL)
+    steps = call.passes if isinstance(call, GraphCall) else ()
+    return [step for step in steps if isinstance(step, Applied) and step.item.in_files]
+
+
+def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> list[str]:
+    """Set the rewritten graph as the module's forward; gives the names of the passes that changed it.
+
+    Tensors that only derived values were made of are taken out of the module.
+
+    Args:
+        module: has the graph passes; it is the caller's to write to.
+        plain: an equal module, which answers where no graph is wanted.
+
+    Raises:
+        NoWholeGraph: there is none, or no pass changes it; the module is of no use then.
+    """
+    capture = _Capture(module, call)
+    captured, names = capture.run(), []
+    for step in steps_for_files(module):
+        try:
+            rewriter = step.rewriter(captured)
+        except Exception as error:
+            # A pass may be anybody's.
+            raise NoWholeGraph(f"{step.item.name} raises on it ({type(error).__name__}: {error})") from error
+        captured = rewriter.captured
+        if rewriter.changes:
+            names.append(step.item.name)
+    if not names:
+        raise NoWholeGraph("the graph of the whole holds none of the places that were changed")
+    del module.__dict__[GRAPH_CALL]
+    module.__dict__[COMPILED_CALL] = None
+    for node in captured.graph.nodes:
+        node.target = _AUTOCAST.get(name_of(node), node.target)
+        if isinstance(node.target, Derived) and all(source in captured.tensors for source in node.args):
+            _keep(node, module, capture)
+    for node in [node for node in captured.graph.nodes if node.op == "placeholder" and not node.users]:
+        if node in captured.tensors:
+            _take_out(capture.reads[node.name](()), module, capture)
+        captured.graph.erase_node(node)
+    module.__dict__["forward"] = WholeForward(module, plain, capture, captured.graph)
+    return names
+
+
+class WholeForward(InstanceForward):
+    """The graph where a tracer or exporter looks, at sizes that it holds for; else the forward of the plain module.
+
+    So whoever compares a file with the module compares it with what stands in the user's code.
+    """
+
+    def __init__(self, owner: nn.Module, plain: nn.Module, capture: _Capture, graph: fx.Graph) -> None:
+        self.owner = owner
+        self._plain = plain
+        self._call = capture.call
+        self._conditions = capture.conditions
+        self._reads = [capture.reads[node.name] for node in graph.nodes if node.op == "placeholder"]
+        self._outputs = capture.outputs
+        self._graph = fx.GraphModule(capture.origin, graph).forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return self._class_signature()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_watched():
+            inputs = self._call.inputs(args, kwargs)
+            if self._conditions.hold(lambda dim: inputs[dim[1]].size(dim[2])):
+                values = self._graph(*(read(inputs) for read in self._reads))
+                return self._call.rebuild([read((*inputs, *values)) for read in self._outputs])
+        return self._plain.forward(*args, **kwargs)
+
+
+def _entry(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    equal: Sequence[tuple[Place, Place]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    # What has one size in all calls has one symbol in the graph.
+    for (one, dim), (other, its_dim) in equal:
+        if inputs[one].size(dim) != inputs[other].size(its_dim):
+            raise ValueError
+    return module.forward(*args, **kwargs)
+
+
+class _Capture:
+    """One capture of a module's forward, run on the call.
+
+    Attributes:
+        origin: the graph as torch.compile gives it, with what it refers to.
+        conditions: what it assumes of the open sizes.
+        reads: by the name of each placeholder, how it is read from the inputs of a call.
+        outputs: how each output is read from the inputs and the values of the graph.
+        given: the identities of the parameters and buffers among the outputs.
+    """
+
+    origin: fx.GraphModule
+    conditions: SizeConditions
+    outputs: Sequence[_Read]
+
+    def __init__(self, module: nn.Module, call: FlatCall) -> None:
+        self.module = module
+        self.call = call
+        self.reads: dict[str, _Read] = {}
+        self.given: set[int] = set()
+        self._inputs = tuple(call.inputs(call.args, call.kwargs))
+        self._modules = Modules(module)
+        self._values: Sequence[Any] = ()
+
+    def run(self) -> CapturedGraph:
+        """Capture.
+
+        Raises:
+            NoWholeGraph: the forward isn't one graph.
+        """
+        for number, dim in self.call.sizes:
+            mark_open(self._inputs[number], dim)
+        equal = tuple(self.call.sizes.items())
+        compiled = captured_call(entry_of(type(self.module), _entry), self._take, whole=True)
+        try:
+            with torch.no_grad():
+                result = compiled.run(self.module, self._inputs, equal, self.call.args, dict(self.call.kwargs))
+        except NoWholeGraph:
+            raise
+        except Exception as error:
+            # The front end may raise anything on foreign code, and so may that.
+            raise NoWholeGraph(_why(error)) from error
+        self.conditions = SizeConditions(self._environment)
+        if not self.conditions.are_of_dims:
+            raise NoWholeGraph("it goes by sizes that aren't those of its inputs")
+        known = {id(value): number for number, value in enumerate((*self._inputs, *self._values))}
+        self.outputs = [self._output(tensor, known) for tensor in self.call.outputs(result)]
+        return self._captured
+
+    def _take(self, graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
+        self.origin, self._environment = graph, shape_environment()
+        self._captured = CapturedGraph(graph.graph, self._modules, None, inputs)
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        dims, held = [dim_of(node) for node in placeholders], [is_held(node) for node in placeholders]
+
+        def run(*values: Any) -> Any:
+            for node, value, dim, is_of_module in zip(placeholders, values, dims, held, strict=True):
+                self.reads[node.name] = self._read(node, value, dim, is_of_module)
+            self._values = graph.forward(*values)
+            return self._values
+
+        return run
+
+    def _read(self, node: fx.Node, value: Any, dim: Dim | None, held: bool) -> _Read:
+        if dim is not None:
+            _, number, place = dim
+            return lambda inputs: inputs[number].size(place)
+        if (path := self._captured.tensors.get(node)) is not None:
+            return _reader(self.module, path)
+        numbers = [number for number, tensor in enumerate(self._inputs) if tensor is value]
+        if numbers:
+            return lambda inputs: inputs[numbers[0]]
+        if held and isinstance(value, torch.Tensor):
+            # No parameter or buffer: it is a constant of any file.
+            return lambda inputs: value
+        raise NoWholeGraph(f"its graph takes {node.name}, which is neither an input nor a tensor of the model's")
+
+    def _output(self, tensor: torch.Tensor, known: Mapping[int, int]) -> _Read:
+        if (number := known.get(id(tensor))) is not None:
+            return lambda values: values[number]
+        path = self._modules.tensors.get(id(tensor))
+        if path is None:
+            raise NoWholeGraph("it gives a tensor that its graph doesn't make")
+        self.given.add(id(tensor))
+        return _reader(self.module, path)
+
+
+def _reader(module: nn.Module, path: str) -> _Read:
+    owner, _, name = path.rpartition(".")
+    home = module.get_submodule(owner)
+    return lambda inputs: getattr(home, name)
+
+
+def _keep(node: fx.Node, module: nn.Module, capture: _Capture) -> None:
+    """Make the value of a derived node a buffer."""
+    assert isinstance(node.target, Derived)
+    sources = [capture.reads[source.name](()) for source in node.args if isinstance(source, fx.Node)]
+    with torch.no_grad(), without_subclasses():
+        value = node.target.function_of_kept(*sources)
+    name = next(name for name in map("derived_{}".format, itertools.count()) if not hasattr(module, name))
+    module.register_buffer(name, value.detach(), persistent=False)
+    node.args, node.target = (), _Buffer(module, name)
+
+
+class _Buffer:
+    """A call in a graph that reads a buffer."""
+
+    # As torch.fx asks of what a graph calls.
+    __name__ = "buffer"
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._read = _reader(module, name)
+
+    def __call__(self) -> torch.Tensor:
+        value: torch.Tensor = self._read(())
+        return value
+
+
+def _take_out(gone: torch.Tensor, module: nn.Module, capture: _Capture) -> None:
+    if id(gone) in capture.given:
+        return
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            held.update((name, None) for name, tensor in held.items() if tensor is gone)
+
+
+def _enter_autocast(*options: Any) -> torch.autocast:
+    context = torch.autocast(*options)
+    context.__enter__()
+    return context
+
+
+def _exit_autocast(context: torch.autocast) -> None:
+    context.__exit__(None, None, None)
+
+
+# As a forward says it: what a captured graph calls is recorded by torch.export, and not done.
+_AUTOCAST = {"_enter_autocast": _enter_autocast, "_exit_autocast": _exit_autocast}
+
+
+def _why(error: Exception) -> str:
+    """A clause why torch.compile has no one graph."""
+    stack = getattr(error, "real_stack", None)
+    found = GraphBreak.of(str(error), list(stack or ()))
+    file, _, line = found.where.rpartition(":")
+    if stack:
+        return f"the graph breaks at {PurePath(file).name}:{line} (`{found.line}`: {found.reason})"
+    if fixed := _FIXED.search(str(error)):
+        *_, (file, line) = [("its source", "?"), *_FRAME.findall(str(error))]
+        return f"an open size is fixed to {fixed[1]} at {PurePath(file).name}:{line}"
+    return f"torch.compile captures no graph of the whole ({found.reason})"

@@ -1,0 +1,323 @@
+"""Files of what graph passes made: they hold the rewritten graph, or say why they don't."""
+
+import copy
+import pickle
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from real_models import REAL_MODELS, lively
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from exporters import ExportError
+from optimizer import export, optimize, verify_bundle
+from passes.base import Context
+from passes.program.graph_pass import GraphPass
+from passes.program.graph_rewriting import GraphRewriter
+
+FORMATS = ("torchscript", "onnx", "pt2")
+# No file is without a pass.
+EVERYTHING: dict[str, list[Any]] = {format: [] for format in FORMATS}
+
+
+@dataclass(frozen=True)
+class MergeRows(GraphPass):
+    """Linear layers on one input as one product: their weights become rows of one tensor."""
+
+    name: ClassVar[str] = "merge-rows"
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        groups: dict[Any, list[Any]] = {}
+        for node in graph.calls("linear"):
+            if graph.is_parameter(node.args[1]) and graph.argument(node, 2, "bias") is not None:
+                groups.setdefault(node.args[0], []).append(node)
+        for nodes in (nodes for nodes in groups.values() if len(nodes) > 1):
+            with graph.change(nodes[0], f"{len(nodes)} products as one"):
+                first = nodes[0]
+                weight, bias = (
+                    graph.derived(first, joined, *(node.args[place] for node in nodes), what="rows") for place in (1, 2)
+                )
+                whole = graph.call(first, F.linear, (first.args[0], weight, bias))
+                start = 0
+                for node in nodes:
+                    rows = graph.example(node.args[1]).shape[0]
+                    graph.replace_call(node, torch.narrow, (whole, -1, start, rows))
+                    start += rows
+
+
+def joined(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class WrongAtFive(GraphPass):
+    """Right at all batches but one."""
+
+    name: ClassVar[str] = "wrong-at-five"
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        for node in graph.calls("relu"):
+            with graph.change(node, "relu as a function of the batch"):
+                graph.replace_call(node, _wrong_at_five, node.args)
+
+
+def _wrong_at_five(x: Tensor) -> Tensor:
+    return x.relu() * (1 + (torch.arange(x.shape[0]) == 4).sum() * (x.shape[0] - 4))
+
+
+class Net(nn.Module):
+    """Query and key of one input, dropout, a constant, tied weights, buffers, and a layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(8, 8) for _ in range(3))
+        self.tied, self.drop, self.spare = nn.Linear(8, 8, bias=False), nn.Dropout(), nn.Linear(3, 3)
+        self.tied.weight = self.out.weight
+        self.register_buffer("steps", torch.arange(8))
+        self.register_buffer("shift", torch.full((8,), 0.5))
+
+    def body(self, x: Tensor) -> Tensor:
+        y = (self.q(x) * self.k(x)).relu() + (self.steps.to(x.dtype) / 8).sin().exp() + self.shift
+        return self.tied(self.drop(self.out(y)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Nested(Net):
+    """With tensors that are no parameters or buffers of it, and gives an input and a weight again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.kept = torch.full((8,), 1.5), [nn.Parameter(torch.rand(8))]
+
+    def forward(self, x: Tensor, *, mask: Tensor, scale: float = 2.0) -> Any:
+        y = self.body(x) * mask.unsqueeze(-1) * scale * self.factor + self.kept[0]
+        rows = y.reshape(x.size(0) * x.size(1), -1)
+        return {"y": [y, (y.sum(-1), mask)], "rows": rows, "nothing": None, "weight": self.q.weight}
+
+
+class Breaks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        print(end="")
+        return y + 1
+
+
+class Gelu(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y * 0.5 * (1 + torch.erf(y / 1.41421))
+
+
+class BySize(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (2 if x.shape[0] > 6 else 1)
+
+
+class ByOne(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (2 if x.shape[0] == 1 else 1)
+
+
+class Convs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.drop, self.head = nn.Dropout(), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.second(self.bn(self.first(x)).relu())).mean((2, 3)))
+
+
+def clip() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    from transformers import CLIPConfig, CLIPModel
+
+    shared = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 37, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = CLIPConfig(
+        text_config={**shared, **text}, vision_config={**shared, "image_size": 16, "patch_size": 8}, projection_dim=8
+    )
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 37, (4, 6), generator=generator)
+    # As many patches as texts: equal numbers are no equal sizes.
+    return lively(CLIPModel(config)), (ids, torch.randn(2, 3, 16, 16, generator=generator)), {}
+
+
+def scripted(bundle: Any) -> Any:
+    with pytest.warns(DeprecationWarning, match="torch.jit.load"):
+        return torch.jit.load(str(bundle.path / "model.torchscript.pt"))
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(kind()).eval()
+
+
+def data(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def operators(bundle: Any, format: str) -> Counter[str]:
+    """How often each operator stands in a file."""
+    path = bundle.path / next(artifact.path for artifact in bundle.artifacts if artifact.format == format)
+    if format == "onnx":
+        return Counter(node.op_type for node in onnx.load(path).graph.node)
+    if format == "pt2":
+        graph = torch.export.load(str(path)).graph
+        return Counter(str(node.target).split(".")[1] for node in graph.nodes if node.op == "call_function")
+    return Counter(node.kind().split("::")[1] for node in scripted(bundle).inlined_graph.nodes())
+
+
+def entries(bundle: Any) -> dict[str, list[dict[str, str]]]:
+    return {entry["format"]: entry["without_passes"] for entry in bundle.manifest["artifacts"]}
+
+
+def exported(model: nn.Module, passes: list[Any], folder: Any, *args: Any, **options: Any) -> Any:
+    given = {"example_inputs": args, "example_kwargs": options.pop("kwargs", None)}
+    fast = optimize(model, passes, **given)
+    assert {record.status for record in fast.report.passes} == {"applied"}, fast.report
+    return export(fast, **given, output=folder / "bundle", **{"formats": FORMATS, **options})
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return exported(made(Net), ["simplify", MergeRows()], tmp_path_factory.mktemp("net"), data(4, 5, 8))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_hold_what_graph_passes_did(format: str, merged: Any) -> None:
+    assert entries(merged) == EVERYTHING
+    assert merged.manifest["notes"] == []
+    found = operators(merged, format)
+    products = {"torchscript": ["linear"], "onnx": ["Gemm", "MatMul"], "pt2": ["linear"]}[format]
+    assert sum(found[name] for name in products) == 3
+    assert not {"sin", "Sin", "exp", "Exp", "dropout", "arange"} & set(found)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_such_files_are_right_at_all_batches(format: str, merged: Any) -> None:
+    model = made(Net)
+    run = merged.load(format)
+    for size in (1, 2, 5):
+        x = data(size, 5, 8, seed=size)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x)[0], model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_names_in_files_are_the_models_own(merged: Any) -> None:
+    own = {f"model.{name}" for name in made(Net).state_dict()}
+    program = torch.export.load(str(merged.path / "model.pt2"))
+    held = {*program.state_dict, *program.constants}
+    assert {"model.derived_0", "model.derived_1", "model.derived_2"} == held - own
+    assert {"model.out.weight", "model.tied.weight", "model.out.bias", "model.shift"} <= held
+    # What the joined ones were made of isn't in the file a second time.
+    assert not {"model.q.weight", "model.k.weight", "model.q.bias", "model.steps"} & held
+    initializers = {each.name for each in onnx.load(merged.path / "model.onnx").graph.initializer}
+    assert {"model.out.bias", "model.shift"} <= initializers
+    assert {name for name in initializers if name.startswith("model.")} <= own | held
+    weights = {name.removeprefix("model.") for name, _ in scripted(merged).named_parameters()}
+    assert "model.out.bias" in weights
+    assert "model.q.weight" not in weights
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))], ids=["copy", "pickle"])
+def test_files_of_copies_and_pickles_hold_it_too(twin: Any, tmp_path: Any) -> None:
+    given = {"example_inputs": (data(4, 5, 8),)}
+    fast = twin(optimize(made(Net), ["simplify"], **given))
+    bundle = export(fast, **given, output=tmp_path / "bundle", formats=("pt2",))
+    assert entries(bundle) == {"pt2": []}
+    assert not {"sin", "exp"} & set(operators(bundle, "pt2"))
+
+
+def test_keywords_and_nested_outputs(tmp_path: Any) -> None:
+    kwargs = {"mask": data(4, 5, seed=2).sigmoid()}
+    bundle = exported(made(Nested), ["simplify", MergeRows()], tmp_path, data(4, 5, 8), kwargs=kwargs)
+    assert entries(bundle) == EVERYTHING
+    for artifact in bundle.artifacts:
+        assert [spec.name for spec in artifact.inputs] == ["x", "mask"]
+        assert [spec.name for spec in artifact.outputs] == ["y_0", "y_1_0", "y_1_1", "rows", "weight"]
+
+
+def test_a_convolutional_net_with_tensor_passes_first(tmp_path: Any) -> None:
+    bundle = exported(made(Convs), ["fold-conv-bn", "simplify"], tmp_path, data(4, 3, 12, 12))
+    assert entries(bundle) == EVERYTHING
+    assert not {"batch_norm", "dropout"} & set(operators(bundle, "pt2"))
+
+
+@pytest.mark.parametrize(("name", "passes"), [("bert", ["simplify", MergeRows()]), ("llama", ["simplify"])])
+def test_transformers(name: str, passes: list[Any], tmp_path: Any) -> None:
+    model, args, kwargs = REAL_MODELS[name]()
+    bundle = exported(model, passes, tmp_path, *args, kwargs=kwargs)
+    assert entries(bundle) == EVERYTHING
+    plain = export(model, example_inputs=args, example_kwargs=kwargs, output=tmp_path / "plain", formats=("pt2",))
+    assert operators(bundle, "pt2").total() < operators(plain, "pt2").total()
+
+
+def test_two_batches_of_their_own(tmp_path: Any) -> None:
+    model, args, _ = clip()
+    dynamic = {"input_ids": {0: "texts"}, "pixel_values": {0: "images"}}
+    bundle = exported(model, [MergeRows()], tmp_path, *args, dynamic=dynamic, formats=("onnx", "pt2"))
+    assert entries(bundle) == {"onnx": [], "pt2": []}
+    assert bundle.artifacts[0].outputs[0].shape == ("images", "texts")
+    run = bundle.load("pt2")
+    for texts, images in ((1, 5), (5, 1), (2, 2)):
+        given = args[0][:1].repeat(texts, 1), data(images, 3, 16, 16, seed=texts)
+        with torch.no_grad():
+            torch.testing.assert_close(run(*given)[0], model(*given).logits_per_image, rtol=1e-4, atol=1e-4)
+
+
+def test_autocasts_are_in_files(tmp_path: Any) -> None:
+    model, args, kwargs = REAL_MODELS["bert"]()
+    passes = ["simplify", "cast-precision:how=autocast"]
+    bundle = exported(model, passes, tmp_path, *args, kwargs=kwargs, formats=("torchscript", "pt2"))
+    assert entries(bundle) == {"torchscript": [], "pt2": []}
+
+
+def test_a_graph_break_is_named_and_the_files_are_right(tmp_path: Any) -> None:
+    bundle = exported(made(Breaks), ["simplify"], tmp_path, data(4, 5, 8))
+    (note,) = bundle.manifest["notes"]
+    wanted = (
+        r"the files don't hold what simplify did: the graph breaks at test_graph_files\.py:\d+ \(`print\(end=\"\"\)`: "
+    )
+    assert re.match(wanted, note), note
+    reason = note.partition(": ")[2]
+    assert entries(bundle) == {format: [{"name": "simplify", "reason": reason}] for format in FORMATS}
+    assert "sin" in operators(bundle, "pt2")
+    assert verify_bundle(bundle.path).ok
+
+
+def test_a_file_that_isnt_right_gives_way_to_that_of_the_plain_forward(tmp_path: Any) -> None:
+    bundle = exported(made(Net), [WrongAtFive()], tmp_path, data(4, 5, 8), formats=("pt2",))
+    ((name, reason),) = (each.values() for each in entries(bundle)["pt2"])
+    assert name == "wrong-at-five"
+    assert reason.startswith("the file made of the rewritten graph was refused (output is off by ")
+    assert bundle.manifest["notes"] == [f"the pt2 file doesn't hold what wrong-at-five did: {reason}"]
+    assert sorted(path.name for path in bundle.path.glob("*.pt2")) == ["model.pt2"]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(BySize, (2, 3)), (ByOne, (2, 3))])
+def test_a_branch_on_a_size_is_in_no_file(kind: type[nn.Module], sizes: tuple[int, ...], tmp_path: Any) -> None:
+    with pytest.raises(ExportError, match=r"at a batch of [17] the model goes another way"):
+        exported(made(kind), ["simplify"], tmp_path, data(4, 5, 8), batch_sizes=sizes)
+    bundle = exported(made(kind), ["simplify"], tmp_path, data(4, 5, 8), static_batch=True)
+    assert entries(bundle) == EVERYTHING
+
+
+def test_kernels_and_compiled_calls_are_in_no_file(tmp_path: Any) -> None:
+    passes = ["simplify", "jit-fusion", "torch-compile:backend=eager"]
+    bundle = exported(made(Gelu), passes, tmp_path, data(4, 5, 8), formats=("onnx",))
+    assert entries(bundle) == {
+        "onnx": [
+            {"name": "jit-fusion", "reason": "files hold the operations that its kernels are made of"},
+            {"name": "torch-compile", "reason": "files hold the module before its calls are compiled"},
+        ]
+    }
+    assert bundle.manifest["notes"] == []
+    assert "Sin" not in operators(bundle, "onnx")
