@@ -1,16 +1,20 @@
 """What can be done to a module: one pass a file, found by name in `passes.registry`."""
 
-from passes.base import Context, GraphPass, Pass, PassResult
+from passes.base import Context, Pass, PassResult
 from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.graph.casts import Precision
-from passes.graph.rewriter import Change, Rewriter, Skip
+from passes.graph.rewriter import Change, Skip
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
 from passes.merge_linears import MergeLinears
 from passes.pad_channels import PadChannels
+from passes.program.graph_pass import GraphPass
+from passes.program.graph_rewriting import GraphRewriter
+from passes.program.tensor_pass import TensorPass
+from passes.program.tensor_rewriting import TensorRewriter
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
@@ -23,6 +27,7 @@ __all__ = [
     "FoldConvBias",
     "FoldConvBn",
     "GraphPass",
+    "GraphRewriter",
     "InsertCheckpoints",
     "JitFusion",
     "MergeLinears",
@@ -30,9 +35,10 @@ __all__ = [
     "Pass",
     "PassResult",
     "Precision",
-    "Rewriter",
     "Simplify",
     "Skip",
     "SyncBatchNorm",
+    "TensorPass",
+    "TensorRewriter",
     "TorchCompile",
 ]

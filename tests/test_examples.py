@@ -1,5 +1,7 @@
 """Every example runs, as its first lines say."""
 
+import ast
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import passes
+from optimizer import optimize
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -23,7 +29,13 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run_by_a_test():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"resnet.py", "python_api.py", "own_pass.py", "train.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "fold_layer_norm.py",
+        "gelu_by_tanh.py",
+        "python_api.py",
+        "resnet.py",
+        "train.py",
+    }
 
 
 def test_python_api(tmp_path):
@@ -35,12 +47,66 @@ def test_python_api(tmp_path):
     assert (tmp_path / "net" / "manifest.json").is_file()
 
 
-def test_own_pass(tmp_path):
-    done = run(str(EXAMPLES / "own_pass.py"), cwd=tmp_path)
+@pytest.mark.parametrize("name", ["fold_layer_norm.py", "gelu_by_tanh.py"])
+def test_passes_of_ones_own_import_public_names_alone(name):
+    tree = ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    homes = {node.module for node in imports if node.module.split(".")[0] in ("passes", "optimizer", "exporters")}
+    assert homes == {"passes", "optimizer"}
+    names = {alias.name for node in imports if node.module == "passes" for alias in node.names}
+    assert names <= set(passes.__all__)
+
+
+def test_a_pass_that_approximates(tmp_path):
+    done = run(str(EXAMPLES / "gelu_by_tanh.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert any(line.startswith("drop-dropout  applied") and "2 changes" in line for line in lines), done.stdout
-    assert "  drop-dropout: 3: taken out" in lines
+    assert "gelu-by-tanh  applied" in done.stdout
+    assert re.search(r"gelu-by-tanh: largest error [\d.]+e-0[45] of 2e-03 that are declared", done.stdout), done.stdout
+    assert "  3: GELU by tanh" in done.stdout.splitlines()
+
+
+def test_a_pass_with_new_parameters(tmp_path):
+    done = run(str(EXAMPLES / "fold_layer_norm.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fold-layer-norm  applied" in done.stdout
+    assert "  norm: folded into fc1" in done.stdout.splitlines()
+    differences = [float(text) for text in re.findall(r"differ by ([\d.e+-]+)", done.stdout)]
+    assert len(differences) == 2
+    assert max(differences) < 1e-5
+
+
+def _example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_mistake_in_a_pass_that_approximates_is_found():
+    """One per cent, where two thousandths are declared."""
+    example = _example("gelu_by_tanh")
+
+    class Wrong(example.GeluByTanh):
+        def rewrite(self, graph, context):
+            for node in graph.calls("gelu"):
+                with graph.change(node, "GELU by tanh"):
+                    new = graph.call(node, torch.nn.functional.gelu, (node.args[0],), {"approximate": "tanh"})
+                    graph.replace_call(node, torch.mul, (new, 1.01))
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)).eval()
+    (record,) = optimize(model, [Wrong()], example_inputs=(torch.randn(8, 16),)).report.passes
+    assert record.status == "rolled-back"
+
+
+def test_a_mistake_in_a_pass_with_new_parameters_is_found(monkeypatch):
+    example = _example("fold_layer_norm")
+    right = example.scaled_weight
+    monkeypatch.setattr(example, "scaled_weight", lambda weight, scale: right(weight, scale) * 1.01)
+    (record,) = optimize(
+        example.Block().eval(), [example.FoldLayerNorm()], example_inputs=(torch.randn(2, 5, 32),)
+    ).report.passes
+    assert record.status == "rolled-back"
 
 
 def trained(done, name):
