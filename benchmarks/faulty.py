@@ -18,7 +18,7 @@ from exporters.torchscript import TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize
 from optimizer.inputs import Call
-from passes import GraphPass
+from passes.base import ProgramPass
 from passes.graph.rewriter import Rewriter, TensorRef
 
 BY_A_PASS = "a pass scales a weight by 1 %"
@@ -97,7 +97,7 @@ def _floats(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ScaleWeight(GraphPass):
+class ScaleWeight(ProgramPass):
     """Scale one parameter by 1 %, and name no region that could be compared."""
 
     name: ClassVar[str] = "scale-weight"

@@ -42,11 +42,11 @@ from torch.fx.experimental.optimization import fuse
 from optimizer import optimize, report_of
 from optimizer.collection import rare_collection
 from optimizer.working_copy import working_copy
-from passes import CastPrecision, JitFusion, MergeLinears, PadChannels, Pass, PassResult, Simplify
+from passes import CastPrecision, JitFusion, MergeLinears, PadChannels, Pass, PassResult, Simplify, TensorPass
 from passes.base import Context
 from passes.graph.capture import capture
 from passes.graph.program import Program
-from passes.program.graph_pass import CapturedPass
+from passes.program.graph_pass import GraphPass
 from passes.registry import make_passes
 
 # Time per operation at the largest size against that at the smallest.
@@ -87,12 +87,14 @@ def run_of(item: Pass, program: Program) -> PassResult:
         with watch, torch.no_grad():
             program.root(x)
 
-    def run_inside(watch: AbstractContextManager[Any]) -> None:
+    def run_inside(watch: AbstractContextManager[Any], number: int = 0) -> None:
         with torch.compiler.set_stance("force_eager"):
             run_compiled(watch)
 
-    if isinstance(item, CapturedPass):
+    if isinstance(item, GraphPass):
         context = replace(context, run_compiled=run_compiled)
+    if isinstance(item, TensorPass):
+        context = replace(context, run_each=run_inside)
     return item.run(program, replace(context, run_inside=run_inside) if isinstance(item, CastPrecision) else context)
 
 
@@ -128,7 +130,7 @@ def counts_of(model: nn.Module) -> dict[str, Any]:
         "graphs": graphs,
         "islands": islands,
         "changes": changes,
-        "changes_of_optimize": {item.name: len(item.changes) for item in report_of(optimize(model)).passes},
+        "changes_of_optimize": {item.name: len(item.changes) for item in report_of(optimize(model, example_inputs=(example_of_graph(),))).passes},
     }
 
 
@@ -138,7 +140,7 @@ def measure_graph(shape: str, operations: int, rounds: int) -> dict[str, Any]:
     contenders: dict[str, Callable[[], dict[str, float]]] = {
         TRACE: lambda: {TRACE: seconds_of(lambda: torch.fx.symbolic_trace(model))},
         "steps": lambda: steps_of(model),
-        WHOLE: lambda: {WHOLE: seconds_of(lambda: optimize(model))},
+        WHOLE: lambda: {WHOLE: seconds_of(lambda: optimize(model, example_inputs=(example_of_graph(),)))},
         FUSE: lambda: {FUSE: seconds_of(lambda: fuse(model))},
     }
     figures = interleaved(contenders, rounds)

@@ -14,7 +14,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from exporters.torchscript_deprecation import torchscript_allowed
-from passes import GraphPass
+from passes.base import ProgramPass
 from passes.graph.rewriter import Rewriter, TensorRef
 
 SCALE = 1.01
@@ -162,7 +162,7 @@ KINDS: dict[str, Plant] = {
 
 
 @dataclass(frozen=True)
-class ScaleWeight(GraphPass):
+class ScaleWeight(ProgramPass):
     """A pass that is wrong: it scales the weight of one layer, and names no part that could be compared by itself."""
 
     name: ClassVar[str] = "scale-weight"

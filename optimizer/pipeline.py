@@ -34,7 +34,7 @@ from passes.graph.capture import Capture, Island, ModuleGraph, capture, training
 from passes.graph.casts import AutocastForward, Precision, root_cast
 from passes.graph.edits import AttributeEdit, in_place, taken_back
 from passes.graph.formats import DimOrder
-from passes.graph.guards import dim_order, is_carried, ordered_leaves
+from passes.graph.guards import dim_order, ordered_leaves
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program, own_tensors
 from passes.graph.recording import Recordings, agree, record
@@ -42,6 +42,7 @@ from passes.graph.region import Region
 from passes.graph.rewriter import Change, Place
 from passes.graph.storage import same_values
 from passes.graph.witness import witness_inputs
+from passes.program.folded import is_carried
 from passes.registry import pass_named, pass_names
 
 logger = logging.getLogger(__name__)
@@ -409,11 +410,17 @@ class Pipeline:
         context = Context(self.mode, self.device, calls, orders, others)
         if not calls:
             return context
-        return replace(context, run_inside=self._run_inside, run_compiled=self._run_compiled, apart=self._apart)
+        return replace(
+            context,
+            run_inside=self._run_inside,
+            run_each=self._run_inside,
+            run_compiled=self._run_compiled,
+            apart=self._apart,
+        )
 
-    def _run_inside(self, watch: AbstractContextManager[Any]) -> str | None:
-        """As `Context.run_inside`."""
-        call, root = _fresh(self._calls[0]), self.copy.root
+    def _run_inside(self, watch: AbstractContextManager[Any], number: int = 0) -> str | None:
+        """As `Context.run_inside` and `Context.run_each`."""
+        call, root = _fresh(self._calls[number]), self.copy.root
         try:
             with self._quiet(), watch:
                 root(*call.args, **call.kwargs)
@@ -492,7 +499,7 @@ class Pipeline:
         except PassesError:
             raise
         except Exception as error:
-            # A GraphPass takes back what it did; of any other pass only the tree as it was is known.
+            # A ProgramPass takes back what it did; of any other pass only the tree as it was is known.
             tree.restore()
             program.refresh()
             self._refuse_writes(item, sources)
@@ -733,7 +740,7 @@ class Pipeline:
         What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
         autograd function of the user's.
         """
-        with self._quiet():
+        with self._quiet(), torch.set_grad_enabled(self.mode == "training"):
             outputs = self._outputs(tolerate=True)
         return any(self._leave_alone(program, output, "") for output in outputs)
 
@@ -1054,6 +1061,8 @@ def _rows(call: Call) -> int:
 
 def _is_about(program: Program, change: Change, error: UnseenCall) -> bool:
     """Whether the call wouldn't have been refused without the change."""
+    if error.pair is not None and change.between is not None:
+        return set(change.between) == set(error.pair)
     if error.pair is not None:
         return {program.where(node) for node in change.region}.issuperset(error.pair)
     return error.rewritten is not None and any(program.home(node).path == error.rewritten for node in change.region)

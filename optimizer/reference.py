@@ -59,7 +59,7 @@ from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, Ou
 from passes.base import DeclaredError
 from passes.graph.casts import Precision
 from passes.graph.memory import groups_of, places_in
-from passes.graph.moved_bias import moved_biases
+from passes.program.moved_bias import moved_biases
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from optimizer.module_tree import REGISTRIES, is_script, reachable_modules, unre
 from optimizer.sentences import lack_of_memory, listed, quote, type_name
 from optimizer.torch_private import copied_script
 from passes.graph.forward import unbound_forward
+from passes.program.weights import FoldedParameter, over_values, sealed_like
 
 Mode = Literal["inference", "training"]
 
@@ -140,6 +141,8 @@ def working_copy(
                 memo[id(module)].__dict__.update(_copied_attributes(module, memo))
             elif id(module) not in memo:
                 _copy_by_itself(module, memo)
+    for parameter in (one for module in plain for one in module._parameters.values() if one is not None):
+        sealed_like(parameter, memo[id(parameter)], memo)
     originals = {id(memo[id(module)]): module for module in modules if id(module) in memo}
     return WorkingCopy(memo[id(model)], mode, originals, notes, memo)
 
@@ -408,7 +411,9 @@ def _same_storage(parameter: nn.Parameter) -> torch.Tensor:
 
 def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
     """A tensor in the place of a parameter: of the same class, with the same flag and attributes."""
-    if type(data) is not type(parameter) and type(parameter) is not nn.Parameter:
+    if isinstance(parameter, FoldedParameter):
+        data = over_values(parameter, data)
+    elif type(data) is not type(parameter) and type(parameter) is not nn.Parameter:
         data = data.as_subclass(type(parameter))
     if not isinstance(data, nn.Parameter):
         data = nn.Parameter(data, requires_grad=False)

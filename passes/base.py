@@ -21,6 +21,7 @@ from passes.graph.program import Program
 from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
 
 RunInside = Callable[[AbstractContextManager[Any]], str | None]
+RunEach = Callable[[AbstractContextManager[Any], int], str | None]
 # (old, new, values) -> what was found of them, in the words of `optimizer.parity`: the algebra and, where it counts, the
 # rounding, of each way in which they were compared.
 Judge = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Sequence[tuple[Any, Any]]]
@@ -42,6 +43,7 @@ class Context:
             reason. A `Rewriter` that is given them sees to that.
         run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
             no trace; gives the clause why it couldn't, or None. None where nothing is run.
+        run_each: the same on the example call of a number.
         run_compiled: the same on each of the calls, where calls that were set to be compiled are compiled.
         apart: a context in which a pass may run the root, with gradients, and leaves no trace; it yields the arguments of the
             first of the calls. None where nothing is run.
@@ -55,6 +57,7 @@ class Context:
     other_orders: tuple[DimOrder | None, ...] | None = None
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
+    run_each: RunEach | None = None
     run_compiled: RunInside | None = None
     apart: Apart | None = None
     judge: Judge | None = None
@@ -223,7 +226,7 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
-class GraphPass(Pass):
+class ProgramPass(Pass):
     """A pass that finds, judges and rewrites places of the program."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, GraphPass
+from passes.base import Context, ProgramPass
 from passes.checkpointing.units import units_among
 from passes.errors import RequirementNotMet
 from passes.graph.capture import is_atom
@@ -32,7 +32,6 @@ from passes.graph.casts import (
     takes_one_dtype,
 )
 from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.graph.linear_groups import SharedLinearForward, shared_by
 from passes.graph.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
@@ -48,7 +47,7 @@ _FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 @dataclass(frozen=True)
-class CastPrecision(GraphPass):
+class CastPrecision(ProgramPass):
     """Compute in bfloat16 or float16, inputs and outputs as before; layers that lose too much by it stay in float32.
 
         autocast:  y = f(x)  ->  with torch.autocast(dtype): y = f(x).float()
@@ -236,8 +235,6 @@ class _Casting:
         self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
         # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.
         self._casts: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-        groups = (group for module in self.modules.values() for group in shared_by(module) if group.holds)
-        self._groups = {id(one): group for group in groups for one in group.parameters()}
 
     def keep_named(self, modules: list[nn.Module]) -> None:
         """Keep what the user names."""
@@ -400,11 +397,8 @@ class _Casting:
 
     def _cast(self, tensor: torch.Tensor) -> nn.Parameter:
         if id(tensor) not in self._casts:
-            # What is a part of one with others stays that.
-            group = self._groups.get(id(tensor))
-            together = group.cast(self.dtype) if group is not None else []
-            for old, cast in together or [(tensor, tensor.detach().to(self.dtype))]:
-                self._casts[id(old)] = old, nn.Parameter(cast, requires_grad=old.requires_grad)
+            cast = tensor.detach().to(self.dtype)
+            self._casts[id(tensor)] = tensor, nn.Parameter(cast, requires_grad=tensor.requires_grad)
         return self._casts[id(tensor)][1]
 
     def _flat_weights(self, module: nn.Module) -> list[AttributeEdit]:
@@ -430,10 +424,7 @@ class _Casting:
     def _forward_of(self, module: nn.Module, *, mixed: bool = False) -> Any:
         """What is to be the forward of a module that isn't kept in float32, around what it is now."""
         forward = self.installed[id(module)]
-        if self.weights and isinstance(forward, SharedLinearForward):
-            # One cast for all that compute together, who know each other by what they are given.
-            forward = SharedLinearForward(module, LoweredInput(module, None, self.dtype, is_atom=True))  # type: ignore[arg-type]
-        elif self.weights and self._takes_one_dtype(module):
+        if self.weights and self._takes_one_dtype(module):
             forward = LoweredInput(module, forward, self.dtype, is_atom=is_atom(module))
         elif not self.weights and is_atom(module) and masks_of(module):
             forward = FiniteMasks(module, forward, self.dtype, is_atom=True)

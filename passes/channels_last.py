@@ -14,22 +14,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, GraphPass, RunInside
+from passes.base import Context, ProgramPass, RunInside
 from passes.graph.capture import training_flags
 from passes.graph.edits import AttributeEdit, in_place
 from passes.graph.formats import FORMATS, is_taken_for_last
 from passes.graph.guards import ChannelsLastInput, enters_channels_last, is_kept_contiguous
-from passes.graph.hooks import has_hooks
+from passes.graph.hooks import has_hooks, is_parametrized
 from passes.graph.layouts import Layouts, LayoutWatch, Loss
-from passes.graph.match import STOCK_CONVOLUTIONS, Node, convolution_at, is_parametrized, is_stock
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
 from passes.graph.storage import kind_of
+from passes.program.matching import CONVOLUTIONS, STOCK_CONVOLUTIONS, arguments_of, is_stock, layer_arguments
+from passes.program.recording import Node
 from passes.program.tensors import TensorRef
+from passes.program.weights import PLAIN_TENSORS
 
 
 @dataclass(frozen=True)
-class ChannelsLast(GraphPass):
+class ChannelsLast(ProgramPass):
     """Put the weights of 2-D and 3-D convolutions into channels_last, and give outputs back as the caller knows them.
 
     A convolution with such a weight makes such an output, and pointwise operations, BatchNorm and pooling keep it: the
@@ -111,7 +113,7 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
         return ""
     if reason := _why_not_tried(weight, context):
         return reason
-    if type(weight) is not nn.Parameter:
+    if type(weight) not in PLAIN_TENSORS:
         return f"its weight is a {type(weight).__name__}"
     if is_parametrized(module):
         return "it has parametrizations"
@@ -120,7 +122,7 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
     if program.holders_of(weight) > 1:
         return "its weight is shared with another module"
     for reader in program.readers_of(module, "weight"):
-        if not all(_convolves(program, user, reader) for user in reader.users):
+        if not all(_convolves(user, reader) for user in reader.users):
             return (
                 f"its weight is also read by {program.home(reader).path or 'the root'}, which may count on the format"
             )
@@ -154,10 +156,12 @@ def _needs_no_change(module: nn.Module, weight: nn.Parameter) -> bool:
     return module.in_channels != 1 or is_taken_for_last(weight)
 
 
-def _convolves(program: Program, user: Node, weight: Node) -> bool:
+def _convolves(user: Node, weight: Node) -> bool:
     """Whether the node is a convolution by that weight, and uses it for nothing else."""
-    conv = convolution_at(program, user)
-    return conv is not None and conv.input is not weight
+    if user.op != "call_function" or user.target not in CONVOLUTIONS or not CONVOLUTIONS[user.target][0]:
+        return False
+    given = arguments_of(user, layer_arguments(user.target))
+    return given.get("weight") is weight and given.get("input") is not weight
 
 
 @dataclass(frozen=True)

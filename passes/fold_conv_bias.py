@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from passes.base import GraphPass
-from passes.folding import are_finite, scale_of, why_not
-from passes.graph.capture import same_graphs
-from passes.graph.match import BatchNorm, Convolution, conv_bn_chains, way_of
-from passes.graph.moved_bias import mean_without
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
-
-_Pair = tuple[Convolution, BatchNorm]
-# A convolution and a BatchNorm by the tensors that they read.
-_Key = tuple[tuple[int, str] | None, ...]
+from passes.base import Context
+from passes.program.arithmetic import are_finite, scale_of
+from passes.program.matching import BatchNorm, Pair
+from passes.program.moved_bias import mean_without
+from passes.program.tensor_pass import TensorPass
+from passes.program.tensor_rewriting import TensorRewriter
 
 
 @dataclass(frozen=True)
-class FoldConvBias(GraphPass):
+class FoldConvBias(TensorPass):
     """Move a convolution's bias into the running mean of the BatchNorm behind it.
 
     With y = conv(x) + b, a BatchNorm on running statistics gives
@@ -42,74 +36,57 @@ class FoldConvBias(GraphPass):
 
     Does not handle: in inference, a BatchNorm on the statistics of the batch that keeps running ones; in training, a
     BatchNorm in eval (its bias does get a gradient) unless the bias is frozen too, a bias or mean in the memory of
-    another tensor, and forwards by functions that differ between training and eval in how they use the two; an output
-    with other users, shared or parametrized modules, modules with hooks, tensors that something else reads or may read
-    in a branch of its code, a mean or scale that isn't finite.
+    another tensor, and convolutions that are called as functions; an output with other users, modules with hooks or
+    parametrizations, tensors that something else reads, a mean or scale that isn't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bias"
 
-    def rewrite(self, graph: Rewriter) -> None:
-        """Fold every bias that can be folded."""
-        elsewhere = [(state, _pairs_of(state)) for state in graph.program.other_states]
-        for conv, norm in conv_bn_chains(graph.program):
-            if conv.bias is None or not conv.bias.is_there:
+    def rewrite(self, model: TensorRewriter, context: Context) -> None:
+        """Move every bias that can be moved."""
+        for pair in model.pairs():
+            conv, norm = pair.conv, pair.affine
+            if not isinstance(norm, BatchNorm) or conv.bias is None or not conv.bias.is_there:
                 continue
-            if reason := _why_not(graph.program, conv, norm) or _why_not_elsewhere(
-                graph.program, elsewhere, conv, norm
-            ):
-                graph.skip(conv.node, reason)
+            if reason := _why_not(model, pair) or model.why_not(pair):
+                model.skip(conv, reason)
                 continue
-            moved = _moved_mean(conv, norm)
-            assert conv.bias_value is not None
-            if are_finite(*([conv.bias_value] if moved is None else [moved, scale_of(norm)])):
-                there = [pairs[key] for _, pairs in elsewhere if (key := _key_of(conv, norm)) in pairs]
-                _fold(graph, conv, norm, moved, there)
+            bias, mean = conv.bias_value, None if norm.mean is None else norm.mean.value
+            assert bias is not None
+            moved = None if mean is None else mean_without(mean, bias)
+            if are_finite(*([bias] if moved is None else [moved, scale_of(norm)])):
+                _move(model, pair, norm, moved)
             elif moved is None:
-                graph.skip(conv.node, "its bias isn't finite")
+                model.skip(conv, "its bias isn't finite")
             else:
-                graph.skip(conv.node, f"the mean or scale of {graph.program.where(norm.node)} wouldn't be finite")
+                model.skip(conv, f"the mean or scale of {model.where(norm)} wouldn't be finite")
 
 
-def _why_not(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    return (
-        _why_not_statistics(program, norm)
-        or _why_not_saved(program, conv, norm)
-        or _why_not_trained(program, conv, norm)
-        or why_not(program, conv, norm)
-    )
+def _why_not(model: TensorRewriter, pair: Pair) -> str | None:
+    for one in model.runs_of(pair):
+        assert isinstance(one.affine, BatchNorm)
+        if reason := _why_not_statistics(model, one.affine) or _why_not_trained(model, one, one.affine):
+            return reason
+    return _why_not_saved(model, pair) if model.mode == "training" else None
 
 
-def _why_not_statistics(program: Program, norm: BatchNorm) -> str | None:
-    where = f"the BatchNorm {program.where(norm.node)}"
+def _why_not_statistics(model: TensorRewriter, norm: BatchNorm) -> str | None:
+    where = f"the BatchNorm {model.where(norm)}"
     if (norm.mean is None) != (norm.var is None):
         return f"{where} keeps one of its running statistics without the other"
     # Without running statistics it takes off the mean of the batch in training and in eval.
-    if norm.mean is not None and norm.uses_batch_statistics and program.mode != "training":
+    if norm.mean is not None and norm.uses_batch_statistics and model.mode != "training":
         return f"{where} uses the statistics of the batch"
     return None
 
 
-def _why_not_saved(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    """Whether checkpoints don't hold the bias and the mean under one name each."""
-    if program.mode != "training" or conv.bias_value is None:
-        return None
-    for owner in (ref.owner for ref in (conv.bias, norm.mean) if ref is not None):
-        where, *aliases = program.paths[id(owner)]
-        if not program.is_registered(owner):
-            return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
-        if aliases:
-            return f"checkpoints hold its tensors under two names, {where} and {aliases[0]}"
-    return None
-
-
-def _why_not_trained(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
+def _why_not_trained(model: TensorRewriter, pair: Pair, norm: BatchNorm) -> str | None:
     """Whether somebody counts on the bias being trained."""
-    bias = conv.bias_value
-    if program.mode != "training" or bias is None or not bias.requires_grad:
+    bias = pair.conv.bias_value
+    if model.mode != "training" or bias is None or not bias.requires_grad:
         return None
-    if not norm.uses_batch_statistics:
-        where = program.where(norm.node)
+    if not norm.uses_batch_statistics and model.is_as_given(norm):
+        where = model.where(norm)
         other = "" if norm.module is None else f"put {where} in training before optimize(), or "
         return f"the BatchNorm {where} uses running statistics, with which the bias is trained: {other}freeze the bias"
     if bias._backward_hooks or getattr(bias, "_post_accumulate_grad_hooks", None):
@@ -117,93 +94,24 @@ def _why_not_trained(program: Program, conv: Convolution, norm: BatchNorm) -> st
     return None
 
 
-def _pairs_of(program: Program) -> dict[_Key, _Pair]:
-    return {_key_of(*pair): pair for pair in conv_bn_chains(program)}
-
-
-def _key_of(conv: Convolution, norm: BatchNorm) -> _Key:
-    refs = (conv.weight, norm.weight, norm.bias, norm.mean, norm.var)
-    places = (None if ref is None else (id(ref.owner), ref.name) for ref in refs)
-    return (None if norm.module is None else (id(norm.module), ""), *places)
-
-
-def _why_not_elsewhere(
-    program: Program, states: Sequence[tuple[Program, Mapping[_Key, _Pair]]], conv: Convolution, norm: BatchNorm
-) -> str | None:
-    """Whether the two aren't for each other alone in training or in eval, where that is another state than that of now."""
-    for state, pairs in states:
-        when = "in training" if state.flags[id(state.root)] else "in eval"
-        there = pairs.get(_key_of(conv, norm))
-        if there is None:
-            if None in (conv.module, norm.module) or not _is_unused(state, conv, norm):
-                return f"{when} its output doesn't go to the BatchNorm {program.where(norm.node)}"
-        elif reason := why_not(state, *there):
-            return f"{when}, {reason}"
-    return _why_not_replaced(program, conv, norm)
-
-
-def _is_unused(state: Program, conv: Convolution, norm: BatchNorm) -> bool:
-    """Whether neither is called, as in a head for training alone; a seal sees to it that it stays so."""
-    modules = [module for module in (conv.module, norm.module) if module is not None]
-    if state.recordings is not None:
-        return all(state.calls_in_a_run(module) == 0 for module in modules)
-    return not state.islands and not any(state.calls_of(module) for module in modules)
-
-
-def _why_not_replaced(program: Program, conv: Convolution, norm: BatchNorm) -> str | None:
-    """Whether a forward that graphs will stand in for has none for one of the states that a result can be in."""
-    if program.mode != "training":
-        return None
-    for home in (program.home(place.node) for place in (conv, norm) if place.module is None):
-        where = home.path or "the root"
-        if any(item.name == "training" and item.home() is not home.module for item in home.baked):
-            return (
-                f"the forward of {where}, which a graph would stand in for, reads the training flag of another module"
-            )
-        known = {home.module.training: home}
-        for state in program.other_states:
-            other = state.graphs.get(id(home.module))
-            if other is None or not other.traced or not home.structure.same_as(other.structure):
-                return f"the forward of {where}, which a graph would stand in for, has none in the other mode"
-            same = known.setdefault(state.flags[id(home.module)], other)
-            if same.outputs != other.outputs or not same_graphs(same.graph, other.graph):
-                return f"the forward of {where}, which a graph would stand in for, goes by more than its training flag"
-        if set(known) != {True, False}:
-            return f"the forward of {where}, which a graph would stand in for, is known in one mode only"
+def _why_not_saved(model: TensorRewriter, pair: Pair) -> str | None:
+    """Whether a result that is trained on can't keep the two together, or checkpoints don't hold them under one name."""
+    assert isinstance(pair.affine, BatchNorm)
+    if pair.conv.module is None:
+        return "it is called as a function, and its weight is the caller's in training: nothing can guard its output"
+    for owner in (ref.owner for ref in (pair.conv.bias, pair.affine.mean) if ref is not None):
+        where, aliases = model.tree.path(owner), model.tree.aliases(owner)
+        if not model.tree.is_registered(owner):
+            return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+        if aliases:
+            return f"checkpoints hold its tensors under two names, {where} and {aliases[0]}"
     return None
 
 
-def _may_be_trained(conv: Convolution, norm: BatchNorm, elsewhere: Sequence[_Pair]) -> bool:
-    """Whether the bias would be trained where the BatchNorm takes running statistics, as it does in another state."""
-    assert conv.bias_value is not None
-    if not elsewhere or not conv.bias_value.requires_grad or norm.mean is None:
-        return False
-    return norm.module is not None or any(not other.uses_batch_statistics for _, other in elsewhere)
-
-
-def _moved_mean(conv: Convolution, norm: BatchNorm) -> torch.Tensor | None:
-    """The running mean less the bias, (channels,); None where there is no running mean."""
-    if norm.mean is None:
-        return None
-    bias, mean = conv.bias_value, norm.mean.value
-    assert bias is not None
-    assert mean is not None
-    return mean_without(mean, bias)
-
-
-def _fold(
-    graph: Rewriter, conv: Convolution, norm: BatchNorm, moved: torch.Tensor | None, elsewhere: Sequence[_Pair]
-) -> None:
-    assert conv.bias is not None
-    into = graph.program.where(norm.node)
-    trained = _may_be_trained(conv, norm, elsewhere)
+def _move(model: TensorRewriter, pair: Pair, norm: BatchNorm, moved: torch.Tensor | None) -> None:
+    into = model.where(norm)
     what = f"bias moved into the running mean of {into}" if norm.mean else f"bias dropped, as {into} takes it out again"
-    with graph.change(graph.program.where(conv.node), what, way_of(conv, norm)) as change:
-        if graph.program.mode == "training":
-            graph.move_bias(change, conv, norm)
-        else:
-            change.sources += [conv.bias, *([norm.mean] if norm.mean else [])]
-            graph.drop_bias(change, conv)
-        if norm.mean is not None and moved is not None:
-            graph.set_tensor(change, norm.mean, moved)
-        graph.tie(change, conv, norm, elsewhere=elsewhere, trained=trained)
+    assert pair.conv.bias_value is not None
+    trained = model.mode == "training" and norm.mean is not None and pair.conv.bias_value.requires_grad
+    with model.change(pair.conv, what, pair):
+        model.move_bias(pair, moved, trained=trained)

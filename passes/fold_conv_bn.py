@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from passes.base import GraphPass
-from passes.folding import are_finite, scale_of, why_not
-from passes.graph.arithmetic import exact, float64
-from passes.graph.guards import is_tied
-from passes.graph.match import (
-    Affine,
-    BatchNorm,
-    ChannelScale,
-    Convolution,
-    affine_chains,
-    bn_conv_chains,
-    unlike_layers,
-    way_of,
-)
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
+from passes.base import Context
+from passes.program.arithmetic import are_finite, exact, float64, scale_of
+from passes.program.matching import Affine, BatchNorm, ChannelScale, Convolution, Pair
+from passes.program.tensor_pass import TensorPass
+from passes.program.tensor_rewriting import TensorRewriter
 
 # How much of a weight is computed in float64 at a time: 2 MiB.
 _ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class FoldConvBn(GraphPass):
+class FoldConvBn(TensorPass):
     """Fold a BatchNorm into the convolution, transposed convolution or linear layer before it, or else behind it.
 
     On running statistics a BatchNorm is a scale and a shift of each channel, s = w / sqrt(var + eps) and
@@ -47,77 +36,61 @@ class FoldConvBn(GraphPass):
 
     Does not handle: a BatchNorm on batch statistics, one in front of a convolution that pads zeros or is transposed, a
     linear layer on input of more than two dims whose features nothing brings to the second, an output with other users,
-    shared or parametrized modules, modules with hooks, tensors that something else reads or may read in a branch of its
-    code, a product or sum in a forward that the module around it gives None to (an export may give a tensor), folded
-    weights that aren't finite or, in float16 and bfloat16, lose too much to rounding, anything under autocast.
+    modules with hooks or parametrizations, tensors that something else reads, folded weights that aren't finite or, in
+    float16 and bfloat16, lose too much to rounding, anything under autocast.
     """
 
     name: ClassVar[str] = "fold-conv-bn"
     modes: ClassVar[tuple[str, ...]] = ("inference",)
 
-    def rewrite(self, graph: Rewriter) -> None:
+    def rewrite(self, model: TensorRewriter, context: Context) -> None:
         """Fold every BatchNorm that can be folded."""
-        for conv, norm in _pairs(graph.program):
-            if reason := _why_not(graph.program, conv, norm):
-                graph.skip(norm.node, reason)
-                continue
-            tensors = folded_tensors(conv, norm)
-            if are_finite(*tensors):
-                _fold(graph, conv, norm, tensors)
-            else:
-                graph.skip(
-                    norm.node, f"folded into {graph.program.where(conv.node)}, it gives weights that aren't finite"
-                )
-        for where, reason in unlike_layers(graph.program):
-            graph.skip_module(where, reason)
+        # Those behind a layer first: what is folded there is no BatchNorm in front of the next one any more.
+        for in_front in (False, True):
+            for pair in model.pairs(in_front=in_front):
+                if reason := _why_not(model, pair):
+                    model.skip(pair.affine, reason)
+                    continue
+                weight, bias = folded_tensors(pair)
+                what = f"folded into {model.where(pair.conv)}"
+                if are_finite(weight, bias):
+                    with model.change(pair.affine, what, pair):
+                        model.fold(pair, weight, bias)
+                else:
+                    model.skip(pair.affine, f"{what}, it gives weights that aren't finite")
+        model.skip_the_rest()
 
 
-def _pairs(program: Program) -> Iterator[tuple[Convolution, Affine]]:
-    """Those behind a convolution first: what is folded there is no BatchNorm in front of the next one any more."""
-    yield from affine_chains(program)
-    yield from bn_conv_chains(program)
+def _why_not(model: TensorRewriter, pair: Pair) -> str | None:
+    norm, where = pair.affine, model.where(pair.conv)
+    if isinstance(norm, BatchNorm):
+        if norm.uses_batch_statistics:
+            return "it uses the statistics of the batch"
+        if norm.mean is None or norm.var is None:
+            return "it keeps no running statistics"
+    reason = _why_not_in_front(model, pair) if norm.leads else model.why_not(pair)
+    if reason is None:
+        return None
+    return (
+        f"it isn't folded into {where} behind it: {reason}"
+        if norm.leads
+        else f"the convolution {where} stays as it is: {reason}"
+    )
 
 
-def _why_not(program: Program, conv: Convolution, norm: Affine) -> str | None:
-    if isinstance(norm, BatchNorm) and (reason := _why_not_statistics(norm)):
-        return reason
-    where = program.where(conv.node)
-    if norm.leads:
-        reason = _why_not_in_front(program, conv, norm)
-        return None if reason is None else f"it isn't folded into {where} behind it: {reason}"
-    reason = why_not(program, conv, norm)
-    return None if reason is None else f"the convolution {where} stays as it is: {reason}"
-
-
-def _why_not_statistics(norm: BatchNorm) -> str | None:
-    if norm.uses_batch_statistics:
-        return "it uses the statistics of the batch"
-    return "it keeps no running statistics" if norm.mean is None or norm.var is None else None
-
-
-def _why_not_in_front(program: Program, conv: Convolution, norm: Affine) -> str | None:
-    if conv.transposed:
+def _why_not_in_front(model: TensorRewriter, pair: Pair) -> str | None:
+    if pair.conv.transposed:
         return "the outputs of a transposed convolution near the border are sums of fewer products"
-    if conv.pads:
+    if pair.conv.pads:
         return "the zeros that are padded in between would have to be shifted too"
-    if norm.module is not None and is_tied(norm.module):
+    if model.is_tied(pair.affine):
         return "it was folded together with the convolution before it"
-    return why_not(program, conv, norm)
+    return model.why_not(pair)
 
 
-def _fold(graph: Rewriter, conv: Convolution, norm: Affine, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
-    weight, bias = tensors
-    what = f"folded into {graph.program.where(conv.node)}"
-    with graph.change(graph.program.where(norm.node), what, way_of(conv, norm)) as change:
-        change.sources += [conv.weight, *([conv.bias] if conv.bias and conv.bias_value is not None else [])]
-        change.sources += norm.tensors
-        graph.set_tensor(change, conv.weight, weight)
-        graph.set_bias(change, conv, bias)
-        graph.carry_norm(change, conv, norm)
-
-
-def folded_tensors(conv: Convolution, norm: Affine) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight, in the layout and dtype of the old one, and bias, (out,), of the convolution that does both."""
+def folded_tensors(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight, in the layout and dtype of the old one, and bias, (out,), of the layer that does both."""
+    conv, norm = pair.conv, pair.affine
     weight = conv.weight.value
     assert weight is not None
     scale, shift = _scale_and_shift(conv, norm)

@@ -14,7 +14,7 @@ from passes.errors import RequirementNotMet
 from passes.graph.program import Program
 from passes.program.captured import name_of
 from passes.program.fused import FusedUnit
-from passes.program.graph_pass import CapturedPass
+from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.kernel_trial import KernelTrial
 from passes.program.kernels import Backend, torchscript_fuses
@@ -25,7 +25,7 @@ _WARMING_RUNS = 2
 
 
 @dataclass(frozen=True)
-class JitFusion(CapturedPass):
+class JitFusion(GraphPass):
     """Run each group of pointwise operations as one kernel.
 
         a = x * 0.5; b = x / 1.414; c = erf(b); d = c + 1; y = a * d   ->   y = mul_div_erf_add_mul(x)
@@ -48,6 +48,8 @@ class JitFusion(CapturedPass):
     """
 
     name: ClassVar[str] = "jit-fusion"
+    # Files hold the operations that kernels are made of: what runs a file fuses for itself.
+    in_files: ClassVar[bool] = False
 
     backend: Literal["auto", "torchscript", "inductor"] = "auto"
 
@@ -59,10 +61,6 @@ class JitFusion(CapturedPass):
         """
         super().check(context)
         self._backend(context.device)
-
-    def would_apply(self, program: Program, context: Context) -> bool:
-        """False: exported files hold the operations, not the kernels."""
-        return False
 
     def _backend(self, device: torch.device) -> Backend:
         fuses, missing = torchscript_fuses(device), missing_compiler(device)

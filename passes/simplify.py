@@ -12,12 +12,12 @@ from passes.base import Context
 from passes.program.captured import between, is_tensor, name_of, subgraph
 from passes.program.derived import Derived, function_of
 from passes.program.effects import is_dropout_off, is_pure, is_repeatable
-from passes.program.graph_pass import CapturedPass
+from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter, Node
 
 
 @dataclass(frozen=True)
-class Simplify(CapturedPass):
+class Simplify(GraphPass):
     """Leave out what does nothing, what is computed twice or for nobody, and compute constants once.
 
         h = dropout(x)                 in eval                 ->  x
@@ -31,7 +31,8 @@ class Simplify(CapturedPass):
 
     No tensor of the module is touched. A Dropout that is put in training, or an Identity that gets a hook, is seen at the
     next call. A constant is computed anew once a tensor that it is made of was written to, moved or replaced; torch doesn't
-    tell of writes by `.data`. In compiled code and in files that others trace, all is as it was.
+    tell of writes by `.data`. Exported files hold the simplified graph where the forward is one graph; in compiled code, and
+    in what you trace yourself, all is as it was.
 
     Does not handle: what torch.compile can't capture; what is done twice in two captured graphs; arithmetic of other forms
     (x + 0 isn't x where x is -0.0); sizes and views, which cost next to nothing, on their own.

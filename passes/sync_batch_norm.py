@@ -12,12 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from passes.base import Context, GraphPass
+from passes.base import Context, ProgramPass
 from passes.errors import RequirementNotMet
-from passes.graph.guards import inner_forward
-from passes.graph.match import Node, batch_norm_at, is_parametrized, is_stock
+from passes.graph.hooks import is_parametrized
 from passes.graph.program import Program
 from passes.graph.rewriter import Rewriter
+from passes.program.forwards import inner_forward
+from passes.program.matching import BATCH_NORMS, arguments_of, is_stock
+from passes.program.recording import Node
 
 _LAYERS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # What a subclass may define of its own and lose: nobody asks the layer for it once it is made.
@@ -29,7 +31,7 @@ _OF_THE_MAKING = frozenset({
 
 
 @dataclass(frozen=True)
-class SyncBatchNorm(GraphPass):
+class SyncBatchNorm(ProgramPass):
     """Take the statistics of BatchNorm layers over the batches of all processes: make each a torch.nn.SyncBatchNorm.
 
     Of processes k = 1 … K that train together, of which each has n_k values x_k of a channel, all normalise by
@@ -103,9 +105,9 @@ def _is_scripted(module: nn.Module) -> bool:
 def _calls_of_functions(program: Program) -> Iterator[Node]:
     """Where a forward normalises by the statistics of the batch and keeps running ones, without a layer."""
     for node in program.nodes():
-        norm = batch_norm_at(program, node)
+        names = BATCH_NORMS.get(node.target) if node.op == "call_function" else None
         # Without running statistics it may as well be a weight that is standardised.
-        if norm is None or norm.module is not None or norm.mean is None:
+        if names is None or getattr(arguments_of(node, names).get("running_mean"), "op", "") != "get_attr":
             continue
         # A layer with such a forward of its own is named itself.
         if not isinstance(program.home(node).module, _BatchNorm):

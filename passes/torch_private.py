@@ -7,6 +7,7 @@ Where a name is missing, importing this file raises an ImportError or AttributeE
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from torch._C import (
     # Whether torch.jit.trace is running: `torch.jit.is_tracing` asks the same after a check for scripts. Seen in 2.13.
     _is_tracing,
 )
+from torch.amp.autocast_mode import (
+    _enter_autocast,
+)  # What captured graphs call to enter an autocast, with its arguments. Seen in 2.13.
 from torch.nn.modules.batchnorm import (
     _BatchNorm,
 )  # The base of torch's BatchNorms, SyncBatchNorm among them. Seen in 2.13.
@@ -35,6 +39,7 @@ from torch.utils._device import (
 without_torch_function = DisableTorchFunction
 without_subclasses = DisableTorchFunctionSubclass
 is_tracing = _is_tracing
+enter_autocast = _enter_autocast
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd
 
@@ -55,6 +60,12 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 )
+
+# What code finds that reads the memory of a sealed tensor, as a scripted function does: no numbers, in a dtype that next to
+# no operation takes. Torch deprecates these dtypes for quantizing. Seen in 2.13.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    NOTHING = torch.empty(0, dtype=torch.quint4x2)
 
 
 def top_saved_tensors_hooks() -> Any:
@@ -91,8 +102,11 @@ class _Capturing(threading.local):
 _capturing = _Capturing()
 
 
-def captured_call(entry: Callable[..., Any], capture: Capture) -> CapturedCall:
+def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = False) -> CapturedCall:
     """The function as torch.compile captures it: each graph goes to `capture`, which gives the callable to run.
+
+    Args:
+        whole: capture the function as one graph; a call raises what the front end raises.
 
     Beside `torch.compile(entry, backend=…)`, whose front end this is:
     - numbers among attributes are constants of the graph, and a hook that is set later on a module is seen, by settings
@@ -108,10 +122,10 @@ def captured_call(entry: Callable[..., Any], capture: Capture) -> CapturedCall:
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return capture(graph, inputs, _capturing.module)
 
-    context = torch._dynamo.optimize(backend)
+    context = torch._dynamo.optimize(backend, nopython=whole)
     if not isinstance(context, torch._dynamo.eval_frame.OptimizeContext):
         raise RuntimeError("torch.compile is switched off by TORCHDYNAMO_DISABLE")
-    context.callback = front_end = _FrontEnd(context.callback)
+    context.callback = front_end = _FrontEnd(context.callback, whole=whole)
     # Torch keeps every backend to reset it, and with it all that it refers to.
     torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
     return CapturedCall(context(entry), front_end)
@@ -133,9 +147,10 @@ class CapturedCall:
 class _FrontEnd:
     """What torch calls for a frame that no captured graph holds for."""
 
-    def __init__(self, callback: Any) -> None:
+    def __init__(self, callback: Any, *, whole: bool) -> None:
         # Torch follows this name to the backend.
         self._torchdynamo_orig_backend = callback
+        self._whole = whole
         self._captures: Counter[Any] = Counter()
         # What the front end raised last, for messages.
         self.error: Exception | None = None
@@ -158,8 +173,11 @@ class _FrontEnd:
                 specialize_float=True, skip_nnmodule_hook_guards=False, recompile_limit=8 * MOST_CAPTURES
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
-        except Exception as error:  # noqa: BLE001 - the front end may raise anything on foreign code, which runs eagerly then
+        except Exception as error:
+            # The front end may raise anything on foreign code, which runs eagerly then.
             self.error = error
+            if self._whole:
+                raise
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         finally:
             _capturing.module = around
@@ -168,6 +186,83 @@ class _FrontEnd:
 def _module_of(names: Any) -> nn.Module | None:
     found = names.get("module", names.get("self"))
     return found if isinstance(found, nn.Module) else None
+
+
+# One open dim: the argument of the captured function that is a list of tensors, the number of the tensor, and the dim.
+Dim = tuple[str, int, int]
+
+
+def mark_open(tensor: torch.Tensor, dim: int) -> None:
+    """Have the next capture of a function that takes the tensor hold for other sizes of the dim.
+
+    Equal sizes of dims that are marked get symbols of their own, as they don't with `dynamic=True`. Seen in 2.13.
+    """
+    import torch._dynamo
+
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def dim_of(node: fx.Node) -> Dim | None:
+    """The dim whose size a placeholder stands for; None for one that stands for anything else.
+
+    Asked while the graph is captured: torch drops the source of a placeholder then (`meta["grapharg"]`, seen in 2.13).
+    """
+    return _dim_at(node.meta["grapharg"].source)
+
+
+def is_held(node: fx.Node) -> bool:
+    """Whether the value of a placeholder is reached from the argument `module` of the captured function, or is a global.
+
+    Any other is made at each call, as a random number of Python's is. Asked while the graph is captured.
+    """
+    return str(node.meta["grapharg"].source.name).startswith(("L['module']", "G["))
+
+
+def _dim_at(source: Any) -> Dim | None:
+    from torch._dynamo.source import GetItemSource, LocalSource, TensorProperty, TensorPropertySource
+
+    if not isinstance(source, TensorPropertySource) or source.prop is not TensorProperty.SIZE:
+        return None
+    tensor = source.base
+    if not isinstance(tensor, GetItemSource) or not isinstance(tensor.base, LocalSource) or source.idx is None:
+        return None
+    return tensor.base.local_name, tensor.index, source.idx
+
+
+def shape_environment() -> Any:
+    """What torch notes of open sizes: asked while a graph is captured, complete once the captured function ran. Seen in 2.13."""
+    fake_mode = torch._guards.TracingContext.get().fake_mode
+    assert fake_mode is not None
+    return fake_mode.shape_env
+
+
+class SizeConditions:
+    """What a capture assumes of the open sizes: the branches that Python and torch's kernels took by them.
+
+    Args:
+        environment: of the capture; what is noted there later doesn't count.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        found = ((symbol, _dim_at(sources[0])) for symbol, sources in environment.var_to_sources.items())
+        self._dims = {symbol: dim for symbol, dim in found if dim is not None}
+        self._least = {symbol: int(environment.var_to_range[symbol].lower) for symbol in self._dims}
+        self._conditions = [guard.expr for guard in environment.guards]
+
+    @property
+    def are_of_dims(self) -> bool:
+        """Whether they are of sizes of the captured function's arguments alone."""
+        return all(self._dims.keys() >= condition.free_symbols for condition in self._conditions)
+
+    def hold(self, size: Callable[[Dim], Any]) -> bool:
+        """Whether the graph is right for these sizes, which may be numbers that are traced."""
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        sizes = {symbol: size(dim) for symbol, dim in self._dims.items()}
+        return all(value >= self._least[symbol] for symbol, value in sizes.items()) and all(
+            sympy_interp(PythonReferenceAnalysis, sizes, condition) for condition in self._conditions
+        )
 
 
 def is_watched() -> bool:

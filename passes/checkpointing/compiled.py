@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from passes.checkpointing.choice import Choice, possible
 from passes.checkpointing.profile import Profile
 from passes.checkpointing.simulation import Simulation
-from passes.graph.guards import AroundForward
+from passes.program.forwards import AroundForward
 
 
 def _plainly(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

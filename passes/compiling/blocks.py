@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from passes.graph.forward import GraphForward
-from passes.graph.guards import AroundForward
 from passes.graph.hooks import has_hooks
+from passes.program.forwards import AroundForward
 
 # Fewer than that spare too little compiling for what it costs to call each by itself.
 FEWEST = 3

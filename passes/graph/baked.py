@@ -7,7 +7,6 @@ call.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import operator
 import sys
@@ -17,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from passes.graph.fingerprint import ABSENT, UNKNOWN, TooMuch, cannot_change, fingerprint, is_of
 from passes.graph.hooks import has_global_hooks, has_hooks
 from passes.graph.outside import content_of, is_dunder, named_outside
 from passes.graph.side_effects import REGISTRIES, names_in
-from passes.graph.unwatched import unwatched
 
 # What torch keeps in a module; a graph reads tensors and calls children by their names, at every call anew.
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training", "_modules"} | {"forward"}
@@ -237,32 +235,6 @@ class BakedCall(Baked):
         return self
 
 
-@dataclass(frozen=True)
-class BakedLayer(BakedCall):
-    """A call of a child that does the same to each number, of which there are more now, or whose call is gone: it is of its
-    class, with the kind of forward that it had, and nobody watches it."""
-
-    @classmethod
-    def of_child(cls, holder: nn.Module, path: tuple[str, ...]) -> BakedLayer:
-        """The child at the end of the path, as it is now."""
-        *above, name = path
-        found = cls(holder, name, None, None, "_modules", tuple(above))
-        child = found.now()
-        return dataclasses.replace(found, value=type(child), print=_state_of(child))
-
-    @property
-    def holds(self) -> bool:
-        """Whether the child still does the same to each number."""
-        child = self.now()
-        if child is None or child is ABSENT or type(child) is not self.value or _state_of(child) != self.print:
-            return False
-        return not (child.__dict__.get("_compiled_call_impl") or has_hooks(child) or has_global_hooks())
-
-
-def _state_of(child: nn.Module) -> tuple[str, bool]:
-    return type(child.__dict__.get("forward")).__name__, child.training
-
-
 def _registered(module: nn.Module, registry: str, name: str) -> Any:
     held = getattr(module, registry)
     if name not in held:
@@ -322,13 +294,6 @@ class Reads:
     def look_at_shape(self, module: nn.Module, name: str) -> None:
         """The shape of a tensor of the module was asked for."""
         self._shapes.setdefault((id(module), name), (module, name))
-
-    def watch(self) -> Callable[[], str | None]:
-        """Gives, when it is called, a clause about what the forward goes by and can't be compared; None where all can."""
-        # Symbols that a forward kept are looked for by who still holds them.
-        values = [value for _, value in self._found.values() if not is_of(value, fx.Proxy)]
-        # Every place in the graph is asked about.
-        return functools.cache(functools.partial(unwatched, self.functions, values))
 
     def baked(self, path_of: Callable[[nn.Module], str | None]) -> tuple[Baked, ...]:
         """All of it, with the values of now.

@@ -14,7 +14,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from passes.graph.baked import Baked
 from passes.graph.fingerprint import TooMuch
 from passes.graph.forward import GraphForward
-from passes.graph.guards import FoldedPair, InstanceForward, inner_forward
 from passes.graph.side_effects import (
     REGISTRIES,
     contains,
@@ -51,6 +50,8 @@ from passes.graph.tracing import (
     function_of,
     why_not_traced,
 )
+from passes.program.forwards import InstanceForward, inner_forward
+from passes.program.pairs import FoldedPair
 
 # By these a code reads what an object has without asking the object for it.
 _PAST_ATTRIBUTES = frozenset({"__dict__", "vars"})
@@ -71,10 +72,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_free_in_child)
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass
 class ModuleGraph:
     """The graph of one module's forward.
@@ -91,8 +88,6 @@ class ModuleGraph:
         whole: false for a part of what recorded runs did: what its values are made of, and where they go, isn't known.
         flags: the values of `training` that the graph holds for; none for the one that the module has.
         baked: the attributes and globals that a trace read: the graph holds for these values.
-        unwatched: gives a clause about what the forward goes by and can't be compared at every call, so that the graph
-            shows what it does and can't stand in for it; None for a graph that can.
         gives_way: whether the forward of the class is as right as the graph, as long as no pass has written to the tensors
             that both read.
     """
@@ -106,7 +101,6 @@ class ModuleGraph:
     whole: bool = True
     flags: tuple[bool, ...] = ()
     baked: tuple[Baked, ...] = ()
-    unwatched: Callable[[], str | None] = _nothing
     gives_way: bool = False
 
     @property
@@ -428,7 +422,6 @@ class _Work:
             structure,
             found[1],
             baked=baked,
-            unwatched=tracer.reads.watch(),
             gives_way=inner_forward(module) is None,
         )
 

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from passes.graph.capture import is_atom
-from passes.graph.guards import AroundForward, SealedOutput, standing_around
+from passes.program.forwards import AroundForward, standing_around
+from passes.program.seals import SealedOutput, sealed
 
 HALF = (torch.bfloat16, torch.float16)
 _CAST = (torch.float32, *HALF)
@@ -315,7 +316,7 @@ class Loan:
 
 def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
     """The value with other tensors: written into the lists and dicts that hold them, and tuples made anew."""
-    if type(value) is SealedOutput or isinstance(value, torch.Tensor):
+    if isinstance(value, SealedOutput | torch.Tensor):
         return change(value)
     if isinstance(value, tuple):
         return _tuple_of(value, [changed_in_place(each, change) for each in value])
@@ -334,7 +335,7 @@ def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def changed(value: Any, change: Callable[[Any], Any], own: Sequence[Any] = ()) -> Any:
     """The value with other tensors, made anew where it holds one of them; what is in `own` stays as it is."""
-    if type(value) is SealedOutput or isinstance(value, torch.Tensor):
+    if isinstance(value, SealedOutput | torch.Tensor):
         return change(value)
     if any(value is each for each in own):
         return value
@@ -424,7 +425,7 @@ def cast_leaf(leaf: Any, of: Sequence[torch.dtype], to: torch.dtype) -> Any:
     """A tensor of one of the dtypes in another one, under the seal that it is in; anything else as it is."""
     if isinstance(leaf, SealedOutput):
         value = cast_leaf(leaf.sealed_value, of, to)
-        return leaf if value is leaf.sealed_value else SealedOutput(value, leaf.sealed_by, leaf.sealed_dim)
+        return leaf if value is leaf.sealed_value else sealed(value, leaf.sealed_by, leaf.sealed_dim)
     return leaf.to(to) if isinstance(leaf, torch.Tensor) and leaf.dtype in of else leaf
 
 

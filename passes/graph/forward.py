@@ -20,8 +20,10 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.baked import Baked, BakedShape, found_again, portable
-from passes.graph.guards import FoldedPair, InstanceForward, SealedOutput, class_code, inner_forward, opened_from
 from passes.graph.structure import CallStructure, binder_of, skeleton_of, spec_of
+from passes.program.forwards import InstanceForward, class_code, inner_forward
+from passes.program.pairs import FoldedPair
+from passes.program.seals import SealedOutput, SealedTensor, TracedOutput, opened_from
 
 _numbers = itertools.count()
 # The functions of graphs, by their text and what it names.
@@ -29,7 +31,7 @@ _known_functions: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref
 # A quick look at something that a graph counts on, and that itself.
 _Look = tuple[Callable[[], bool] | None, Baked]
 # What is given to a graph without a look at the structure of the call, which most of all calls are.
-_AS_THEY_ARE = frozenset({torch.Tensor, SealedOutput})
+_AS_THEY_ARE = frozenset({torch.Tensor, SealedTensor, TracedOutput})
 
 
 class GraphForward:
@@ -264,20 +266,6 @@ def _to_check(baked: tuple[Baked, ...], owner: nn.Module, flags: tuple[bool, ...
     return tuple(item for item in found if item is not None)
 
 
-def cost_of(structure: CallStructure, baked: Sequence[Baked]) -> int:
-    """About how many tenths of a microsecond a call takes more by a graph than by the forward of the class.
-
-    That is the look at what the forward read, and at the structure of the call. Counted, not measured, so that it is the
-    same on every machine.
-    """
-    looks = sum(_LOOK + _PART * item.parts for item in baked)
-    return _CALL + looks + (0 if structure.reader(_AS_THEY_ARE) is not None else _STRUCTURE)
-
-
-# A call, a value that is compared, a part of it beyond a quick look, and arguments that pytree has to take apart.
-_CALL, _LOOK, _PART, _STRUCTURE = 16, 1, 6, 80
-
-
 def _copied(item: Baked, memo: dict[int, Any]) -> Baked:
     return item.moved(copy.deepcopy(item.holder, memo)) if isinstance(item.holder, nn.Module) else item
 
@@ -317,7 +305,7 @@ def _opening(graph: fx.Graph) -> fx.Graph:
 
 
 def _unsealed(value: Any) -> Any:
-    return value.sealed_value if type(value) is SealedOutput else value
+    return value.sealed_value if isinstance(value, SealedOutput) else value
 
 
 def _empty_forward() -> GraphForward:

@@ -1,9 +1,10 @@
-"""Whether calling a module runs more than its forward."""
+"""Whether calling a module runs more than its forward, and reading its parameters more than a look."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules import module as _modules
+from torch.nn.utils import parametrize
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -26,3 +27,8 @@ def has_global_hooks() -> bool:
         or _modules._global_backward_hooks
         or _modules._global_backward_pre_hooks
     )
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether some parameter of the module is computed from others at every access."""
+    return "parametrizations" in module._modules and parametrize.is_parametrized(module)

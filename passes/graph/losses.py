@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.capture import training_flags
 from passes.graph.casts import HALF, cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
-from passes.graph.guards import SealedOutput
 from passes.graph.interception import intercepted_calls
 from passes.graph.side_effects import random_state, set_random_state
+from passes.program.seals import SealedOutput, sealed
 
 # Runs a module in the half precision, with what is to stay in float32 below it.
 Lowered = Callable[[nn.Module], AbstractContextManager[None]]
@@ -271,7 +271,7 @@ def _opened(leaf: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, SealedOutput):
-        return SealedOutput(leaf.sealed_value.detach().clone(), leaf.sealed_by, leaf.sealed_dim)
+        return sealed(leaf.sealed_value.detach().clone(), leaf.sealed_by, leaf.sealed_dim)
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from passes.graph.outside import KEPT, content_of, held_by
 from passes.graph.side_effects import REGISTRIES
 from passes.graph.storage import Extent, extents_of, kind_of, storages_of
+from passes.program.weights import PLAIN_TENSORS
 
 
 class Place(NamedTuple):
@@ -110,7 +111,7 @@ def copied_together(group: Sequence[torch.Tensor], dtype: torch.dtype | None = N
 
 
 def _can_be_laid_anew(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and kind_of(tensor) is None
+    is_plain = type(tensor) in PLAIN_TENSORS and kind_of(tensor) is None
     return is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 

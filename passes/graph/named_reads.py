@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.graph.guards import SHAPE_AND_KIND, refuse_checkpoint
-from passes.graph.moved_bias import MovedBias
 from passes.graph.outside import KEPT, held_by
 from passes.graph.side_effects import contents_of, holds_no_module, names_in, package_of, values_in, with_helpers
 from passes.graph.tracing import function_of
+from passes.program.checkpoint_guard import refuse_checkpoint
+from passes.program.moved_bias import MovedBias
+from passes.program.seals import SHAPE_AND_KIND
 
 # What gives many tensors at once, or one by a name that is a value.
 _MANY = frozenset({

@@ -50,18 +50,3 @@ def returns_tensor(name: str) -> bool:
 def draws_numbers(name: str) -> bool:
     """Whether an operation of the name may draw random numbers."""
     return any(torch.Tag.nondeterministic_seeded in operation.tags for operation in schemas(name) or ())
-
-
-@functools.lru_cache(maxsize=4096)
-def may_give_memory(name: str) -> bool:
-    """Whether what an operation of the name returns may lie in the memory of what it is given."""
-    known = schemas(name)
-    return known is None or any(_gives_memory(operation) for operation in known)
-
-
-def _gives_memory(operation: Any) -> bool:
-    if any(value.alias_info is not None for value in operation._schema.returns):
-        return True
-    # What is composed of other operations may give what it is given as it is, whatever the schema says.
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key))

@@ -16,12 +16,13 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from passes.graph.capture import Capture, Island, ModuleGraph, is_atom
-from passes.graph.guards import is_carried, opened_from, sealed_for
 from passes.graph.memory import SharedMemory, places_in
-from passes.graph.moved_bias import common_path
 from passes.graph.named_reads import NamedReads
 from passes.graph.recording import AUTOCAST, Places, Recordings
 from passes.graph.tracing import writes_in_place
+from passes.program.folded import is_carried
+from passes.program.moved_bias import common_path
+from passes.program.seals import opened_from, sealed_for
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,6 @@ class Program:
         owner, name = self._owner(self.home(node), node)
         self._reads[(id(owner), name)].append(node)
 
-    def note_call(self, node: fx.Node, module: nn.Module) -> None:
-        """Know likewise of a node that calls a module."""
-        self._modules[node] = module
-        self._calls[id(module)].append(node)
-
     def _owner(self, graph: ModuleGraph, node: fx.Node) -> tuple[nn.Module, str]:
         if not graph.traced:
             return node.meta["owner"], str(node.target)
@@ -258,10 +254,6 @@ class Program:
             return None
         module = self.module_of(node) or self.home(node).module
         return self.recordings.autocast.get(id(module), node.meta.get(AUTOCAST))
-
-    def autocast_in(self, module: nn.Module) -> torch.dtype | None:
-        """The same for the call of a module, wherever it stands."""
-        return self.recordings.autocast.get(id(module)) if self.recordings is not None else None
 
     def opaque_around(self, node: fx.Node) -> str | None:
         """The path of a module around the node of which nothing is known, neither by trace nor by recorded runs."""

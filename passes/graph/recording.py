@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
 from passes.graph.capture import ModuleGraph, is_atom
-from passes.graph.guards import SealedOutput
 from passes.graph.interception import intercepted_calls
 from passes.graph.structure import CallStructure, Unstructured, binder_of, signature_of
 from passes.graph.tracing import METADATA, function_name
+from passes.program.seals import SealedOutput
 
 
 @dataclass
@@ -322,9 +322,9 @@ class _Recorder(TorchFunctionMode):
 
 def opened(values: Any) -> Any:
     """The values with the tensors in the place of sealed ones: which modules are folded together doesn't change what is run."""
-    if not any(type(leaf) is SealedOutput for leaf in pytree.tree_leaves(values)):
+    if not any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves(values)):
         return values
-    return pytree.tree_map(lambda leaf: leaf.sealed_value if type(leaf) is SealedOutput else leaf, values)
+    return pytree.tree_map(lambda leaf: leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf, values)
 
 
 def agree(root: nn.Module, runs: Sequence[Recording], unregistered: Places = ()) -> Recordings:

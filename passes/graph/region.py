@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.casts import changed, lowering
 from passes.graph.forward import GraphForward
-from passes.graph.guards import FoldedConvForward, FoldedNormForward, SealedOutput, inner_forward
-from passes.graph.linear_groups import computing_together, shared_by
-from passes.graph.padded import PaddedForward, call_wide, padded_forward
 from passes.graph.program import Program
+from passes.program.folded import FoldedConvForward, FoldedNormForward
+from passes.program.forwards import inner_forward
+from passes.program.seals import SealedOutput, sealed
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,23 @@ class Step:
 class Region:
     """Some nodes in the order of the run, with their arguments as they stood when the region was taken.
 
-    Calling it with the values of `inputs` runs the nodes on the modules and tensors of now and gives the value of
-    `output`, or of several nodes where it has more.
+    Calling it with the values of `inputs` runs the nodes on the modules and tensors of now and gives the value of `output`.
 
     Attributes:
         inputs: the nodes outside the region whose values it needs.
         output: the last node, or what whoever used its value uses now.
-        more: further nodes whose values it gives, in front of that; a rewrite leaves them where they are.
-        around: the modules whose forwards the nodes stand in.
     """
 
     steps: tuple[Step, ...]
     inputs: tuple[fx.Node, ...]
     output: fx.Node
-    more: tuple[fx.Node, ...] = ()
-    around: tuple[nn.Module, ...] = ()
 
     @classmethod
-    def of(cls, program: Program, nodes: Sequence[fx.Node], *, all_outputs: bool = False) -> Region:
-        """The region of one node or more, which gives the value of the last one, or of all."""
+    def of(cls, program: Program, nodes: Sequence[fx.Node]) -> Region:
+        """The region of one node or more, which gives the value of the last one."""
         reader = _Reader(program, set(nodes))
         steps = tuple(reader.step(node) for node in nodes)
-        around = tuple({id(home.module): home.module for home in map(program.home, nodes)}.values())
-        return cls(steps, tuple(reader.inputs), nodes[-1], tuple(nodes[:-1]) if all_outputs else (), around)
+        return cls(steps, tuple(reader.inputs), nodes[-1])
 
     def rewritten(
         self, program: Program, gone: Mapping[fx.Node, fx.Node], added: Sequence[fx.Node] = ()
@@ -90,9 +84,7 @@ class Region:
             output = program.producer(output)
         if any(node not in self.inputs for node in reader.inputs) or output not in (*nodes, *self.inputs):
             return None
-        if any(node not in nodes for node in self.more):
-            return None
-        return Region(steps, self.inputs, output, self.more, self.around)
+        return Region(steps, self.inputs, output)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -124,13 +116,12 @@ class Region:
 
     def __call__(self, *values: Any) -> Any:
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
-        # As in the forwards that the nodes stand in.
-        with computing_together([group for module in self.around for group in shared_by(module)]):
-            for step in self.steps:
-                args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), lambda a: _value(a, known))
-                with _autocast(step, (args, kwargs)):
-                    known[step.node] = _run(step, args, kwargs)
-        return (*(known[node] for node in self.more), known[self.output]) if self.more else known[self.output]
+        for step in self.steps:
+            args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), lambda a: _value(a, known))
+            with _autocast(step, (args, kwargs)):
+                known[step.node] = _run(step, args, kwargs)
+        # A function whose weight was folded seals its output, too.
+        return pytree.tree_map_only(SealedOutput, lambda leaf: leaf.sealed_value, known[self.output])
 
 
 class _Reader:
@@ -186,12 +177,19 @@ def _run(step: Step, args: Any, kwargs: Any) -> Any:
     if step.op == "call_method":
         return getattr(args[0], step.target)(*args[1:], **kwargs)
     guard = inner_forward(step.target) if isinstance(step.target, nn.Module) else None
-    if isinstance(guard, FoldedConvForward):
-        guard = padded_forward(step.target) or guard
-    if isinstance(guard, PaddedForward | FoldedConvForward | FoldedNormForward | GraphForward):
+    if isinstance(guard, FoldedConvForward | FoldedNormForward | GraphForward):
         if (cast := lowering(step.target)) is not None:
             args, kwargs = changed((args, kwargs), cast.lowered)
         return guard.compute(*args, **kwargs)
-    output = step.target(*args, **kwargs)
-    # As above: what a layer computes, with nobody looking where that goes.
-    return output.sealed_value if step.target is call_wide and type(output) is SealedOutput else output
+    return step.target(*_sealed_for(step.target, args), **kwargs)
+
+
+def _sealed_for(target: Any, args: Any) -> Any:
+    """What a layer is given that computes by a function: its weight opens the seal of the BatchNorm before it."""
+    weights = target._parameters.values() if isinstance(target, nn.Module) else ()
+    layers = (getattr(weight, "sealed_layer", None) for weight in weights)
+    front = next((layer.front for layer in layers if layer is not None), None)
+    if front is None:
+        return args
+    input, *others = args
+    return (sealed(input, front, input.dim() - front.dims - 1), *others)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
+
+from passes.program.weights import PLAIN_TENSORS
 
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams, torch.per_channel_symmetric)
 _PLAIN_INDICES = {
@@ -60,7 +61,7 @@ class Extent(NamedTuple):
 
 def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The storages of `extents_of`, which most tensors have one of."""
-    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested:
         return () if tensor.is_meta else (tensor.untyped_storage()._cdata,)
     return tuple(extent.storage for extent in extents_of(tensor))
 

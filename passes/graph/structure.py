@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
-from passes.graph.guards import SealedOutput
+from passes.program.seals import SealedOutput
 
 # The functions made here, by their text and what it names.
 _known_functions: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
@@ -29,7 +29,7 @@ def is_plain(value: Any) -> bool:
     """
     # Fake tensors, parameters and what else torch itself runs a forward on are tensors to a forward; a sealed one goes
     # through it as it is.
-    if type(value) is SealedOutput:
+    if isinstance(value, SealedOutput):
         return True
     return isinstance(value, torch.Tensor) and (
         type(value) is torch.Tensor or type(value).__module__.partition(".")[0] == "torch"

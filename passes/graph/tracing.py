@@ -28,10 +28,11 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.baked import Reads
 from passes.graph.fingerprint import ABSENT
-from passes.graph.guards import SHAPE_AND_KIND, InstanceForward, inner_forward
 from passes.graph.operations import returns_tensor
 from passes.graph.side_effects import assigned_outside, attributes_of, names_in
 from passes.graph.structure import CallStructure, Unstructured, flatten_outputs
+from passes.program.forwards import InstanceForward, inner_forward
+from passes.program.seals import SHAPE_AND_KIND
 
 # What may be asked of a tensor that exists while tracing: the answer is the same for every input.
 METADATA = SHAPE_AND_KIND | {

@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
 from passes.graph.capture import ModuleGraph
-from passes.graph.guards import SealedOutput
 from passes.graph.interception import intercepted_calls
 from passes.graph.program import Program
 from passes.graph.region import Region
 from passes.graph.structure import binder_of
+from passes.program.seals import SealedOutput
 
 GraphOf = Callable[[ModuleGraph], tuple[fx.Graph, dict[fx.Node, fx.Node]]]
 

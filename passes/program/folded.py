@@ -6,22 +6,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from passes.program.forwards import InstanceForward
+from passes.program.forwards import AroundForward, InstanceForward, inner_forward
 from passes.program.pairs import FoldedPair
 from passes.program.seals import (
-    NOTHING,
     SealedOutput,
     SealedTensor,
     given_on,
     is_captured,
+    is_grad_enabled,
     make_subclass,
     opened_from,
     sealed,
     sealed_for,
 )
 from passes.program.weights import unsealed
-from passes.torch_private import without_subclasses
+from passes.torch_private import NOTHING, without_subclasses
 
 linear = nn.functional.linear
 
@@ -69,6 +70,7 @@ class FoldedConvForward(InstanceForward):
         seal.sealed_value = output
         seal.sealed_by = pair
         seal.sealed_dim = output.dim() - pair.dims - 1
+        seal.sealed_grad = is_grad_enabled()
         return seal
 
     def through(self, layer: Any, input: Any, *size: Any, **named: Any) -> Any:
@@ -151,7 +153,12 @@ class FoldedNormForward(InstanceForward):
             self._check_norm()
             return sealed_for(input if pair.farther is None else opened_from(input, pair.farther, None), pair, None)
         # Every call of every pair comes here, too.
-        is_seal = type(input) is SealedTensor and input.sealed_by is pair and input.sealed_dim == 1
+        is_seal = (
+            type(input) is SealedTensor
+            and input.sealed_by is pair
+            and input.sealed_dim == 1
+            and input.sealed_grad is is_grad_enabled()
+        )
         opened = input.sealed_value if is_seal else opened_from(input, pair, None)
         if self.carried:
             self._check_norm()
@@ -186,5 +193,47 @@ class FoldedNormForward(InstanceForward):
         """The BatchNorm alone, wherever the input comes from."""
         if self.carried:
             return input
-        output: torch.Tensor = self._class_forward(input)
+        owner: Any = self.owner
+        with without_subclasses():
+            if torch.compiler.is_dynamo_compiling() and not owner.training and owner.running_mean is not None:
+                # The graph that comes of it runs elsewhere, by tensors without a seal.
+                mean = unsealed(owner.running_mean)
+                return nn.functional.batch_norm(
+                    input, mean, owner.running_var, owner.weight, owner.bias, False, 0.0, owner.eps
+                )
+            output: torch.Tensor = self._class_forward(input)
         return output
+
+
+def is_carried(module: nn.Module) -> bool:
+    """Whether the module is a BatchNorm that its layer does the work of, and that gives its input as it is."""
+    forward = inner_forward(module)
+    return isinstance(forward, FoldedNormForward) and forward.carried
+
+
+class NoSealsLeave(AroundForward):
+    """The forward of the root around whatever it is: a value that is under a seal isn't given to the caller.
+
+    Attributes:
+        is_root: false where the root of an earlier result is a part of another one now, whose root sees to that.
+    """
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+        self.is_root = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._inner_forward(*args, **kwargs)
+        if self.is_root and type(outputs) is not torch.Tensor:
+            _refuse_seals(outputs, depth=4)
+        return outputs
+
+
+def _refuse_seals(value: Any, depth: int) -> None:
+    """See that no seal is in a value, its containers or its dataclasses."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, SealedOutput):
+            raise leaf.sealed_by.went_astray()
+        for name in getattr(type(leaf), "__dataclass_fields__", ()) if depth else ():
+            _refuse_seals(getattr(leaf, name, None), depth - 1)

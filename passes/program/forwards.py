@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -17,7 +18,12 @@ class InstanceForward:
     owner: nn.Module
 
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.owner).forward(self.owner, *args, **kwargs)
+        cls = type(self.owner)
+        forward = cls.forward
+        if not isinstance(forward, types.FunctionType):
+            # A descriptor that gives a function for the instance.
+            return inspect.getattr_static(cls, "forward").__get__(self.owner, cls)(*args, **kwargs)
+        return forward(self.owner, *args, **kwargs)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -25,7 +31,8 @@ class InstanceForward:
         return class_code(self.owner)
 
     def _class_signature(self) -> inspect.Signature:
-        return inspect.signature(types.MethodType(type(self.owner).forward, self.owner))
+        cls = type(self.owner)
+        return inspect.signature(inspect.getattr_static(cls, "forward").__get__(self.owner, cls))
 
 
 def class_code(module: nn.Module) -> types.CodeType:
@@ -34,3 +41,55 @@ def class_code(module: nn.Module) -> types.CodeType:
     forward = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
     code: types.CodeType = inspect.unwrap(forward).__code__
     return code
+
+
+class AroundForward(InstanceForward):
+    """Base of the forwards around whatever else is the module's forward, that change nothing of what is computed.
+
+    Attributes:
+        inner: what stood in the module's `__dict__`; None for the forward of its class.
+    """
+
+    inner: Any
+
+    def around(self, inner: Any) -> AroundForward:
+        """The same around another forward."""
+        twin = copy.copy(self)
+        twin.inner = inner
+        return twin
+
+    def _inner_forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._class_forward if self.inner is None else self.inner
+        return forward(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return self._class_signature() if self.inner is None else inspect.signature(self.inner)
+
+
+_Around = TypeVar("_Around", bound=AroundForward)
+
+
+def standing_around(module: nn.Module, kind: type[_Around]) -> _Around | None:
+    """The outermost of this kind that stands around the module's forward; None for none."""
+    installed = module.__dict__.get("forward")
+    while isinstance(installed, AroundForward):
+        if isinstance(installed, kind):
+            return installed
+        installed = installed.inner
+    return None
+
+
+def inner_forward(module: nn.Module) -> Any:
+    """What stands in the module's `__dict__` as its forward, under those that change no numbers; None for nothing."""
+    installed = module.__dict__.get("forward")
+    while isinstance(installed, AroundForward):
+        installed = installed.inner
+    return installed
+
+
+def in_place_of(earlier: Any, forward: Any) -> Any:
+    """The forward, within what stands around the earlier one."""
+    if not isinstance(earlier, AroundForward):
+        return forward
+    return earlier.around(in_place_of(earlier.inner, forward))

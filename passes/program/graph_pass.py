@@ -25,14 +25,18 @@ from passes.program.graph_rewriting import GraphChange, GraphRewriter
 from passes.torch_private import COMPILED_CALL
 
 
-class CapturedPass(Pass):
+class GraphPass(Pass):
     """A pass that rewrites captured graphs.
 
     `rewrite` is called for each graph that is captured, at later calls of other kinds too, and then makes the changes that
     were found to be right, and no others.
+
+    Attributes:
+        in_files: whether exported files hold what it does, where the forward is one graph.
     """
 
     needs_run: ClassVar[str] = "rewrites what runs of the model show"
+    in_files: ClassVar[bool] = True
 
     @abstractmethod
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
@@ -40,6 +44,8 @@ class CapturedPass(Pass):
 
     def would_apply(self, program: Program, context: Context) -> bool:
         """As `Pass.would_apply`; the examples are run for it, as nothing else shows a graph."""
+        if not self.in_files:
+            return False
         result = self.run(program, replace(context, judge=None))
         result.rewriter.roll_back()
         return bool(result.changes)
@@ -140,7 +146,7 @@ class _Trial:
         skips: without those that two captures of one place both give.
     """
 
-    item: CapturedPass
+    item: GraphPass
     context: Context
     changes: dict[Place, Change] = field(default_factory=dict)
     skips: dict[Skip, None] = field(default_factory=dict)
@@ -261,4 +267,4 @@ def _function_of(graph: fx.Graph) -> Callable[..., Any]:
     return fx.GraphModule(nn.Module(), graph).forward
 
 
-__all__ = ["CapturedPass"]
+__all__ = ["GraphPass"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from passes.program.forwards import InstanceForward, inner_forward
 from passes.program.moves import METHODS, Channels, move_named
 from passes.program.recording import Node, Recording, call_of, shape_of, tensor_of
 from passes.program.tensors import TensorRef
-from passes.torch_private import AnyBatchNorm, AnyConvolution
+from passes.torch_private import AnyBatchNorm
 
 CONVOLUTIONS: Mapping[Any, tuple[int, bool]] = {
     F.conv1d: (1, False), F.conv2d: (2, False), F.conv3d: (3, False),
@@ -41,9 +42,10 @@ _SCALE_FUNCTIONS = frozenset(
     for name in (word, f"__{word}__")
     if hasattr(home, name)
 )
-STOCK_LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+STOCK_CONVOLUTIONS: tuple[type[nn.Module], ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+STOCK_LAYERS = (*STOCK_CONVOLUTIONS, nn.Linear)
 STOCK_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -199,7 +201,7 @@ class Pair:
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether the module computes by the forward of one of the classes: it is one, or a subclass that keeps it."""
     own = type(module)
-    if own.__call__ is not nn.Module.__call__:
+    if own.__call__ is not nn.Module.__call__ or not isinstance(inner_forward(module), InstanceForward | None):
         return False
     kept = ("forward", "_conv_forward", "_check_input_dim", "_output_padding")
     return any(
@@ -230,10 +232,21 @@ def convolution_at(node: Node) -> Convolution | None:
         if source.op == "call_function" and call_of(source) is call_of(node):
             # It pads by a call of its own, where it repeats or mirrors its input.
             source = next(iter(source.all_input_nodes))
-    padding = given.get("padding", 0)
-    sides = padding if isinstance(padding, list | tuple) else [padding]
-    pads = padding != "valid" and any(type(side) is not int or side != 0 for side in sides)
+    pads = reads_zeros(given.get("padding", 0), _shape_of_tensor(weight)[2:])
     return Convolution(node, source, weight, bias, dims, transposed, groups, module, pads)
+
+
+def reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
+    """Whether a convolution with this padding reads zeros beyond the border of its input, or may."""
+    if isinstance(padding, str):
+        return padding != "valid" and any(size != 1 for size in kernel)
+    sides = padding if isinstance(padding, list | tuple) else [padding]
+    return any(type(side) is not int or side != 0 for side in sides)
+
+
+def _shape_of_tensor(ref: TensorRef) -> Sequence[int]:
+    value = ref.value
+    return () if value is None else value.shape
 
 
 def batch_norm_at(node: Node) -> BatchNorm | None:
@@ -294,45 +307,49 @@ def affine_at(node: Node) -> Affine | None:
     return batch_norm_at(node) or channel_scale_at(node)
 
 
-def pairs_behind(recording: Recording, folded: Sequence[Node] = ()) -> Iterator[Pair]:
-    """Every affine operation whose input a convolution or linear layer makes.
+def pair_behind(node: Node, folded: Collection[Node] = ()) -> Pair | None:
+    """The pair of an affine operation and the convolution or linear layer that makes its input; None for no such call.
 
     Args:
-        folded: the affine operations that their convolutions do already: what comes after them is a pair too.
+        folded: the affine operations that their layers do already: what comes after them is a pair too.
     """
-    passed = set(folded)
-    for node in recording.nodes():
-        affine = None if node in passed else affine_at(node)
-        if affine is None:
-            continue
-        source, moves = _source_of(affine.input, passed)
-        conv = convolution_at(source)
-        if conv is None:
-            continue
-        pair = Pair(conv, replace(affine, moves=moves))
-        if isinstance(affine, BatchNorm) or _scales_channels(pair):
-            yield pair
+    affine = None if node in folded else affine_at(node)
+    if affine is None:
+        return None
+    source, moves = _source_of(affine.input, folded)
+    conv = convolution_at(source)
+    if conv is None:
+        return None
+    pair = Pair(conv, replace(affine, moves=moves))
+    return pair if isinstance(affine, BatchNorm) or _scales_channels(pair) else None
 
 
-def pairs_in_front(recording: Recording, folded: Sequence[Node] = ()) -> Iterator[Pair]:
-    """Every convolution or linear layer whose input a batch normalisation makes; `folded` as for `pairs_behind`."""
-    passed = set(folded)
-    for node in recording.nodes():
-        conv = convolution_at(node)
-        if conv is None:
-            continue
-        source, moves = _source_of(conv.input, passed)
-        norm = None if source in passed else batch_norm_at(source)
-        if norm is not None:
-            yield Pair(conv, replace(norm, moves=moves, leads=True))
+def pair_in_front(node: Node, folded: Collection[Node] = ()) -> Pair | None:
+    """The pair of a convolution or linear layer and the batch normalisation that makes its input; as `pair_behind`."""
+    conv = convolution_at(node)
+    if conv is None:
+        return None
+    source, moves = _source_of(conv.input, folded)
+    norm = None if source in folded else batch_norm_at(source)
+    return None if norm is None else Pair(conv, replace(norm, moves=moves, leads=True))
 
 
-def _source_of(node: Node, passed: set[Node]) -> tuple[Node, tuple[Node, ...]]:
+def pairs_behind(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
+    """Every affine operation whose input a convolution or linear layer makes."""
+    return filter(None, (pair_behind(node, folded) for node in recording.nodes()))
+
+
+def pairs_in_front(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
+    """Every convolution or linear layer whose input a batch normalisation makes."""
+    return filter(None, (pair_in_front(node, folded) for node in recording.nodes()))
+
+
+def _source_of(node: Node, folded: Collection[Node]) -> tuple[Node, tuple[Node, ...]]:
     """What makes the value, and what it passes since, in order."""
     moves: list[Node] = []
-    while node in passed or move_at(node) is not None:
+    while node in folded or move_at(node) is not None:
         moves.append(node)
-        node = next(iter(node.all_input_nodes)) if node not in passed else _input_of(node)
+        node = next(iter(node.all_input_nodes)) if node not in folded else _input_of(node)
     return node, tuple(reversed(moves))
 
 
@@ -385,11 +402,6 @@ def _scales_channels(pair: Pair) -> bool:
 def arguments_of(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     """The arguments of a call by name; those left to their defaults are missing."""
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def looks_like_layer(module: nn.Module) -> bool:
-    """Whether the module is a layer of torch's by its class, and computes in a way of its own."""
-    return isinstance(module, AnyConvolution | nn.Linear) and not is_stock(module, STOCK_LAYERS)
 
 
 def _looked_up(table: Mapping[Any, Any], node: Node) -> Any:

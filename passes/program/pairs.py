@@ -31,6 +31,7 @@ class FoldedPair:
         operation: of a function, "batch_norm" or the name of the product or sum.
         eps: the BatchNorm's, when it was folded.
         behind: how many dims there are after that of the channels in what a function is given; None for dim 1.
+        taken: the places of the tensors that a function is given and whose values the layer has.
         convolves: whether a function computes the layer, and no stock module.
         added: the bias that such a call isn't given, as the layer had none; None for no such bias.
         farther: the pair of the same layer and the next affine operation, beyond this one, which the layer does too.
@@ -64,6 +65,7 @@ class FoldedPair:
         self.behind = behind
         self.farther: FoldedPair | None = None
         self.argument = "running_mean"
+        self.taken: tuple[TensorRef, ...] = ()
         self.convolves = False
         self.added: TensorRef | None = None
         self.warned = False
@@ -72,6 +74,12 @@ class FoldedPair:
         """Whether the arguments are those of the functional BatchNorm of the pair."""
         place = self.function
         return place is not None and given.get(self.argument) is getattr(place.owner, place.name)
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether a place has a tensor again whose values the layer has."""
+        registered = (ref.owner._parameters.get(ref.name, ref.owner._buffers.get(ref.name)) for ref in self.taken)
+        return any(tensor is not None for tensor in registered)
 
     @property
     def first(self) -> str:

@@ -119,7 +119,8 @@ def operation_name(node: Node) -> str:
     target: Any = node.target
     name = str(getattr(target, "__name__", target))
     # A property of tensors is read by `__get__`.
-    return str(getattr(target.__self__, "__name__", name)) if name == "__get__" else name
+    name = str(getattr(target.__self__, "__name__", name)) if name == "__get__" else name
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 # Of their further argument they take the shape alone.
@@ -146,7 +147,7 @@ def record(
     """
     recordings: list[Recording] = []
     for number in range(count):
-        recorder = _Recorder(root, modules)
+        recorder = Recorder(root, modules)
         reason = run_inside(recorder, number)
         if reason is not None:
             return reason
@@ -154,7 +155,7 @@ def record(
     return recordings
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Watches one run. No tensor of the run is kept alive by it, so that what outlives the run shows."""
 
     def __init__(self, root: nn.Module, modules: Callable[[], Iterable[nn.Module]]) -> None:
@@ -219,20 +220,22 @@ class _Recorder(TorchFunctionMode):
         self._add(func, args, kwargs, result)
         return result
 
-    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> fx.Node | None:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not leaves and not made:
-            return
+            return None
         mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
-        asks = not made and asks_no_values(func, args, kwargs)
+        # What is asked of a value under a seal is asked of the value.
+        asks = not made and asks_no_values(func, *fx.node.map_aggregate((args, kwargs), _unsealed))
         node.meta.update(call=self._calls, asks=asks, autocast=_autocast_dtype(leaf.device.type for leaf in leaves))
         if len(made) == 1:
-            node.meta["shape"] = Shape(tuple(made[0].shape), made[0].dtype)
+            node.meta["shape"] = _shape(made[0])
         for leaf in made:
             if id(leaf) not in self._places:
                 self._remember(_unsealed(leaf), node)
+        return node
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -245,7 +248,7 @@ class _Recorder(TorchFunctionMode):
         if known is not None and known[0]() is leaf:
             return known[1][-1]
         node = self.recording.graph.placeholder(f"value_{len(self._values)}")
-        node.meta.update(call=self._calls, asks=False, shape=Shape(tuple(leaf.shape), leaf.dtype))
+        node.meta.update(call=self._calls, asks=False, shape=_shape(leaf))
         self._remember(leaf, node)
         return node
 
@@ -254,7 +257,7 @@ class _Recorder(TorchFunctionMode):
         node = self.recording._reads.get(key)
         if node is None:
             node = self.recording.graph.create_node("get_attr", ref.name)
-            node.meta.update(call=self._calls, asks=False, tensor=ref, shape=Shape(tuple(tensor.shape), tensor.dtype))
+            node.meta.update(call=self._calls, asks=False, tensor=ref, shape=_shape(tensor))
             self.recording._reads[key] = node
         return node
 
@@ -278,6 +281,11 @@ class _Recorder(TorchFunctionMode):
                     node.meta.update(escapes=True, returned=key in returned)
 
 
+def _shape(tensor: torch.Tensor) -> Shape | None:
+    # A nested tensor has no sizes.
+    return None if tensor.is_nested else Shape(tuple(tensor.shape), tensor.dtype)
+
+
 def _unsealed(tensor: Any) -> Any:
     """The value that an earlier fold gives on under a seal."""
     return getattr(tensor, "sealed_value", tensor)
@@ -289,13 +297,19 @@ def call_script(*args: Any) -> None:
 
 def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call is a question about shapes and kinds: it gives no tensor, and torch answers it without any values."""
+    if getattr(func, "__name__", "") == "data_ptr":
+        return False
     try:
         with without_torch_function():
             meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
             answer = func(*meta_args, **meta_kwargs)
     except Exception:  # noqa: BLE001 - whatever it raises, it isn't answered
         return False
-    return answer is not None and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(answer))
+    return answer is not None and all(isinstance(leaf, _PLAIN_ANSWERS) for leaf in pytree.tree_leaves(answer))
+
+
+# No storages or arrays, by which numbers could be had.
+_PLAIN_ANSWERS = (bool, int, float, str, tuple, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

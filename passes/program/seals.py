@@ -2,7 +2,7 @@
 
 A folded layer gives out a tensor subclass that holds its output. Shape and kind can be asked for, operations that only
 move values give a sealed value again, the second of the pair opens it, and anything else raises `UnseenCall`. The subclass
-has no values of its own: code that goes around `__torch_function__` finds an empty tensor, never a wrong number.
+has no values of its own: code that goes around `__torch_function__` finds an empty tensor and raises.
 
 While torch traces or compiles, the seal is a plain object instead, which leaves nothing in the graph.
 """
@@ -22,7 +22,7 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
-from passes.torch_private import is_tracing, without_subclasses
+from passes.torch_private import NOTHING, is_tracing, without_subclasses
 
 
 class SealedOutput:
@@ -32,22 +32,31 @@ class SealedOutput:
         sealed_value: the output.
         sealed_by: the pair.
         sealed_dim: the dim that holds the channels.
+        sealed_grad: whether gradients were on when it was made: a value that is made under an autograd function, as a
+            reentrant checkpoint is one, and opened outside would lose its gradient.
     """
 
     __slots__ = ()
     sealed_value: torch.Tensor
     sealed_by: FoldedPair
     sealed_dim: int
+    sealed_grad: bool
 
 
 class SealedTensor(SealedOutput, torch.Tensor):
     """The seal in code that runs as it is written: a tensor to whoever asks."""
 
-    __slots__ = ("sealed_by", "sealed_dim", "sealed_value")
+    __slots__ = ("sealed_by", "sealed_dim", "sealed_grad", "sealed_value")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SealedTensor(shape={tuple(self.sealed_value.shape)}, dtype={self.sealed_value.dtype})"
+
+    def __format__(self, text: str) -> str:
+        return repr(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise self.sealed_by.went_astray()
@@ -70,6 +79,7 @@ class TracedOutput(SealedOutput):
         self.sealed_value = value
         self.sealed_by = pair
         self.sealed_dim = dim
+        self.sealed_grad = is_grad_enabled()
 
     def __getattr__(self, name: str) -> Any:
         # While it is being copied, it has nothing yet.
@@ -109,8 +119,8 @@ for _name in (
     setattr(TracedOutput, f"__{_name}__", _operator(f"__{_name}__"))
 TracedOutput.__hash__ = object.__hash__  # type: ignore[method-assign]
 
-NOTHING = torch.empty(0)
 make_subclass = torch.Tensor._make_subclass
+is_grad_enabled = torch.is_grad_enabled
 
 
 def is_captured() -> bool:
@@ -126,6 +136,7 @@ def sealed(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
     seal.sealed_value = value
     seal.sealed_by = pair
     seal.sealed_dim = dim
+    seal.sealed_grad = is_grad_enabled()
     return seal
 
 
@@ -162,6 +173,8 @@ def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tenso
         return _exported(value, pair, behind)
     if value.sealed_by is not pair:
         raise pair.came_from_elsewhere()
+    if value.sealed_grad is not is_grad_enabled():
+        raise pair.went_astray()
     opened = value.sealed_value
     wanted = 1 if behind is None else opened.dim() - behind - 1
     if value.sealed_dim != wanted:
@@ -232,6 +245,10 @@ def _normalised(func: Any, seal: SealedOutput, given: dict[str, Any]) -> Any:
     opened = opened_from(seal, pair, None)
     if not pair.carried:
         with without_subclasses():
+            if torch.compiler.is_dynamo_compiling():
+                # The graph that comes of it runs elsewhere, by tensors without a seal.
+                mean = given[pair.argument]
+                given = {**given, pair.argument: torch.ops.aten.alias.default(mean)}
             output: torch.Tensor = F.batch_norm(**{**given, "input": opened})
         is_frozen = not given.get("training", False) and not torch.compiler.is_compiling()
         if pair.trained and is_frozen and output.requires_grad:
@@ -247,9 +264,7 @@ def check_function(pair: FoldedPair, given: Mapping[str, Any]) -> None:
     Raises:
         UnseenCall: it isn't.
     """
-    place = pair.function
-    assert place is not None
-    if place.owner._parameters.get(place.name, place.owner._buffers.get(place.name)) is not None:
+    if pair.is_given_back:
         raise pair.other_tensors(pair.norm_path)
     if given.get("training", False):
         raise pair.in_training()
@@ -265,7 +280,7 @@ def _scaled(operation: str, seal: SealedOutput, args: Sequence[Any]) -> Any:
         operation = {"sub": "rsub", "rsub": "sub", "div": ""}.get(operation, operation)
     if place is None or pair.operation != operation or other is not getattr(place.owner, place.name):
         raise pair.went_astray()
-    if place.owner._parameters.get(place.name, place.owner._buffers.get(place.name)) is not None:
+    if pair.is_given_back:
         raise pair.other_tensors(pair.norm_path)
     opened = opened_from(seal, pair, pair.behind)
     return given_on(opened, pair, seal.sealed_dim)
@@ -274,7 +289,7 @@ def _scaled(operation: str, seal: SealedOutput, args: Sequence[Any]) -> Any:
 def _moved(seal: SealedOutput, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     value, pair, dim = seal.sealed_value, seal.sealed_by, seal.sealed_dim
     behind = Channels(value.dim(), dim, value.shape[dim]).behind(name, args, kwargs)
-    if behind is None:
+    if behind is None or seal.sealed_grad is not is_grad_enabled():
         raise pair.went_astray()
     return sealed(func(value, *args, **kwargs), pair, behind.dim)
 

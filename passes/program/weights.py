@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
-from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, layer_arguments
+from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, layer_arguments, reads_zeros
 from passes.program.pairs import FoldedPair
 from passes.program.seals import SealedOutput, check_function, given_on, opened_from, sealed, sealed_for
+from passes.program.seals import answer as answer_of_seal
 from passes.program.tensors import TensorRef
 from passes.torch_private import without_subclasses
 
@@ -59,12 +60,12 @@ class FoldedLayer:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         pair, front = self.pair, self.front
         input = given["input"]
-        weight: Any = getattr(self.weight.owner, self.weight.name, None)
+        weight: Any = getattr(self.weight.owner, self.weight.name)
         if self.module or given.get("weight") is not weight or self._has_other_bias(given.get("bias")):
             raise self.any_pair.read_elsewhere(self.any_pair.conv_path)
         if front is not None:
             input = opened_from(input, front, self.dims)
-            if _pads(given.get("padding", 0)):
+            if reads_zeros(given.get("padding", 0), input.shape[:0] if weight is None else weight.shape[2:]):
                 raise front.other_padding()
         elif isinstance(input, SealedOutput):
             raise input.sealed_by.went_astray()
@@ -145,6 +146,10 @@ class FoldedTensor(_Folded, torch.Tensor):
             return _made, (FoldedTensor, values, self.requires_grad), dict(self.__dict__), None, None, _set_state
 
 
+# The classes of tensors whose numbers torch's own operations read as they are.
+PLAIN_TENSORS: frozenset[type[torch.Tensor]] = frozenset({torch.Tensor, nn.Parameter, FoldedParameter, FoldedTensor})
+
+
 def _made(kind: type[Any], values: torch.Tensor, requires_grad: bool) -> Any:
     with without_subclasses():
         return torch.Tensor._make_subclass(kind, values.detach(), requires_grad)
@@ -176,7 +181,19 @@ def folded_tensor(
     return tensor
 
 
-def like_old(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+def over_values(source: FoldedParameter, values: torch.Tensor) -> FoldedParameter:
+    """A parameter like a folded one over other values, which `sealed_like` gives its seal."""
+    parameter: FoldedParameter = _made(FoldedParameter, values, source.requires_grad)
+    return parameter
+
+
+def sealed_like(source: torch.Tensor, twin: torch.Tensor, memo: dict[int, Any]) -> None:
+    """Give a copy of a folded parameter the seal of its source, over what the memo has copied."""
+    if isinstance(source, FoldedParameter):
+        _copy_state(source, twin, memo)
+
+
+def like_old(old: torch.Tensor | None, new: nn.Parameter) -> nn.Parameter:
     """New values for a parameter, folded as the old one was."""
     layer = getattr(old, "sealed_layer", None)
     if layer is None or not isinstance(old, FoldedParameter) or isinstance(new, FoldedParameter):
@@ -194,6 +211,9 @@ def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         UnseenCall: it computes a tensor, and isn't that of the layer or the affine operation.
     """
+    if any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+        # Torch asks the class of the first argument: in a product that may be this one's.
+        return answer_of_seal(func, args, kwargs)
     if getattr(func, "namespace", "") in ("aten", "prims"):
         # A graph that torch captured calls operators, and no forward that somebody wrote.
         with without_subclasses():
@@ -246,7 +266,7 @@ _COPIES = frozenset({
 })  # fmt: skip
 # What takes the values out, as a state dict does, or makes a tensor without them.
 _FREE = frozenset(
-    {"detach", "alias", "grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
+    {"detach", "alias", "grad", "_base", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
 )
 
 
@@ -300,8 +320,3 @@ def _sealed_again(func: Any, args: Sequence[Any], result: Any) -> Any:
 
     with without_subclasses():
         return iter([seal(row) for row in result]) if name == "__iter__" else pytree.tree_map(seal, result)
-
-
-def _pads(padding: Any) -> bool:
-    sides = padding if isinstance(padding, list | tuple) else [padding]
-    return padding != "valid" and any(type(side) is not int or side != 0 for side in sides)

@@ -22,43 +22,37 @@ from pathlib import Path
 
 # What the judge of a fold is made of.
 FILES = (
-    "passes/folding.py",
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
-    "passes/graph/match.py",
     "passes/graph/hooks.py",
+    "passes/program/arithmetic.py",
+    "passes/program/checkpoint_guard.py",
+    "passes/program/folded.py",
+    "passes/program/judging.py",
+    "passes/program/matching.py",
+    "passes/program/moved_bias.py",
     "passes/program/moves.py",
+    "passes/program/pairs.py",
+    "passes/program/seals.py",
+    "passes/program/tensor_rewriting.py",
     "passes/program/tensors.py",
-    "passes/graph/moved_bias.py",
-    "passes/graph/guards.py",
-    "passes/graph/rewriter.py",
+    "passes/program/weights.py",
 )
 # The answer of each predicate by which the judge goes on.
 LETS_PASS = {
-    "_is_closed": True, "are_finite": True, "_is_finite": True,
-    "is_moving": True, "uses_values": False, "_is_quantized": False, "can_be_sealed": True, "_opens": False,
-    "is_stock": True, "has_hooks": False, "has_global_hooks": False, "is_parametrized": False,
-    "_asks_isinstance": True, "is_carried": True, "is_tied": False,
-    "is_leaving_alone": False, "_is_unused": True, "scales_channels": True, "_is_called": False,
-    "is_gone": True, "_are_tensors": True, "is_computed": False, "is_there": True, "is_layer": False,
+    "has_hooks": False, "has_global_hooks": False, "is_parametrized": False, "are_finite": True, "_is_finite": True,
+    "_pads": False, "reads_zeros": False, "is_stock": True, "_scales_channels": True, "_leads_to": True, "_writes": False,
+    "_is_write": False, "_is_layer": False, "_is_beyond": False, "is_tied": False, "is_computed": False, "is_there": True,
+    "is_gone": True, "_are_tensors": True, "is_named_by": True, "_asks": True, "_has_other_bias": False,
+    "_writes_elsewhere": False, "is_given_back": False,
 }  # fmt: skip
 # What stands in these files and judges no fold.
 OTHER_WORK = {
-    "activation_at": "no fold asks for activations",
-    "_may_be_norm": "a short look at a node that spares a long one",
-    "_may_be_trained": "asks whether a gradient may be lost, of which a warning tells",
+    "is_carried": "tells a layer's part in a pair, for reports",
+    "is_captured": "tells whether torch traces, for the kind of seal",
+    "is_as_given": "tells a run in eval from one in training",
+    "_is_folded": "tells the class of a tensor",
     "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
-    "_is_size": "tells the sizes among outputs, for the memory format",
-    "_is_dense": "tells strided tensors, for the memory format",
-    "_lies_in": "compares memory formats",
-    "is_kept_contiguous": "tells a memory format",
-    "enters_channels_last": "tells a memory format",
-    "_is_map": "tells what has a memory format",
-    "draws_for_last": "tells random numbers that go by the memory format",
-    "dim_order": "finds a memory format",
-    "_order_of": "finds a memory format",
-    "_needs_gradient": "tells whether a new parameter needs a gradient",
-    "_fills_its_storage": "tells whether a memory format can be written in place",
 }
 # Given instead of a name in a tuple: nothing is called so.
 _NOTHING = r'"\0"'

@@ -1,6 +1,6 @@
 """Breaks each guard of the judge of a fold, one at a time, and shows the test that turns red.
 
-    python tests/mutation/mutants.py --only passes/folding.py --reached /tmp/reached.json
+    python tests/mutation/mutants.py --only passes/program/judging.py --reached /tmp/reached.json
 
 All is done in copies of the project in a temporary folder. First the tests run once with a note at every guard, which
 tells whom each test makes say no: only those tests can see that the guard is gone. Then each guard is taken away in
@@ -42,12 +42,11 @@ _COPIED = ("passes", "optimizer", "exporters", "tests", "pyproject.toml")
 # The tests that are near to the judge.
 _TESTS = (
     "tests/passes/program/test_moves.py",
-    "tests/passes/graph/test_match.py",
-    "tests/passes/graph/test_moved_bias.py",
-    "tests/passes/graph/test_guards.py",
-    "tests/passes/graph/test_named_reads.py",
-    "tests/passes/graph/test_rewriter.py",
-    "tests/passes/graph/test_unwatched.py",
+    "tests/passes/program/test_matching.py",
+    "tests/passes/program/test_moved_bias.py",
+    "tests/passes/program/test_recording.py",
+    "tests/passes/program/test_seals.py",
+    "tests/passes/program/test_sealed_outputs.py",
     "tests/passes/test_folding.py",
     "tests/passes/test_folding_functions.py",
     "tests/passes/test_folding_in_front.py",
@@ -55,12 +54,11 @@ _TESTS = (
     "tests/passes/test_folding_memory.py",
     "tests/passes/test_folding_methods.py",
     "tests/passes/test_folding_moves.py",
+    "tests/passes/test_folding_ranks.py",
     "tests/passes/test_folding_scales.py",
     "tests/passes/test_folding_tensors.py",
     "tests/passes/test_fold_conv_bias.py",
     "tests/passes/test_fold_conv_bn.py",
-    "tests/optimizer/test_kept_functions.py",
-    "tests/optimizer/test_seals.py",
 )
 _PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")
 # How lines on tests that failed begin.

@@ -220,4 +220,4 @@ def test_each_run_reads_the_files_anew_and_a_stuck_one_is_ended(mutants, tmp_pat
 def test_a_file_that_is_not_the_judges_is_an_error():
     done = run("--only", "passes/registry.py")
     assert done.returncode == 2
-    assert "passes/registry.py is no file of the judge: choose from passes/folding.py" in done.stderr
+    assert "passes/registry.py is no file of the judge: choose from passes/fold_conv_bn.py" in done.stderr

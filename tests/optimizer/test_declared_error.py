@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from optimizer import export, optimize, verify_bundle
 from optimizer.errors import OptimizeFailed
-from passes.base import GraphPass, Pass
+from passes.base import Pass, ProgramPass
 from passes.errors import PassOptionError
-from passes.graph.match import TensorRef
 from passes.graph.rewriter import Rewriter
+from passes.program.tensors import TensorRef
 
 
 class Net(nn.Module):
@@ -36,7 +36,7 @@ def off_by_a_percent(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GeluTanh(GraphPass):
+class GeluTanh(ProgramPass):
     """gelu(x) is about x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), off by less than 5e-4 everywhere."""
 
     name: ClassVar[str] = "gelu-tanh"
@@ -58,7 +58,7 @@ class Undeclared(GeluTanh):
 
 
 @dataclass(frozen=True)
-class ScaleSecond(GraphPass):
+class ScaleSecond(ProgramPass):
     """A wrong pass whose error is less than what the other one declares."""
 
     name: ClassVar[str] = "scale-second"

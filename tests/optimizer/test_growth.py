@@ -10,14 +10,21 @@ import torch
 from torch import nn
 
 from optimizer import optimize
-from passes import JitFusion, Simplify
-from passes.program.graph_pass import CapturedPass
+from passes import JitFusion, MergeLinears, PadChannels, Simplify
+from passes.program.graph_pass import GraphPass
 from passes.registry import pass_names
 
 FEW, MANY = 40, 320
-ASKED_FOR = {"merge-linears": "merge-linears:force=true", "pad-channels": "pad-channels:force=true"}
 # Compiling and capturing graphs is torch's own work; the others are for training.
-OTHERS = {"torch-compile", "simplify", "jit-fusion", "insert-checkpoints", "sync-batch-norm"}
+OTHERS = {
+    "torch-compile",
+    "simplify",
+    "merge-linears",
+    "pad-channels",
+    "jit-fusion",
+    "insert-checkpoints",
+    "sync-batch-norm",
+}
 
 
 class InARow(nn.Module):
@@ -62,22 +69,24 @@ def calls_of(model: nn.Module, item: str) -> int:
 @pytest.mark.parametrize("kind", [InARow, SideBySide])
 @pytest.mark.parametrize("name", sorted({*pass_names()} - OTHERS))
 def test_a_pass_does_no_more_for_an_operation_of_a_larger_model(name: str, kind: type[nn.Module]) -> None:
-    item = ASKED_FOR.get(name, name)
-    calls_of(kind(2), item)  # what is done once in a process
-    few, many = (calls_of(kind(blocks), item) for blocks in (FEW, MANY))
+    calls_of(kind(2), name)  # what is done once in a process
+    few, many = (calls_of(kind(blocks), name) for blocks in (FEW, MANY))
     assert many <= MANY / FEW * few
 
 
-@pytest.mark.parametrize("cls", [Simplify, JitFusion])
+REWRITES = [Simplify(), MergeLinears(force=True), PadChannels(force=True), JitFusion()]
+
+
+@pytest.mark.parametrize("item", REWRITES, ids=lambda item: item.name)
 def test_a_rewrite_of_a_captured_graph_does_no_more_for_an_operation_of_a_larger_model(
-    cls: type[CapturedPass], monkeypatch: pytest.MonkeyPatch
+    item: GraphPass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile, rewrite = cProfile.Profile(), cls.rewrite
-    monkeypatch.setattr(cls, "rewrite", lambda *given: profile.runcall(rewrite, *given))
+    profile, rewrite = cProfile.Profile(), type(item).rewrite
+    monkeypatch.setattr(type(item), "rewrite", lambda *given: profile.runcall(rewrite, *given))
 
     def calls(blocks: int) -> int:
         profile.clear()
-        optimize(SideBySide(blocks).eval(), [cls()], example_inputs=(torch.randn(2, 3),))
+        optimize(SideBySide(blocks).eval(), [item], example_inputs=(torch.randn(2, 3),))
         return int(pstats.Stats(profile).total_calls)
 
     calls(2)

@@ -17,8 +17,10 @@ from optimizer import check_parity, export, optimize, report_of, verify_bundle
 from optimizer.errors import UsageError
 from optimizer.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, Reference, judge
-from passes import CastPrecision, GraphPass, Precision, Rewriter
-from passes.graph.match import TensorRef
+from passes import CastPrecision, Precision
+from passes.base import ProgramPass
+from passes.graph.rewriter import Rewriter
+from passes.program.tensors import TensorRef
 
 BFLOAT16 = Precision(torch.bfloat16)
 FLOAT16 = Precision(torch.float16)
@@ -310,7 +312,7 @@ def test_gradients_are_judged_in_kind() -> None:
 
 
 @dataclass(frozen=True)
-class Scale(GraphPass):
+class Scale(ProgramPass):
     """Multiply the last layer's weight by a number, which nothing but the whole shows."""
 
     name: ClassVar[str] = "scale"
@@ -350,7 +352,7 @@ def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
 
 def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
     @dataclass(frozen=True)
-    class WrongFold(GraphPass):
+    class WrongFold(ProgramPass):
         """The bias of a convolution a hundredth too large, below what the whole shows."""
 
         name: ClassVar[str] = "wrong-fold"
@@ -378,7 +380,7 @@ class WrongInHalf(nn.Conv2d):
 
 
 @dataclass(frozen=True)
-class OtherClass(GraphPass):
+class OtherClass(ProgramPass):
     """Give one convolution a class that is wrong in bfloat16, and the other one that is right."""
 
     name: ClassVar[str] = "other-class"

@@ -17,12 +17,12 @@ from optimizer.errors import ParityError
 from optimizer.inputs import Samples
 from optimizer.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.reference import Reference
-from passes import GraphPass
+from passes.base import ProgramPass
 from passes.graph.rewriter import Rewriter, TensorRef
 
 
 @dataclass(frozen=True)
-class ScaleUnseen(GraphPass):
+class ScaleUnseen(ProgramPass):
     """Scale the weight of a layer, and name no region that could be compared."""
 
     name: ClassVar[str] = "scale-unseen"

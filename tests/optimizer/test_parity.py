@@ -811,7 +811,7 @@ def test_a_gradient_of_nothing_but_rounding_is_known_by_more_samples():
         layers = OwnDtype(), nn.ConvTranspose3d(4, 4, 3, stride=2), nn.BatchNorm3d(4)
         model = enliven(nn.Sequential(*layers)).train()
         inputs = (torch.randn(6, 4, 5, 5, 5, generator=torch.Generator().manual_seed(seed)),)
-        candidate = optimize(model, ["fold-conv-bias"], mode="training")
+        candidate = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=inputs)
         if not judged_by_few_samples(model, candidate, inputs).ok:
             found += 1
             report = check_parity(model, candidate, inputs, mode="training")

@@ -72,9 +72,8 @@ def test_what_looks_between_the_two_raises(pair):
     with pytest.raises(UnseenCall):
         fast.conv(image()) + 1
     fast.raw_too = True
-    _, features = fast(image())
     with pytest.raises(UnseenCall):
-        features.sum()
+        fast(image())
 
 
 def test_the_two_called_by_hand_are_right(pair):
@@ -225,40 +224,26 @@ class Scaled(nn.Module):
         return self.act(y) * self.scale
 
 
-def test_a_forward_by_its_graph_refuses_attributes_that_changed_and_follows_children():
+def test_a_forward_by_functions_follows_attributes_and_children():
     model = enliven(Scaled()).eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert len(fast.report.passes[0].changes) == 1
-    fast.note = "nothing reads it"
     model.act, fast.act = nn.Tanh(), nn.Tanh()
-    assert same(fast(image()), model(image()))
-    fast.scale = 3.0
-    with pytest.raises(UnseenCall, match=r"^scale of the root was changed after optimize\(\)"):
-        fast(image())
-    with pytest.raises(UnseenCall, match=r"^scale of the root"):
-        copy.deepcopy(fast)(image())
-    fast.scale = 2.0
+    model.scale = fast.scale = 3.0
+    for result in (fast, copy.deepcopy(fast), optimize(fast, ["fold-conv-bn"], example_inputs=(image(),))):
+        assert same(result(image()), model(image()))
     fast.bn.eps = 1.0
-    with pytest.raises(UnseenCall, match=r"^eps of bn was changed"):
+    with pytest.raises(UnseenCall, match=r"^the root \(batch_norm\) has another eps than when it was folded"):
         fast(image())
     fast.bn.eps = model.bn.eps
-    with pytest.raises(UnseenCall, match=r"^weight of bn was changed"):
+    with pytest.raises(UnseenCall, match="folded together with"):
         torch.func.functional_call(fast, dict(model.named_parameters()), (image(),))
+    for name in ("weight", "running_var"):
+        with pytest.raises(UnseenCall, match="has parameters again that went into another module"):
+            torch.func.functional_call(fast, {f"bn.{name}": getattr(model.bn, name)}, (image(),))
     assert same(fast(image()), model(image()))
     compiled = torch.compile(fast, backend="eager", fullgraph=True)
     assert same(compiled(image()), model(image()))
-
-
-def test_optimizing_a_changed_result_again_is_not_wrong():
-    fast = optimize(enliven(Scaled()).eval(), ["fold-conv-bn"], example_inputs=(image(),))
-    fast.scale = 3.0
-    again = optimize(fast, ["fold-conv-bn"])
-    assert "its forward was rewritten when scale of the root was another" in str(again.report.coverage.islands)
-    with pytest.raises(UnseenCall, match=r"^scale of the root"):
-        again(image())
-    again.scale = 2.0
-    fast.scale = 2.0
-    assert same(again(image()), fast(image()))
 
 
 def test_torch_export_takes_a_result():
@@ -282,15 +267,12 @@ class ByFunction(nn.Module):
         return F.batch_norm(y, self.mean, self.var) * scale
 
 
-@pytest.mark.parametrize("inputs", [(image(), torch.tensor(2.0)), None])
 @pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), optimize])
-def test_a_graph_refuses_input_of_other_dims_than_it_was_folded_for(inputs, again):
+def test_functions_refuse_input_of_other_dims_than_they_were_folded_for(again):
     model = enliven(ByFunction()).eval()
-    fast = again(optimize(model, ["fold-conv-bn"], example_inputs=inputs))
+    fast = again(optimize(model, ["fold-conv-bn"], example_inputs=(image(), torch.tensor(2.0))))
     assert same(fast(image(3, 3, 4, 4), torch.tensor(3.0)), model(image(3, 3, 4, 4), torch.tensor(3.0)))
-    with pytest.raises(
-        UnseenCall, match=r"ByFunction at the root was rewritten for 4-D input and is given 3-D input for x"
-    ):
+    with pytest.raises(UnseenCall, match="for 4-D input and is given 3-D input"):
         fast(image(3, 4, 4), torch.tensor(3.0))
     # What the convolution doesn't see may come as it likes.
     assert same(fast(image(), torch.ones(4, 1, 1)), model(image(), torch.ones(4, 1, 1)))
@@ -435,23 +417,23 @@ class Tap(nn.Module):
         return layer(x if isinstance(layer, nn.Conv2d) else y)
 
 
-@pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("inputs", [(image(),), None])
-@pytest.mark.parametrize("kind", [LendingConv, LendingNorm, LendingBoth])
-def test_a_layer_that_lends_its_tensors_to_a_function_is_not_called_itself(kind, inputs, mode):
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(LendingConv, "inference"), (LendingNorm, "inference"), (LendingBoth, "inference"), (LendingNorm, "training")],
+)
+def test_a_layer_that_lends_its_tensors_to_a_function_is_not_called_itself(kind, mode):
     model = enliven(kind()).train(mode == "training")
     passes = ["fold-conv-bias"] if mode == "training" else ["fold-conv-bias", "fold-conv-bn"]
-    fast = optimize(model, passes, mode=mode, example_inputs=inputs)
+    fast = optimize(model, passes, mode=mode, example_inputs=(image(),))
     assert [record.status for record in fast.report.passes] == ["applied"] * len(passes)
     model.eval()
     fast.eval()
     given = {"conv": image(), "bn": image(2, 4, 6, 6)}
     for result in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert same(result(image()), model(image()))
-        with pytest.raises(
-            UnseenCall, match=f"^{kind.lends} is called, and its tensors were changed when .* was folded"
-        ):
-            getattr(result, kind.lends)(given[kind.lends])
+        if mode == "inference":
+            with pytest.raises(UnseenCall, match="folded together with"):
+                getattr(result, kind.lends)(given[kind.lends]) + 1
 
 
 @pytest.mark.parametrize("kind", [LendingOwnConv, LendingScale])
@@ -460,19 +442,16 @@ def test_a_layer_of_another_class_that_lends_its_tensors_is_not_called_itself(ki
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert fast.report.passes[0].status == "applied"
     assert same(fast(image()), model(image()))
-    with pytest.raises(UnseenCall, match=f"^{kind.lends} is called, and its tensors were changed when"):
+    with pytest.raises(UnseenCall, match="folded together with"):
         getattr(fast, kind.lends)(image())
 
 
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("kind", [LendingConv, LendingNorm, LendingBoth])
-def test_a_branch_that_calls_a_lending_layer_raises_or_is_known(kind, registered):
+def test_a_branch_that_calls_a_lending_layer_raises(kind, registered):
     model = enliven(kind(kind.lends, registered=registered)).eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
     assert same(fast(image()), model(image()))
-    with pytest.raises(UnseenCall, match=f"^{kind.lends} is called, and its tensors"):
+    with pytest.raises(UnseenCall, match="folded together with"):
         fast(image() * 1e8)
-    unseen = optimize(model, ["fold-conv-bn"])
-    assert unseen.report.passes[0].status == "unchanged"
-    assert any(f"is of {kind.lends}, which" in skip.text for skip in unseen.report.passes[0].skips)
-    assert same(unseen(image() * 1e8), model(image() * 1e8))

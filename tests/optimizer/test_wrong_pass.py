@@ -14,7 +14,8 @@ from torch import nn
 from optimizer import export, optimize
 from optimizer.errors import ParityError
 from optimizer.wrong_pass import pass_to_blame
-from passes import GraphPass, Pass
+from passes import Pass
+from passes.base import ProgramPass
 from passes.graph.rewriter import Rewriter, TensorRef
 
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True)
-class Set(GraphPass):
+class Set(ProgramPass):
     """Put another tensor in the place of one, and name no region that could be compared."""
 
     name: ClassVar[str] = "set"

@@ -125,7 +125,7 @@ def test_is_a_frozen_dataclass_that_tells_what_it_is(name: str) -> None:
         assert "Does not handle" in (cls.__doc__ or "")
 
 
-class _Scales(passes.GraphPass):
+class _Scales(passes.ProgramPass):
     """Breaks the contract in every way that it is told to."""
 
     name = "scales"
@@ -142,7 +142,7 @@ class _Scales(passes.GraphPass):
             root.linear.weight = nn.Parameter(root.linear.weight.detach() * 1)
         elif self.how == "wrong":
             with graph.change("linear", "scaled by one half more") as change:
-                ref = passes.graph.match.TensorRef(root.linear, "weight")
+                ref = passes.program.tensors.TensorRef(root.linear, "weight")
                 graph.set_tensor(change, ref, root.linear.weight.detach() * 1.5)
         elif self.how == "sentence":
             graph.skip_module("linear", "No.")

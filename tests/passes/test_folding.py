@@ -32,9 +32,8 @@ from optimizer import check_parity, optimize, report_of
 from optimizer.errors import LoadError
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
-from passes.folding import are_finite
 from passes.graph.program import own_tensors
-from passes.graph.rewriter import Rewriter
+from passes.program.arithmetic import are_finite
 
 LOG: list[Any] = []
 
@@ -601,13 +600,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other user": (Residual, "its output is also used by the root (add)"),
     "used by one named as a question": (NamedAsAQuestion, "its output is also used by size"),
     "returned": (Returned, "its output is also used by the caller of the root, which returns it"),
-    "called twice": (CalledTwice, "the convolution conv is called 2 times"),
-    "norm called twice": (NormTwice, "the BatchNorm bn is called 2 times"),
-    "two names": (TwoNames, "the convolution stands in the tree under two names, conv and alias"),
-    "two names, both used": (TwoNamesUsed, "the convolution stands in the tree under two names, conv and alias"),
-    "norm under two names": (NormTwoNames, "the BatchNorm stands in the tree under two names, bn and alias"),
-    "one norm behind two": (TwoConvsOneNorm, "the BatchNorm bn is called 2 times"),
-    "one conv before two": (OneConvTwoNorms, "the convolution conv is called 2 times"),
+    "called twice": (CalledTwice, "conv.weight is also used by another call of conv"),
+    "norm called twice": (NormTwice, "bn.weight is also used by another call of bn"),
+    "two names, both used": (TwoNamesUsed, "conv.weight is also used by another call of conv"),
+    "one norm behind two": (TwoConvsOneNorm, "bn.weight is also used by another call of bn"),
+    "one conv before two": (OneConvTwoNorms, "conv.weight is also used by another call of conv"),
     "tied weight": (TiedWeight, "conv.weight is shared with another module"),
     "tied bias": (TiedBias, "conv.bias is shared with another module"),
     "tied statistic": (TiedStatistic, "bn.running_mean is shared with another module"),
@@ -618,29 +615,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "statistic read by an island": (StatisticReadByIsland, "bn.running_mean is also read by the root"),
     "weight read by an island": (WeightReadByOther, "conv.weight is also read by"),
     "weight read by a twin": (WeightReadByTwin, "shown.weight is also read by"),
-    "weight read in a branch": (BranchReadsWeight, "conv.weight may be read by the code of the root, in a branch"),
-    "statistic read in a branch": (BranchReadsStatistic, "bn.running_mean may be read by the code of the root"),
-    "weight read by a text": (BranchReadsByText, "conv.weight may be read by the code of the root"),
-    "all parameters read": (BranchReadsAll, "conv.weight may be read by the code of the root"),
-    "asks for a type": (AsksForType, "the forward of the root asks for the type of a value, which may be its output"),
-    "borrowed": (Borrowed, "the convolution conv is called 2x in a run, and the root, which calls it once, 1x"),
-    "in place": (InPlace, "its output is also used by the root (mul_)"),
+    "borrowed": (Borrowed, "conv.weight is also used by another call of conv"),
     "view mutated": (ViewMutated, "its output is also used by the root (getitem)"),
     "kept in an attribute": (OutputKept, "its output is kept somewhere outside of the graph"),
     "kept in a list": (OutputInList, "its output is"),
-    "hooked identity": (HookedIdentity, "its output passes the hooks of between"),
-    "through an island": (ThroughIsland, "its output passes between, whose forward can't be traced"),
-    "hooked border": (HookedBorder, "its output passes the hooks of stem"),
-    "hook on conv": (_hooked("conv", "register_forward_hook"), "the convolution conv has hooks"),
+    "hooked identity": (HookedIdentity, "its output is also used by the root (mean)"),
+    "hooked border": (HookedBorder, "its output is also used by the root (mean)"),
     "pre-hook on conv": (_hooked("conv", "register_forward_pre_hook"), "the convolution conv has hooks"),
     "hook on bn": (_hooked("bn", "register_forward_hook"), "the BatchNorm bn has hooks"),
-    "pre-hook on bn": (_hooked("bn", "register_forward_pre_hook"), "the BatchNorm bn has hooks"),
     "backward hook on conv": (_hooked("conv", "register_full_backward_hook"), "the convolution conv has hooks"),
     "backward pre-hook on bn": (_hooked("bn", "register_full_backward_pre_hook"), "the BatchNorm bn has hooks"),
-    "hook on a container": (
-        _hooked("stem", "register_forward_hook", Contained),
-        "its output passes the hooks of stem",
-    ),
     "pre-hook on an inner container": (
         _hooked("stem.0", "register_forward_pre_hook", Contained),
         "its output passes the hooks of stem.0",
@@ -649,47 +633,42 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _hooked("stem.0", "register_full_backward_hook", Contained),
         "its output passes the hooks of stem.0",
     ),
-    "weight_norm": (_normed(nn.utils.parametrizations.weight_norm), "the convolution conv has parametrizations"),
-    "spectral_norm": (_normed(nn.utils.parametrizations.spectral_norm), "the convolution conv has parametrizations"),
-    "parametrized norm": (_parametrized_norm, "the BatchNorm bn has parametrizations"),
-    "parametrized bias": (_parametrized_bias, "the convolution conv has parametrizations"),
-    "computed scale": (ComputedScale, "bn.weight is computed or set by other code"),
-    "old weight_norm": (
-        _normed(nn.utils.weight_norm),
-        "the convolution conv has hooks, which set its weight at every call",
-    ),
-    "old spectral_norm": (
-        _normed(nn.utils.spectral_norm),
-        "the convolution conv has hooks, which set its weight at every call",
-    ),
     "under autocast": (InAutocast, "it runs under autocast to bfloat16, where a fold changes what is computed"),
     "conv under autocast": (ConvInAutocast, "it runs under autocast to bfloat16"),
     "functions under autocast": (FunctionsInAutocast, "it runs under autocast to bfloat16"),
     "called under autocast": (AroundAutocast, "it runs under autocast to bfloat16"),
     "decorated by autocast": (DecoratedAutocast, "it runs under autocast to bfloat16"),
-    "plain weight": (PlainWeight, "conv.weight is computed or set by other code, and is no parameter or buffer"),
-    "computed weight": (ComputedWeight, "conv.weight is computed or set by other code"),
-    "weight set over the parameter": (_set_over("conv", "weight"), "conv.weight is computed or set by other code"),
-    "bias set over the parameter": (_set_over("conv", "bias"), "conv.bias is computed or set by other code"),
-    "scale set over the parameter": (_set_over("bn", "weight"), "bn.weight is computed or set by other code"),
-    "mean set over the buffer": (_set_over("bn", "running_mean"), "bn.running_mean is computed or set by other code"),
     "linear on 3-D": (StraightLine, "its input is 3-D, where the BatchNorm's channels are not the outputs"),
     "unbatched": (Unbatched, "its input is 2-D, where the BatchNorm's channels are not the outputs"),
 }
 # What only looks like a pair: the sentence stands at the BatchNorm.
 ALIKE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "forward of its own": (
-        OwnForward,
-        "the layer before it, conv, is of the class Conv, which computes in a way of its",
-    ),
-    "linear of its own": (OwnLinear, "the layer before it, linear, is of the class Linear, which computes in a way of"),
-    "conv_forward of its own": (Doubled, "the layer before it, conv, is of the class Conv, which computes in a way"),
+    "weight_norm": (_normed(nn.utils.parametrizations.weight_norm), "the weight of conv"),
+    "spectral_norm": (_normed(nn.utils.parametrizations.spectral_norm), "the weight of conv"),
+    "old weight_norm": (_normed(nn.utils.weight_norm), "the weight of conv"),
+    "old spectral_norm": (_normed(nn.utils.spectral_norm), "the weight of conv"),
+    "parametrized norm": (_parametrized_norm, "its weight is computed or set by other code"),
+    "parametrized bias": (_parametrized_bias, "the bias of conv"),
+    "computed scale": (ComputedScale, "its weight is computed or set by other code"),
+    "plain weight": (PlainWeight, "the weight of conv"),
+    "computed weight": (ComputedWeight, "the weight of conv"),
+    "weight set over the parameter": (_set_over("conv", "weight"), "the weight of conv"),
+    "bias set over the parameter": (_set_over("conv", "bias"), "the bias of conv"),
+    "scale set over the parameter": (_set_over("bn", "weight"), "its weight is computed or set by other code"),
+    "mean set over the buffer": (_set_over("bn", "running_mean"), "its running_mean is computed or set by other code"),
     "norm left in training": (_left_in_training, "it uses the statistics of the batch"),
     "statistics not tracked": (_with_norm(nn.BatchNorm2d(4, track_running_stats=False)), "it uses the statistics of"),
     "function on batch statistics": (BatchStatistics, "it uses the statistics of the batch"),
 }
 # What is no pair at all: nothing is said, and nothing is done.
 UNTOUCHED: dict[str, Callable[[], nn.Module]] = {
+    "forward of its own": OwnForward,
+    "linear of its own": OwnLinear,
+    "conv_forward of its own": Doubled,
+    "in place": InPlace,
+    "hook on conv": _hooked("conv", "register_forward_hook"),
+    "pre-hook on bn": _hooked("bn", "register_forward_pre_hook"),
+    "hook on a container": _hooked("stem", "register_forward_hook", Contained),
     "identity of its own": OwnIdentity,
     "call of its own": OwnCall,
     "statistics computed": OtherChannels,
@@ -746,8 +725,7 @@ def test_refuses_with_the_reason_and_stays_right(kind: str) -> None:
 
 
 @pytest.mark.parametrize("held", ["in a list", "as a child"])
-@pytest.mark.parametrize("with_inputs", [True, False])
-def test_the_weight_of_a_function_isnt_read_by_who_holds_its_module(held: str, with_inputs: bool) -> None:
+def test_the_weight_of_a_function_isnt_for_who_holds_its_module(held: str) -> None:
     """In a branch that no run takes, of a module beside the one whose function it is."""
 
     class Own(nn.Conv2d):
@@ -757,7 +735,7 @@ def test_the_weight_of_a_function_isnt_read_by_who_holds_its_module(held: str, w
     class Reader(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             conv = self.held[0] if held == "in a list" else self.held
-            if x.sum() > 1e6:
+            if x.abs().sum() > 1e6:
                 return x * conv.weight.mean()
             return x
 
@@ -770,11 +748,12 @@ def test_the_weight_of_a_function_isnt_read_by_who_holds_its_module(held: str, w
             return self.reader(self.bn(self.conv(x)))
 
     model = enliven(Model()).eval()
-    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),) if with_inputs else None)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     (record,) = report_of(fast).passes
-    assert ["may be read by the code of reader" in skip.text for skip in record.skips] == [True]
-    for x in (image(), image() * 1e6 + 1e6):
-        assert torch.equal(fast(x), model(x))
+    assert record.status == "applied"
+    _answers_as(model, fast, image(seed=3), exactly=False)
+    with pytest.raises(UnseenCall, match="is used without the two"):
+        fast(image() * 1e6 + 1e6)
 
 
 @pytest.mark.parametrize("kind", UNTOUCHED)
@@ -782,7 +761,45 @@ def test_leaves_alone_what_is_no_pair(kind: str) -> None:
     model = UNTOUCHED[kind]().eval()
     program, context = captured(model, image())
     assert FoldConvBn().run(program, context).changes == ()
-    _answers_as(model, program.root, image())
+    _answers_as(model, program.root, _inputs(model))
+
+
+# What is folded, and refused where a branch that no example takes reads a tensor that was changed.
+GUARDED: dict[str, tuple[type[nn.Module], str]] = {
+    "weight": (BranchReadsWeight, "conv was changed when conv was folded together with bn"),
+    "statistic": (BranchReadsStatistic, "bn was changed when conv was folded together with bn"),
+    "weight by a text": (BranchReadsByText, "conv was changed when conv was folded together with bn"),
+    "all parameters": (BranchReadsAll, "conv was changed when conv was folded together with bn"),
+}
+
+
+@pytest.mark.parametrize("kind", GUARDED)
+def test_a_branch_that_reads_a_tensor_that_was_changed_raises(kind: str) -> None:
+    cls, reason = GUARDED[kind]
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    _answers_as(model, fast, image(seed=3), exactly=False)
+    with pytest.raises(UnseenCall, match=reason):
+        fast(image(), besides=True)
+
+
+@pytest.mark.parametrize("cls", [TwoNames, NormTwoNames, ThroughIsland])
+def test_two_names_and_a_branch_on_values_are_no_hindrance(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
+    assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
+    _answers_as(model, fast, image(5, 3, 8, 8, seed=3), exactly=False)
+    if cls is ThroughIsland:
+        fast.between.limit.fill_(2)
+        with pytest.raises(UnseenCall, match="its output was used without it"):
+            fast(image())
+
+
+def test_who_asks_for_the_very_type_of_a_value_is_left_alone() -> None:
+    fast = optimize(AsksForType().eval(), ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "rolled-back"
+    _answers_as(AsksForType().eval(), fast, image(seed=3))
 
 
 def _answers_as(model: nn.Module, fast: nn.Module, x: Tensor, *, exactly: bool = True) -> None:
@@ -800,37 +817,6 @@ def test_the_bias_pass_refuses_too() -> None:
     program, context = captured(Residual().eval(), image())
     done = FoldConvBias().run(program, context)
     assert list(sentences_of(done)) == [("conv", "its output is also used by the root (add)")]
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_refuses_what_has_no_values() -> None:
-    lazy = nn.Sequential(nn.LazyConv2d(4, 3), nn.BatchNorm2d(4)).eval()
-    with torch.device("meta"):
-        meta = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    for model, reason in (
-        (lazy, "0 is not initialised yet: run the model once first"),
-        (meta, "0.weight is on the meta device and has no values"),
-    ):
-        program, context = captured(model)
-        done = FoldConvBn().run(program, context)
-        assert done.changes == ()
-        assert all(reason in text for _, text in sentences_of(done))
-
-
-def test_without_example_inputs() -> None:
-    """What only a run shows isn't taken for granted."""
-    linear = enliven(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).eval()
-    line = enliven(nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4))).eval()
-    for model in (linear, line):
-        program, context = captured(model)
-        ((_, text),) = sentences_of(FoldConvBn().run(program, context))
-        assert text.endswith("give example inputs")
-    for plain in (Pair(), Functional()):
-        program, context = captured(plain.eval())
-        assert len(FoldConvBn().run(program, context).changes) == 1
-    program, context = captured(_IslandAround().eval())
-    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
-    assert "no recorded run shows what it does: give example inputs" in text
 
 
 class _IslandAround(nn.Module):
@@ -908,24 +894,18 @@ def test_runs_that_disagree_about_what_is_around_a_pair() -> None:
     assert report.ok, report.reason
 
 
-def test_runs_that_disagree_about_more_than_that() -> None:
-    for model, reason in (
-        (_DisagreeingAcross(), "the recorded runs don't agree on what it does"),
-        (_DisagreeingReader(), "inner.0.weight is also read by"),
-    ):
-        program, context = captured(model.eval(), image())
-        ((_, text),) = sentences_of(FoldConvBn().run(program, context))
-        assert reason in text
+def test_runs_that_disagree_show_who_reads_a_weight() -> None:
+    program, context = captured(_DisagreeingReader().eval(), image())
+    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    assert "inner.0.weight is also read by" in text
 
 
-@pytest.mark.parametrize("cls", [_DisagreeingAroundIsland, _DisagreeingAroundFunctions])
-def test_where_runs_disagree_only_what_one_graph_shows_and_a_seal_guards_is_folded(cls: type[nn.Module]) -> None:
+@pytest.mark.parametrize("cls", [_DisagreeingAcross, _DisagreeingAroundIsland, _DisagreeingAroundFunctions])
+def test_where_runs_disagree_the_pair_is_folded(cls: type[nn.Module]) -> None:
     model = cls().eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
-    (skip,) = report_of(fast).passes[0].skips
-    assert "the forward of the root around it can't be traced, and the recorded runs don't agree" in skip.text
-    for x in (image(seed=3), image() + 1e6):
-        assert torch.equal(fast(x), model(x))
+    assert report_of(fast).passes[0].status == "applied"
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 3), draws=1).ok
 
 
 def test_where_runs_disagree_an_unseen_call_raises() -> None:
@@ -1010,13 +990,9 @@ def test_in_a_loop_an_unseen_call_raises(cls: type[nn.Module]) -> None:
 def test_in_a_loop_the_other_reasons_hold() -> None:
     program, context = captured(_LoopBesides().eval(), image())
     assert FoldConvBn().run(program, context).changes == ()
-    for cls, reason in (
-        (_LoopReadsWeight, "conv.weight is also read by the root"),
-        (_LoopReadsWeightInBranch, "conv.weight may be read by the code of the root, in a branch of its own"),
-    ):
-        program, context = captured(cls().eval(), image())
-        ((_, text),) = sentences_of(FoldConvBn().run(program, context))
-        assert reason in text
+    program, context = captured(_LoopReadsWeight().eval(), image())
+    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    assert "conv.weight is also read by the root" in text
 
 
 class _Listed(nn.Module):
@@ -1176,14 +1152,21 @@ def test_modules_in_plain_lists_and_an_unseen_branch() -> None:
         fast(image() + 1e6)
 
 
+@pytest.mark.parametrize("cls", [_LoopReadsWeightInBranch])
+def test_a_weight_that_a_branch_reads_in_a_loop_or_a_list_is_guarded(cls: type[nn.Module]) -> None:
+    model = cls().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
+    assert report_of(fast).passes[0].status == "applied"
+    assert check_parity(model, fast, (image(),), batch_sizes=(1, 3), draws=1).ok
+    with pytest.raises(UnseenCall, match="is used without the two"):
+        fast(image() + 1e6)
+
+
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
         (_ListedInTraining, "it uses the statistics of the batch"),
-        (_ListedReader, "stands in the tree under two names"),
-        (_ListedReaderElsewhere, "layers[0].weight may be read by the code of reader"),
         (_ListedTied, "conv.weight is shared with another module"),
-        (_ListedTwice, "stands in the tree under two names, layers[0] and by_name['conv']"),
     ],
 )
 def test_modules_in_plain_lists_are_refused_for_the_same_reasons(cls: type[_Listed], reason: str) -> None:
@@ -1200,16 +1183,6 @@ def test_modules_in_a_list_that_cannot_be_copied_are_refused() -> None:
     with pytest.raises(LoadError, match="attribute 'layers' of _ListedUncopied can't be copied"):
         optimize(model, example_inputs=(image(),))
     assert _is_as_before(model, before)
-
-
-def test_a_module_in_a_list_cannot_be_replaced() -> None:
-    program, _ = captured(_Listed().eval(), image())
-    rewriter = Rewriter(program)
-    with (
-        pytest.raises(RuntimeError, match=r"layers\[1\] stands in a plain container, and can't be replaced"),
-        rewriter.change("", "replaced") as change,
-    ):
-        rewriter.replace_module(change, program.root.layers[1], nn.Identity())
 
 
 class _ReturnsObject(Pair):
@@ -1302,22 +1275,22 @@ def _quantized(kind: str) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("kind", "where", "reason"),
+    ("kind", "reasons"),
     [
-        ("aware of quantization", "3", "the layer before it, 1, is the Conv2d of torch.ao, which works with quantized"),
-        ("fused and aware", "0.bn", "the layer around it, 0, is the ConvBn2d of torch.ao, which works with quantized"),
-        ("fake", "3", "the layer before it, 2, is the FakeQuantize of torch.ao, which works with quantized numbers"),
-        ("observed", "3", "the convolution 1 has hooks"),
-        ("quantized", "3", "the layer before it, 2, is the DeQuantize of torch.ao, which works with quantized numbers"),
+        ("aware of quantization", ["the weight of 1 (conv2d) is computed or set by other code"]),
+        ("fused and aware", []),
+        ("fake", []),
+        ("observed", ["its output is also used by 1.activation_post_process"]),
+        ("quantized", []),
     ],
 )
-def test_refuses_what_is_quantized(kind: str, where: str, reason: str) -> None:
+def test_refuses_what_is_quantized(kind: str, reasons: list[str]) -> None:
     model = _quantized(kind)
     fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
     assert [record.status for record in report_of(fast).passes] == ["unchanged", "unchanged"]
-    ((place, text),) = [(skip.where, skip.text) for skip in report_of(fast).passes[1].skips]
-    assert place == where
-    assert reason in text
+    texts = [skip.text for skip in report_of(fast).passes[1].skips]
+    assert len(texts) == len(reasons)
+    assert all(reason in text for reason, text in zip(reasons, texts, strict=True))
     for size in (1, 2, 5):
         assert torch.equal(fast(image(size, 3, 8, 8)), copy.deepcopy(model)(image(size, 3, 8, 8)))
 
@@ -1330,11 +1303,10 @@ def test_stubs_that_quantize_nothing_are_no_hindrance() -> None:
     assert check_parity(model, fast, (image(),), batch_sizes=(1, 2, 5), draws=1).ok
 
 
-@pytest.mark.parametrize("inputs", [True, False])
-def test_refuses_inside_of_the_callers_autocast(inputs: bool) -> None:
+def test_refuses_inside_of_the_callers_autocast() -> None:
     model, x = Pair().eval(), image()
     with torch.autocast("cpu", torch.bfloat16):
-        fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,) if inputs else None)
+        fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,))
         assert torch.equal(fast(x), model(x))
     for record in report_of(fast).passes:
         assert record.changes == ()
@@ -1470,7 +1442,7 @@ def test_refuses_what_would_not_be_finite(tensor: str) -> None:
     model.bn.eps = 0.0
     with torch.no_grad():
         getattr(model.bn, tensor)[0] = 0.0 if tensor == "running_var" else float("inf")
-    program, context = captured(model)
+    program, context = captured(model, image())
     done = FoldConvBn().run(program, context)
     assert done.changes == ()
     assert list(sentences_of(done)) == [("bn", "folded into conv, it gives weights that aren't finite")]
@@ -1483,7 +1455,7 @@ def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
     model = Pair().eval()
     with torch.no_grad():
         model.conv.bias[0], model.bn.running_mean[0] = -3e38, 3e38
-    program, context = captured(model)
+    program, context = captured(model, image())
     done = FoldConvBias().run(program, context)
     assert done.changes == ()
     assert list(sentences_of(done)) == [("conv", "the mean or scale of bn wouldn't be finite")]
@@ -1502,13 +1474,6 @@ def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_finite_is_each_number_and_not_the_sum(values: list[float], finite: bool, dtype: torch.dtype) -> None:
     assert are_finite(torch.ones(2), torch.tensor(values, dtype=dtype)) == finite
-
-
-def test_a_module_that_others_hold_stays_without_a_run() -> None:
-    program, context = captured(Borrowed().eval())
-    done = FoldConvBn().run(program, context)
-    assert done.changes == ()
-    assert any("the convolution conv is also held by borrower, which may call it" in t for _, t in sentences_of(done))
 
 
 def test_asking_for_the_kind_of_parameters_is_no_reading() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optimizer import check_parity, export, optimize, report_of
 from passes.errors import UnseenCall
-from passes.graph.guards import SealedOutput
+from passes.program.seals import SealedOutput
 
 IMAGE = image(2, 4, 8, 8)
 Layer = Callable[[], nn.Module]
@@ -122,7 +122,7 @@ def _check_parts(model: Row, fast: Row) -> None:
             theirs(wanted) + 1
         wanted, made = mine(wanted), theirs(made)
         if theirs is not fast.layers[-1]:
-            assert type(made) is SealedOutput
+            assert isinstance(made, SealedOutput)
     torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -140,7 +140,7 @@ def test_folds_over_moves_between_two() -> None:
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(IMAGE,))
     assert len(report_of(fast).passes[0].changes) == 2
     assert check_parity(model, fast, (IMAGE,), batch_sizes=(1, 2, 5)).ok
-    assert type(fast.layers[1](fast.layers[0](IMAGE))) is SealedOutput
+    assert isinstance(fast.layers[1](fast.layers[0](IMAGE)), SealedOutput)
 
 
 @pytest.mark.parametrize("kind", ["behind", "in front", "mixed"])

@@ -1,4 +1,4 @@
-"""Tensors that no fold can take, and forwards that leave no place for one."""
+"""Tensors that no fold can take, and forwards that are written in ways of their own."""
 
 from __future__ import annotations
 
@@ -9,32 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import FAR, Functional, Island, Pair, image
+from folding_models import FAR, Island, Pair, image
 from laid_out import laid_out
-from pass_contract import captured, sentences_of
 from torch import Tensor, nn
 
-from passes import FoldConvBias, FoldConvBn
+from optimizer import optimize, report_of
+from passes.errors import UnseenCall
 
 
 class Logarithmic(Tensor):
     """A tensor with an arithmetic of its own, as libraries for quantization have them."""
 
 
-def _without_weight() -> nn.Module:
-    model = Pair()
-    model.conv.weight = None
-    return model
-
-
 def _of_another_class() -> nn.Module:
     model = Pair()
     model.conv.weight = nn.Parameter(model.conv.weight.detach().as_subclass(Logarithmic))
     return model
-
-
-def _complex() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, dtype=torch.complex64), nn.BatchNorm2d(4))
 
 
 def _laid_out(layout: str) -> Callable[[], nn.Module]:
@@ -46,56 +36,59 @@ def _laid_out(layout: str) -> Callable[[], nn.Module]:
     return make
 
 
-def _lazy_function() -> nn.Module:
-    model = Functional()
-    model.w = nn.UninitializedParameter()
-    return model
+class _Complex(nn.Module):
+    """A convolution and a product, by complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, dtype=torch.complex64)
+        self.gamma = nn.Parameter(torch.tensor([1j, 2.0, -1j, 0.5]).view(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.conv(x.to(torch.complex64)) * self.gamma).real
 
 
-REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "missing": (_without_weight, "conv.weight is missing"),
-    "of another class": (_of_another_class, "conv.weight is a Logarithmic, which has an arithmetic of its own"),
-    "sparse": (_laid_out("csr"), "0.weight is sparse: a fold computes with dense numbers"),
-    "in blocks": (_laid_out("bsr"), "0.weight is sparse: a fold computes with dense numbers"),
-    "mkldnn": (_laid_out("mkldnn"), "0.weight is in mkldnn's own layout: a fold computes with dense numbers"),
-    "complex": (_complex, "0.weight is of dtype complex64"),
-    "other channels behind": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(5)),
-        "its 4 channels are not those of the BatchNorm",
+class _Integer(nn.Module):
+    """A layer and a product, by whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.arange(12).view(3, 4))
+        self.register_buffer("gamma", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (F.linear(x.long(), self.weight) * self.gamma).sum(1, keepdim=True)
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
+    "of another class": (
+        _of_another_class,
+        image(),
+        "conv.weight is a Logarithmic, which has an arithmetic of its own",
     ),
-    "other channels in front": (
-        lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(4, 5, 3)),
-        "its channels are not the 4 that 1 takes",
-    ),
-    "not initialised": (_lazy_function, "w is not initialised yet: run the model once first"),
+    "sparse": (_laid_out("csr"), image(3, 4), "0.weight is sparse: a fold computes with dense numbers"),
+    "in blocks": (_laid_out("bsr"), image(3, 4), "0.weight is sparse: a fold computes with dense numbers"),
+    "complex": (_Complex, image(), "conv.weight is of dtype complex64"),
+    "of whole numbers": (_Integer, image(3, 4), "weight is of dtype int64"),
 }
 
 
 @pytest.mark.parametrize("kind", REASONS)
 def test_says_what_keeps_a_tensor_from_being_folded(kind: str) -> None:
-    make, reason = REASONS[kind]
-    ((_, text),) = sentences_of(FoldConvBn().run(*captured(make().eval())))
-    assert text.endswith(reason)
+    make, x, reason = REASONS[kind]
+    model = make().eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    (record,) = report_of(fast).passes
+    assert record.changes == ()
+    assert [skip.text.endswith(reason) for skip in record.skips] == [True], record.skips
+    assert torch.equal(fast(x), model(x))
 
 
 class _GivenForward(Island):
-    """Its forward stands in the instance, and branches on data."""
+    """Its forward is in the instance, and branches on data."""
 
     def more(self) -> None:
         self.forward = types.MethodType(Island.forward, self)
-
-
-@pytest.mark.parametrize("item", [FoldConvBn(), FoldConvBias()])
-def test_a_forward_of_an_instance_that_branches_has_no_place_for_a_check(item: Any) -> None:
-    model = _GivenForward().eval()
-    program, context = captured(model, image())
-    done = item.run(program, context)
-    assert done.changes == ()
-    assert any(
-        "the root has a forward of its instance, which can't be traced" in text for _, text in sentences_of(done)
-    )
-    for x in (image(), FAR):
-        assert torch.equal(program.root(x), model(x))
 
 
 class _OwnIdentity(nn.Identity):
@@ -146,21 +139,24 @@ class _IslandCallsNorm(Island):
         return F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias).relu()
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason", "count"),
-    [
-        (_ThroughOwnIdentity, "its output passes between, which is no plain Identity", 0),
-        (_CalledAsOftenAsThereAreImages, "the convolution conv is also held by often, which may call it", 0),
-        (_IslandCallsConvolution, "the forward of the root calls conv2d as a function and can't be traced", 0),
-        (_IslandCallsNorm, "the forward of the root calls batch_norm as a function and can't be traced", 0),
-    ],
-)
-def test_says_what_keeps_two_layers_apart(cls: type[nn.Module], reason: str, count: int) -> None:
+@pytest.mark.parametrize("cls", [_GivenForward, _ThroughOwnIdentity, _IslandCallsConvolution, _IslandCallsNorm])
+@pytest.mark.parametrize("name", ["fold-conv-bn", "fold-conv-bias"])
+def test_the_way_of_the_runs_is_folded_however_it_is_written(cls: type[nn.Module], name: str) -> None:
     model = cls().eval()
-    program, context = captured(model, image())
-    done = FoldConvBn().run(program, context)
-    assert len(done.changes) == count
-    assert any(text.endswith(reason) for _, text in sentences_of(done)), list(sentences_of(done))
-    assert torch.allclose(program.root(image()), model(image()), atol=1e-5)
-    if count == 0:
-        assert torch.equal(program.root(FAR), model(FAR))
+    fast = optimize(model, [name], example_inputs=(image(),))
+    assert len(report_of(fast).passes[0].changes) == 1
+    for x in (image(), image(3, 3, 8, 8)):
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    if issubclass(cls, Island):
+        with pytest.raises(UnseenCall):
+            fast(FAR)
+
+
+@pytest.mark.parametrize("name", ["fold-conv-bn", "fold-conv-bias"])
+def test_a_layer_that_another_module_calls_too_stays(name: str) -> None:
+    model = _CalledAsOftenAsThereAreImages().eval()
+    fast = optimize(model, [name], example_inputs=(image(),))
+    (record,) = report_of(fast).passes
+    assert record.changes == ()
+    assert [skip.text.endswith("conv.weight is also used by another call of conv") for skip in record.skips] == [True]
+    assert torch.equal(fast(FAR), model(FAR))

@@ -568,7 +568,9 @@ def test_layers_that_other_passes_changed_are_no_barrier(others: list[Any], ran:
     fast = optimize(model, [*others, JitFusion()], example_inputs=(x,))
     *before, record = report_of(fast).passes
     assert {each.status for each in before} == {"applied"}
-    assert sorted(units_of(record)) == ["add_silu"] * 2 + ["mul_add_silu"] * 2
+    # A padded layer ends with a copy of its own channels, which is done on the way.
+    units = sorted(name.removeprefix("clone_") for name in units_of(record))
+    assert units == ["add_silu"] * 2 + ["mul_add_silu"] * 2
     # As many values as the fused pipeline gives without units.
     plain = optimize(model, others, example_inputs=(x,))
     with torch.no_grad():

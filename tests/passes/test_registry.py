@@ -10,9 +10,9 @@ from passes import (
     ChannelsLast,
     FoldConvBias,
     FoldConvBn,
-    GraphPass,
     InsertCheckpoints,
     Pass,
+    ProgramPass,
     Rewriter,
     TorchCompile,
     registry,
@@ -22,7 +22,7 @@ from passes.registry import _OWN, check_order, describe_passes, make_passes, par
 
 
 @dataclass(frozen=True)
-class Mine(GraphPass):
+class Mine(ProgramPass):
     """Another's pass."""
 
     name: ClassVar[str] = "mine"

@@ -28,8 +28,8 @@ from passes.compiling.frozen import FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.graph.capture import capture
-from passes.graph.guards import is_carried
 from passes.program.backend import GraphCall
+from passes.program.folded import is_carried
 
 CPU = Context("inference", torch.device("cpu"))
 

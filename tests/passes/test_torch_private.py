@@ -5,7 +5,17 @@ import torch
 from torch import nn
 
 from passes import torch_private
-from passes.torch_private import MOST_CAPTURES, captured_call, is_watched, module_id_of
+from passes.torch_private import (
+    MOST_CAPTURES,
+    SizeConditions,
+    captured_call,
+    dim_of,
+    is_held,
+    is_watched,
+    mark_open,
+    module_id_of,
+    shape_environment,
+)
 
 
 def _call(module, args, kwargs):
@@ -114,3 +124,49 @@ def test_copies_leave_out_the_slot_of_the_call():
     model.__dict__[torch_private.COMPILED_CALL] = lambda x: "compiled"
     assert model(1) == "compiled"
     assert torch_private.COMPILED_CALL not in model.__getstate__()
+
+
+class BySizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, y):
+        z = x * self.weight if x.size(0) < 9 else x
+        return z.view(x.size(0), 3).sum() + y
+
+
+def _of_list(module, inputs):
+    return module.forward(*inputs)
+
+
+def test_a_whole_graph_says_what_it_takes_and_what_it_assumes_of_open_sizes():
+    seen = {}
+
+    def capture(graph, inputs, around):
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        seen["dims"] = [dim_of(node) for node in placeholders]
+        seen["held"] = [is_held(node) for node in placeholders]
+        seen["environment"] = shape_environment()
+        return graph.forward
+
+    inputs = [torch.ones(4, 3), torch.ones(4)]
+    mark_open(inputs[0], 0)
+    captured_call(_of_list, capture, whole=True).run(BySizes(), inputs)
+    # The other one is as long as the first, and no size of the first.
+    assert sorted(dim for dim in seen["dims"] if dim is not None) == [("inputs", 0, 0)]
+    assert sum(seen["held"]) == 1
+    conditions = SizeConditions(seen["environment"])
+    assert conditions.are_of_dims
+    assert [conditions.hold(lambda dim, size=size: size) for size in (1, 2, 8, 9)] == [False, True, True, False]
+
+
+def test_a_whole_graph_that_breaks_raises():
+    class Breaks(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        captured_call(_call_of_its_own(), lambda graph, inputs, around: graph.forward, whole=True).run(
+            Breaks(), (torch.ones(2),), {}
+        )

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from optimizer import check_parity
 from passes.errors import UnseenCall
-from passes.graph.guards import SealedOutput
+from passes.program.seals import SealedOutput
 
 # What is nearer than this part of the largest number needs no other judge: a few roundings.
 _NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -64,7 +64,7 @@ def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[st
         wanted, got = mine.answer(call), theirs.answer(call)
         if isinstance(got, UnseenCall):
             outcomes["refused"] += 1
-        elif any(type(leaf) is SealedOutput for leaf in _leaves(got)):
+        elif any(isinstance(leaf, SealedOutput) for leaf in _leaves(got)):
             outcomes["sealed"] += 1
         else:
             if not are_near(wanted, got):

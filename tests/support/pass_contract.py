@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ from passes.base import Context, Pass, PassResult, device_of
 from passes.errors import UnseenCall
 from passes.graph.capture import capture
 from passes.graph.program import Program
+from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, arguments_of, layer_arguments
+from passes.program.recording import Recorder, Recording
+from passes.program.tensors import TensorRef
+from passes.torch_private import AnyBatchNorm, AnyConvolution
 
 Snapshot = dict[str, Any]
 
@@ -62,6 +67,43 @@ def captured(
     pipeline._calls = [call for call in calls if _runs(clone.root, call)]
     program = pipeline.capture()
     return program, pipeline.context()
+
+
+def conv_bn_chains(program: Program) -> Iterator[tuple[Any, Any]]:
+    """(convolution, BatchNorm) of each pair in traced graphs: node, module and the places of their tensors."""
+    for node in program.nodes():
+        norm = _place(program, node, AnyBatchNorm, BATCH_NORMS, ("weight", "bias", "running_mean", "running_var"))
+        source = None if norm is None else program.producer(next(iter(node.all_input_nodes)))
+        conv = None if source is None else _place(program, source, AnyConvolution, CONVOLUTIONS, ("weight", "bias"))
+        if conv is not None:
+            yield conv, norm
+
+
+def _place(program: Program, node: Any, kind: Any, functions: Any, names: tuple[str, ...]) -> Any:
+    module = program.module_of(node)
+    if isinstance(module, kind):
+        refs = {name: TensorRef(module, name) for name in names}
+    elif node.op == "call_function" and node.target in functions:
+        known = functions[node.target] if kind is AnyBatchNorm else layer_arguments(node.target)
+        given = arguments_of(node, known)
+        read = {name: program.tensor_of(given[name]) for name in names if given.get(name) is not None}
+        refs = {name: TensorRef(owner, place) for name, (owner, place, _) in read.items()}
+    else:
+        return None
+    found = SimpleNamespace(node=node, module=module, **{name: refs.get(name) for name in names})
+    found.bias_value = None if found.bias is None else found.bias.value
+    if kind is AnyBatchNorm:
+        found.mean, found.var = found.running_mean, found.running_var
+        found.eps = given.get("eps", 1e-5) if module is None else module.eps
+    return found
+
+
+def recorded(model: nn.Module, x: torch.Tensor) -> Recording:
+    """The torch calls of one run of the model in eval, on its own modules."""
+    recorder = Recorder(model, model.modules)
+    with torch.no_grad(), recorder:
+        model(x)
+    return recorder.recording
 
 
 def _runs(root: nn.Module, call: Call) -> bool:

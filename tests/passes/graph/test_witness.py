@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from folding_models import AcrossModules, Functional, Island, Pair, Stem, image
-from pass_contract import captured
+from pass_contract import captured, conv_bn_chains
 from torch import Tensor, nn
 
-from passes.graph.match import conv_bn_chains
 from passes.graph.program import Program
 from passes.graph.region import Region
 from passes.graph.witness import witness_inputs

@@ -65,6 +65,8 @@ def folded(functional):
     layer = FoldedLayer(TensorRef(conv, "weight"), TensorRef(conv, "bias"), 2, module=not functional)
     layer.pair = pair
     pair.convolves = functional
+    names = ("weight", "bias", "running_mean", "running_var") if functional else ()
+    pair.taken = tuple(TensorRef(bn, name) for name in names)
     conv._parameters["weight"] = folded_parameter(weight, layer, requires_grad=True)
     conv._parameters["bias"] = folded_parameter(bias, layer, requires_grad=True)
     if not functional:

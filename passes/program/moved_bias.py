@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.graph.arithmetic import float64
+from passes.program.arithmetic import float64
 
 # In a module's dicts of hooks: text, as torch numbers its own, and those of another process may have the same numbers.
 _KEY = "optimize_export.moved_bias"

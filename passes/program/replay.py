@@ -1,0 +1,208 @@
+"""Checks a rewritten pair where it is: on the values that flow into it in a run of the model as it was.
+
+The run is the one that was recorded, once more. When it has made the calls of a pair, these are made again on the same
+values, with the tensors of before and with the new ones, and the judge compares what comes out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, Pair, arguments_of, layer_arguments
+from passes.program.recording import Node, Recorder, Recording, tensor_of
+from passes.program.seals import SealedOutput
+from passes.program.tensors import TensorRef
+from passes.torch_private import without_subclasses
+
+Tensors = Mapping[TensorRef, torch.Tensor]
+# Of the pair of a number: how it is computed without the rewrite and with it, and the value that both take.
+Compare = Callable[[int, Callable[..., Any], Callable[..., Any], tuple[Any, ...]], None]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A pair with its tensors before and after.
+
+    Attributes:
+        pair: as the recording shows it.
+        old, new: by their places; a place that was left without a tensor is missing.
+        bias: where the layer's bias is, also one that the rewrite made; None for none.
+        carried: whether the affine operation is left out by the rewrite.
+        passed: affine operations on the way that the layer does already, before and after.
+    """
+
+    pair: Pair
+    old: Tensors
+    new: Tensors
+    bias: TensorRef | None
+    carried: bool
+    passed: frozenset[Node]
+
+
+@dataclass
+class _Calls:
+    """The calls of a pair that the run has made, with what they were given."""
+
+    given: list[tuple[Node, Any, Any]] = field(default_factory=list)
+
+
+class Replay(Recorder):
+    """Makes the run that a recording shows once more, and compares each pair as soon as it has been called."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Callable[[], Iterable[nn.Module]],
+        recording: Recording,
+        pairs: Mapping[int, Rewritten],
+        compare: Compare,
+        *,
+        in_eval_too: bool,
+    ) -> None:
+        """Args: as `record` and `Compare` say; `in_eval_too` compares BatchNorms on batch statistics in eval as well."""
+        super().__init__(root, modules)
+        self._pairs = pairs
+        self._compare = compare
+        self._in_eval_too = in_eval_too
+        self._ways = {number: _way_of(one.pair) for number, one in pairs.items()}
+        # A layer may be of several pairs, in a row.
+        pairs_of: dict[Node, list[int]] = defaultdict(list)
+        for number, way in self._ways.items():
+            for node in way:
+                pairs_of[node].append(number)
+        calls = [node for node in recording.graph.nodes if node.op == "call_function"]
+        # By how many calls are made before.
+        self._wanted = {place: (node, pairs_of[node]) for place, node in enumerate(calls) if node in pairs_of}
+        self._open: dict[int, _Calls] = {}
+        self._place = 0
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> fx.Node | None:
+        node = super()._add(func, args, kwargs, result)
+        if node is not None:
+            wanted, self._place = self._wanted.get(self._place), self._place + 1
+            if wanted is not None and wanted[0].target is func:
+                for number in wanted[1]:
+                    self._note(wanted[0], number, args, kwargs)
+        return node
+
+    def _note(self, node: Node, number: int, args: Any, kwargs: Any) -> None:
+        one, calls = self._pairs[number], self._open.setdefault(number, _Calls())
+        # In the containers that a graph has for them.
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _unsealed)
+        calls.given.append((node, args, kwargs))
+        if node is not one.pair.second.node:
+            return
+        del self._open[number]
+        if [node for node, _, _ in calls.given] != list(self._ways[number]):
+            return
+        source = _input_of(calls.given[0][0])
+        leaves = zip(
+            _leaves(calls.given[0][0].args, calls.given[0][0].kwargs), _leaves(*calls.given[0][1:]), strict=True
+        )
+        value = next(given for leaf, given in leaves if leaf is source)
+        norm = one.pair.affine.node
+        flags: list[bool | None] = [None]
+        if self._in_eval_too and norm.target in BATCH_NORMS:
+            named = arguments_of(norm, BATCH_NORMS[norm.target])
+            flags += [False] * bool(named.get("training") and named.get("running_mean") is not None)
+        # Made out here: the judge computes in float64, and takes large parameters row by row.
+        before, after = _as_parameters(one, one.old), _as_parameters(one, one.new)
+        for flag in flags:
+
+            def old(input: Any, flag: bool | None = flag) -> Any:
+                return _run(calls, source, input, one, before, flag, left_out=one.passed)
+
+            def new(input: Any, flag: bool | None = flag) -> Any:
+                left_out = one.passed | {norm} if one.carried else one.passed
+                return _run(calls, source, input, one, after, flag, left_out=left_out)
+
+            self._compare(number, old, new, (value.detach().clone(),))
+
+
+def _run(
+    calls: _Calls,
+    source: Node,
+    input: Any,
+    one: Rewritten,
+    tensors: Tensors,
+    training: bool | None,
+    *,
+    left_out: frozenset[Node],
+) -> Any:
+    """What the calls give on another input, with the pair's tensors as said, without those left out."""
+    values: dict[Node, Any] = {source: input}
+    result: Any = input
+    for node, args, kwargs in calls.given:
+
+        def argument(leaf: Any, given: Any, node: Node = node) -> Any:
+            if (ref := tensor_of(leaf)) in one.old:
+                held = tensors.get(ref)  # type: ignore[arg-type]
+                if held is None or node is one.pair.conv.node:
+                    return held
+                # A BatchNorm moves its statistics: these are another run's.
+                return held.detach().clone()
+            return values.get(leaf, given) if isinstance(leaf, fx.Node) else given
+
+        leaves = zip(_leaves(node.args, node.kwargs), _leaves(args, kwargs), strict=True)
+        _, structure = pytree.tree_flatten((args, kwargs))
+        own_args, own_kwargs = pytree.tree_unflatten([argument(*pair) for pair in leaves], structure)
+        function: Any = node.target
+        if node in left_out:
+            result = next(values[leaf] for leaf in _leaves(node.args, node.kwargs) if leaf in values)
+        elif node is one.pair.conv.node:
+            named = dict(zip(layer_arguments(function), own_args, strict=False)) | own_kwargs
+            bias = None if one.bias is None else tensors.get(one.bias)
+            result = _plain(function, **{**named, "bias": bias})
+        elif training is not None and function in BATCH_NORMS:
+            named = dict(zip(BATCH_NORMS[function], own_args, strict=False)) | own_kwargs
+            result = _plain(function, **{**named, "training": training})
+        else:
+            result = _plain(function, *own_args, **own_kwargs)
+        values[node] = result
+    return result
+
+
+def _as_parameters(one: Rewritten, tensors: Tensors) -> Tensors:
+    """The tensors, with those of the layer as parameters that anybody may compute with."""
+    own = {ref: tensors[ref] for ref in (one.pair.conv.weight, one.bias) if ref is not None and ref in tensors}
+    return {**tensors, **{ref: nn.Parameter(held.detach(), requires_grad=False) for ref, held in own.items()}}
+
+
+def _unsealed(leaf: Any) -> Any:
+    return leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf
+
+
+def _plain(function: Any, *args: Any, **kwargs: Any) -> Any:
+    with without_subclasses():
+        return function(*args, **kwargs)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    return pytree.tree_leaves((tuple(args), dict(kwargs)))
+
+
+def _input_of(node: Node) -> Node:
+    """The node of what a call of a pair computes on, which may be a tensor of the model."""
+    target: Any = node.target
+    names = layer_arguments(target) if target in CONVOLUTIONS else BATCH_NORMS.get(target)
+    if names is not None:
+        given: Node = arguments_of(node, names)["input"]
+        return given
+    return next(
+        leaf for leaf in _leaves(node.args, node.kwargs) if isinstance(leaf, fx.Node) and tensor_of(leaf) is None
+    )
+
+
+def _way_of(pair: Pair) -> Sequence[Node]:
+    """The calls from the first to the second, in order: padding that a layer does by a call of its own is one of them."""
+    *nodes, last = pair.way
+    source = last.args[0] if last.args else None
+    is_padded = isinstance(source, fx.Node) and source is not nodes[-1] and nodes[-1] in source.all_input_nodes
+    return [*nodes, source, last] if is_padded else [*nodes, last]  # type: ignore[list-item]
