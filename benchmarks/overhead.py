@@ -130,7 +130,10 @@ def counts_of(model: nn.Module) -> dict[str, Any]:
         "graphs": graphs,
         "islands": islands,
         "changes": changes,
-        "changes_of_optimize": {item.name: len(item.changes) for item in report_of(optimize(model, example_inputs=(example_of_graph(),))).passes},
+        "changes_of_optimize": {
+            item.name: len(item.changes)
+            for item in report_of(optimize(model, example_inputs=(example_of_graph(),))).passes
+        },
     }
 
 
