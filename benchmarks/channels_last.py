@@ -28,9 +28,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from optimizer import optimize
-from passes.graph.formats import FORMATS, is_taken_for_last
-from passes.graph.guards import is_kept_contiguous
-from passes.graph.layouts import LayoutWatch
+from passes.memory_format.forwards import is_kept_contiguous
+from passes.memory_format.watch import LayoutWatch
+from passes.program.memory_formats import FORMATS, is_taken_for_last
 
 FOLD = "fold"
 OURS = "ours"

@@ -50,8 +50,7 @@ from passes.checkpointing.fake import faked
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.profile import loss_of, measure, profile, there_before
 from passes.checkpointing.solve import Solver
-from passes.graph.capture import Capture
-from passes.graph.program import Program
+from passes.program.model_tree import ModelTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from goal_steps import GOALS, STEPS, TrainingStep, llama70b, step_of
@@ -148,7 +147,7 @@ class Ways:
 
         # The pass looks at no graph, and `optimize` compares the result with the original on top of it.
         context = Context("training", torch.device(self._device), (((), self.kwargs),), apart=apart)
-        item.run(Program.of(Capture(root), None, "training"), context)
+        item.run(ModelTree(root), context)
         return root
 
     def _blocks(self) -> nn.Module:

@@ -266,7 +266,7 @@ def _ours(model: nn.Module, example: Inputs) -> Call:
 
 def _notes_of_ours(fast: nn.Module) -> list[str]:
     report = report_of(fast)
-    found = [f"{island.where or 'the root'}: {island.text}" for island in report.coverage.islands]
+    found = [f"{path}: no call of the examples reads it" for path in report.coverage.unreached]
     for item in report.passes:
         if item.name.startswith("fold-"):
             found += [f"{item.name}: {item.reason}"] if item.reason else []

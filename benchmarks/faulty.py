@@ -18,8 +18,10 @@ from exporters.torchscript import TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize
 from optimizer.inputs import Call
-from passes.base import ProgramPass
-from passes.graph.rewriter import Rewriter, TensorRef
+from passes.base import Context
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
+from passes.program.tensors import TensorRef
 
 BY_A_PASS = "a pass scales a weight by 1 %"
 IN_TORCHSCRIPT = "weight off by 1 %"
@@ -97,17 +99,17 @@ def _floats(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ScaleWeight(ProgramPass):
+class ScaleWeight(ModulePass):
     """Scale one parameter by 1 %, and name no region that could be compared."""
 
     name: ClassVar[str] = "scale-weight"
     path: str = ""
 
-    def rewrite(self, graph: Rewriter) -> None:
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
         owner, _, name = self.path.rpartition(".")
-        module = graph.program.root.get_submodule(owner)
-        with graph.change(owner, "scaled", ()) as change:
-            graph.set_tensor(change, TensorRef(module, name), module.get_parameter(name).detach() * SCALE)
+        module = graph.tree.root.get_submodule(owner)
+        with graph.change(owner, "scaled"):
+            graph.set_tensor(TensorRef(module, name), module.get_parameter(name).detach() * SCALE)
 
 
 def by_a_pass(model: nn.Module, call: Call, draw: random.Random) -> Iterator[Fault]:

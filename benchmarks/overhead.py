@@ -42,11 +42,20 @@ from torch.fx.experimental.optimization import fuse
 from optimizer import optimize, report_of
 from optimizer.collection import rare_collection
 from optimizer.working_copy import working_copy
-from passes import CastPrecision, JitFusion, MergeLinears, PadChannels, Pass, PassResult, Simplify, TensorPass
+from passes import (
+    CastPrecision,
+    GraphPass,
+    JitFusion,
+    MergeLinears,
+    ModulePass,
+    PadChannels,
+    Pass,
+    PassResult,
+    Simplify,
+    TensorPass,
+)
 from passes.base import Context
-from passes.graph.capture import capture
-from passes.graph.program import Program
-from passes.program.graph_pass import GraphPass
+from passes.program.model_tree import ModelTree
 from passes.registry import make_passes
 
 # Time per operation at the largest size against that at the smallest.
@@ -54,7 +63,7 @@ LINEAR = 1.5
 # All passes together against symbolic_trace.
 AFFORDABLE = 2.0
 # The live peak of `optimize`, less that of one forward of the model, against the new tensors of the result: what is over
-# them is a copy of one weight, off by one unit in the last place, some rows of it in float64, and the graphs.
+# them is a copy of one weight, off by one unit in the last place, some rows of it in float64, and the recordings.
 HELD_ONCE = 1.05
 
 # glibc keeps freed blocks of up to 32 MiB for later ones that may not fit; below a fixed threshold of this it doesn't.
@@ -72,20 +81,19 @@ BY_NAME: tuple[Pass, ...] = (
 
 TRACE = "symbolic_trace"
 COPY = "working copy"
-CAPTURE = "capture"
 PASSES = "all passes"
 WHOLE = "optimize()"
 FUSE = "fuse"
 
 
-def run_of(item: Pass, program: Program) -> PassResult:
+def run_of(item: Pass, tree: ModelTree) -> PassResult:
     """As in `optimize` with example inputs; what looks at a run of the model has one where it does nothing without."""
     x = example_of_graph()
     context = Context("inference", torch.device("cpu"), (((x,), {}),))
 
     def run_compiled(watch: AbstractContextManager[Any]) -> None:
         with watch, torch.no_grad():
-            program.root(x)
+            tree.root(x)
 
     def run_inside(watch: AbstractContextManager[Any], number: int = 0) -> None:
         with torch.compiler.set_stance("force_eager"):
@@ -93,9 +101,9 @@ def run_of(item: Pass, program: Program) -> PassResult:
 
     if isinstance(item, GraphPass):
         context = replace(context, run_compiled=run_compiled)
-    if isinstance(item, TensorPass):
+    if isinstance(item, TensorPass | ModulePass):
         context = replace(context, run_each=run_inside)
-    return item.run(program, replace(context, run_inside=run_inside) if isinstance(item, CastPrecision) else context)
+    return item.run(tree, replace(context, run_inside=run_inside) if isinstance(item, CastPrecision) else context)
 
 
 def steps_of(model: nn.Module) -> dict[str, float]:
@@ -106,29 +114,25 @@ def steps_of(model: nn.Module) -> dict[str, float]:
     with rare_collection():
         with watch(COPY):
             root = working_copy(model).root
-        with watch(CAPTURE):
-            program = Program.of(capture(root), None, "inference")
+        tree = ModelTree(root)
         for item in make_passes(None, "inference"):
             with watch(PASSES), watch(item.name):
-                run_of(item, program)
+                run_of(item, tree)
         for item in BY_NAME:
             with watch(item.name):
-                run_of(item, program)
+                run_of(item, tree)
     return watch.seconds
 
 
 def counts_of(model: nn.Module) -> dict[str, Any]:
-    """What stands in the graphs, and how many changes each pass makes: the same on every machine."""
+    """How many operations there are, and changes of each pass: the same on every machine."""
     root = working_copy(model).root
-    program = Program.of(capture(root), None, "inference")
-    graphs, islands = len(program.graphs), len(program.islands)
+    tree = ModelTree(root)
     passes = (*make_passes(None, "inference"), *BY_NAME)
-    changes = {item.name: len(run_of(item, program).changes) for item in passes}
+    changes = {item.name: len(run_of(item, tree).changes) for item in passes}
     traced = torch.fx.symbolic_trace(model).graph.nodes
     return {
         "operations": sum(node.op.startswith("call_") for node in traced),
-        "graphs": graphs,
-        "islands": islands,
         "changes": changes,
         "changes_of_optimize": {
             item.name: len(item.changes)
@@ -189,7 +193,7 @@ def _memory_of(mebibytes: int, case: str, settings: dict[str, str]) -> dict[str,
 
 def time_table(results: Sequence[dict[str, Any]]) -> Table:
     names = list(results[0]["seconds"])
-    order = [TRACE, FUSE, COPY, CAPTURE, *(n for n in names if n not in (TRACE, FUSE, COPY, CAPTURE, PASSES, WHOLE))]
+    order = [TRACE, FUSE, COPY, *(n for n in names if n not in (TRACE, FUSE, COPY, PASSES, WHOLE))]
     order += [PASSES, WHOLE]
     table = Table("Time by number of operations", ["graph", "operations", *order], left=1)
     for result in results:
@@ -266,7 +270,7 @@ def misses(
         found += [
             f"{shape}: one operation of {name} gets {grown[name]['per_operation']:.2f} times as dear from the smallest"
             f" graph to the largest; the goal is {LINEAR:g}"
-            for name in (CAPTURE, PASSES, *(item.name for item in BY_NAME if item.name in grown), WHOLE)
+            for name in (PASSES, *(item.name for item in BY_NAME if item.name in grown), WHOLE)
             if grown[name]["per_operation"] > LINEAR
         ]
     for result in memory:

@@ -14,8 +14,10 @@ import torch
 from onnx import helper, numpy_helper
 
 from exporters.torchscript_deprecation import torchscript_allowed
-from passes.base import ProgramPass
-from passes.graph.rewriter import Rewriter, TensorRef
+from passes.base import Context
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
+from passes.program.tensors import TensorRef
 
 SCALE = 1.01
 
@@ -162,19 +164,19 @@ KINDS: dict[str, Plant] = {
 
 
 @dataclass(frozen=True)
-class ScaleWeight(ProgramPass):
+class ScaleWeight(ModulePass):
     """A pass that is wrong: it scales the weight of one layer, and names no part that could be compared by itself."""
 
     name: ClassVar[str] = "scale-weight"
     layer: str = ""
 
-    def rewrite(self, graph: Rewriter) -> None:
-        module = graph.program.root.get_submodule(self.layer)
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+        module = graph.tree.root.get_submodule(self.layer)
         if module._parameters.get("weight") is None:
-            graph.skip_module(self.layer, "it has no weight any more")
+            graph.skip(self.layer, "it has no weight any more")
             return
-        with graph.change(self.layer, "scaled", ()) as change:
-            graph.set_tensor(change, TensorRef(module, "weight"), module.weight.detach() * SCALE)
+        with graph.change(self.layer, "scaled"):
+            graph.set_tensor(TensorRef(module, "weight"), module.weight.detach() * SCALE)
 
 
 def scaled_parameter(source: Path, target: Path, name: str) -> None:

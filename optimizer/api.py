@@ -55,9 +55,8 @@ from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refu
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.wrong_pass import pass_to_blame
 from passes.base import Context, Pass, device_of
-from passes.graph.casts import root_cast
-from passes.graph.forward import prepare_forwards
-from passes.graph.interception import is_compiled
+from passes.casting.forwards import root_cast
+from passes.program.interception import is_compiled
 from passes.program.moved_bias import moved_biases
 from passes.registry import make_passes
 
@@ -221,12 +220,13 @@ def _optimized(
     reference = pipeline.measure_original()
     if measured is not None and reference is not None:
         measured(reference)
-    program = pipeline.capture()
-    before, coverage = size_of(program), coverage_record(program)
-    pipeline.run(program, chosen)
+    tree = pipeline.record()
+    context = pipeline.context()
+    before, coverage = size_of(tree, context), coverage_record(tree, context)
+    pipeline.run(tree, chosen)
     # Before the result is verified: the passes are tried on it, and taken back.
-    could_apply = pipeline.could_apply(program)
-    parity = pipeline.verify(program)
+    could_apply = pipeline.could_apply(tree)
+    parity = pipeline.verify(tree)
     report = Report(
         model=type(model).__name__,
         mode=mode,
@@ -236,12 +236,11 @@ def _optimized(
         passes=pipeline.records,
         parity=parity,
         before=before,
-        after=size_of(program),
+        after=size_of(tree, context),
         notes=[*copy.notes, *pipeline.notes],
         could_apply=could_apply,
     )
     _note_what_was_seen(report, model, copy.root, mode, parity)
-    prepare_forwards(copy.root)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
     sizes = None if batch_sizes is None else tuple(batch_sizes)

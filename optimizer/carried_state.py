@@ -19,9 +19,8 @@ from optimizer.reference import Reference
 from optimizer.runs import AsItIs
 from optimizer.sentences import listed
 from optimizer.verdict import judge
-from passes.graph.side_effects import contents_of, items_of, slots_of
-from passes.graph.snapshot import numbers_in
-from passes.graph.storage import same_values
+from passes.program.containers import contents_of, items_of, numbers_in, slots_of
+from passes.program.storage import same_values
 
 # So many of what a module keeps are named.
 _NAMED = 3

@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.graph.calls import argument, name_of
-from passes.graph.memory import copied_together
+from passes.program.shared_memory import copied_together
+from passes.program.torch_calls import argument, name_of
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -125,7 +125,7 @@ class Float64Mode(TorchFunctionMode):
     """The mode behind `float64_mode`; `lowered` names the functions whose float results were not float64.
 
     `written` are parameters that the model writes to: each has a shadow, as a buffer has. `together` are groups of other
-    tensors that lie in each other's memory (`passes.graph.memory.groups_of`): so do their shadows.
+    tensors that lie in each other's memory (`passes.program.shared_memory.groups_of`): so do their shadows.
 
     `coarsest` is the machine epsilon of the least precise dtype that was raised: what the original's own rounding is
     to be measured by, whatever the dtype of its outputs.

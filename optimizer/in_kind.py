@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimizer.float64 import is_question, mapped, off_by_one_ulp, random_signs, written_tensors
-from passes.graph.calls import name_of
-from passes.graph.casts import Loan, Precision, takes_one_dtype
-from passes.graph.interception import intercepted_calls
+from passes.base import Precision
+from passes.casting.forwards import Loan, takes_one_dtype
+from passes.program.interception import intercepted_calls
+from passes.program.torch_calls import name_of
 
 _RUN_IN = torch.bfloat16
 # Their statistics and weights stay in float32 beside an input of another dtype.

@@ -29,7 +29,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.preserve import random_state
 from optimizer.sentences import dtype_name, quote
 from optimizer.structure import first_difference, leaves_of, rebuild
-from passes.graph.storage import has_strides
+from passes.program.storage import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 # Sizes of open dims beside the batch, by name, as a key: (("time", 17),).

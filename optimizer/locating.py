@@ -32,7 +32,7 @@ from optimizer.preserve import random_state
 from optimizer.reference import Reference
 from optimizer.sentences import quote
 from optimizer.verdict import Measurement
-from passes.graph.storage import has_strides, same_values
+from passes.program.storage import has_strides, same_values
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from optimizer.preserve import eager_only, one_at_a_time, pinned_settings
 from optimizer.reference import Reference
 from optimizer.runs import Runs
 from optimizer.structure import leaves_of
-from passes.graph.interception import intercepted_calls
-from passes.graph.recording import opened
+from passes.program.interception import intercepted_calls
+from passes.program.seals import opened
 
 logger = logging.getLogger(__name__)
 

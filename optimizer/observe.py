@@ -19,7 +19,7 @@ from optimizer.module_tree import reachable_modules
 from optimizer.preserve import random_state
 from optimizer.reentrant import gradients_by_backward, is_reentrant
 from optimizer.structure import clone, leaves_of, rebuild
-from passes.graph.storage import same_values
+from passes.program.storage import same_values
 
 _OTHER_KINDS = re.compile(r"^(output|gradient of|buffer) | \(changed in place\)$")
 

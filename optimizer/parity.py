@@ -59,8 +59,7 @@ from optimizer.verdict import (
     judge,
 )
 from optimizer.weights import refuse_unrunnable
-from passes.base import DeclaredError
-from passes.graph.casts import Precision
+from passes.base import DeclaredError, Precision
 
 __all__ = [
     "BATCH_SIZES",

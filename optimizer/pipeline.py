@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from optimizer.errors import LoadError, OptimizeFailed, ParityError
 from optimizer.float64 import off_by_one_ulp, random_signs
-from optimizer.held_iterators import held_iterators
 from optimizer.inputs import Call, Samples
 from optimizer.locating import located_module
 from optimizer.module_tree import is_script, reachable_modules
@@ -28,21 +27,15 @@ from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_state
-from passes.base import Context, DeclaredError, Pass, PassResult
+from passes.base import Context, DeclaredError, Pass, PassResult, Precision
+from passes.casting.forwards import AutocastForward, root_cast
 from passes.errors import PassesError, UnseenCall
-from passes.graph.capture import Capture, Island, ModuleGraph, capture, training_flags
-from passes.graph.casts import AutocastForward, Precision, root_cast
-from passes.graph.edits import AttributeEdit, in_place, taken_back
-from passes.graph.formats import DimOrder
-from passes.graph.guards import dim_order, ordered_leaves
-from passes.graph.interception import intercepted_calls
-from passes.graph.program import Program, own_tensors
-from passes.graph.recording import Recordings, agree, record
-from passes.graph.region import Region
-from passes.graph.rewriter import Change, Place
-from passes.graph.storage import same_values
-from passes.graph.witness import witness_inputs
-from passes.program.folded import is_carried
+from passes.program.changes import Change, Place
+from passes.program.edits import taken_back
+from passes.program.model_tree import ModelTree
+from passes.program.recording import Recorder, tensor_of
+from passes.program.runs import recorded_runs
+from passes.program.storage import same_values
 from passes.registry import pass_named, pass_names
 
 logger = logging.getLogger(__name__)
@@ -56,9 +49,6 @@ _MOST_TRIES = 8
 # Of the pairs that a run doesn't keep together, each is found by a run of its own: a pass leaves so many changes alone for
 # that, and goes as a whole where there are more.
 _MOST_PARTED = 8
-# What the check of one pass may keep of the activations at a time; more places are looked at in a further run.
-_WITNESS_BYTES = 64 << 20
-
 
 # What makes a result less precise than the original, and is allowed for.
 Lowered = Precision | DeclaredError
@@ -152,8 +142,6 @@ class Pipeline:
     # Those in kind, by the one that they are made of and what they are in.
     _in_kind: dict[tuple[int, tuple[Lowered, ...]], Reference] = field(default_factory=dict)
     _calls: list[Call] = field(default_factory=list)
-    # By the training flag of the root.
-    _orders: dict[bool, tuple[DimOrder | None, ...]] = field(default_factory=dict)
     _passes: Sequence[Pass] = ()
     _done: list[_Done] = field(default_factory=list)
     # What the pass of this number is told to leave alone from the start.
@@ -196,53 +184,15 @@ class Pipeline:
         other = next((size for size in asked if size > 1), default)
         return [samples.batch_size, other]
 
-    def capture(self) -> Program:
-        """The graphs of the working copy, each of which computes what its module does."""
-        captured, recordings = self._captured()
-        program = Program.of(captured, recordings, self.mode, self.copy.unregistered())
-        if self.mode == "training":
-            program.other_states = tuple(self._in_state(flag) for flag in self._other_flags())
-        return program
-
-    def _other_flags(self) -> list[bool]:
-        """The values that all training flags may be set to, where some have another."""
-        flags = {module.training for module in self.copy.root.modules() if hasattr(module, "training")}
-        return [flag for flag in (False, True) if flag not in flags or len(flags) > 1]
-
-    def _in_state(self, flag: bool) -> Program:
-        """The program of the working copy with all of it in training or all in eval."""
-        with training_flags(self.copy.root, flag):
-            captured, recordings = self._captured(" in training" if flag else " in eval")
-            return Program.of(captured, recordings, self.mode, self.copy.unregistered())
-
-    def _captured(self, when: str = "") -> tuple[Capture, Recordings | None]:
-        root = self.copy.root
-        recordings = self._record(when)
-        self._tell("capture", 1, 3, "tracing")
-        structures = recordings.structures if recordings else None
-        called = recordings.counts if recordings else None
-        uncalled = frozenset(id(m) for m in root.modules() if called is not None and id(m) not in called)
-        with held_iterators(root.modules()):
-            captured = capture(root, structures, uncalled, recordings.ranks if recordings else None)
-        for module, name in captured.leaks:
-            self.copy.restore_attribute(module, name)
-        self._tell("capture", 2, 3, "comparing the graphs with the original")
-        if recordings is not None:
-            self._leave_wrong_graphs(captured)
-        self._tell("capture", 3, 3, "")
-        return captured, recordings
-
-    def _record(self, when: str) -> Recordings | None:
-        root, besides = self.copy.root, self.copy.unregistered()
-        if not self._calls:
-            return None
-        with self._quiet():
-            try:
-                runs = [record(root, call.args, dict(call.kwargs), besides) for call in self._fresh_calls()]
-            except Exception as error:  # noqa: BLE001 - a forward may not bear being watched: it is then not recorded
-                self.notes.append(f"the runs{when} couldn't be recorded ({type(error).__name__}: {_first_line(error)})")
-                return None
-        return agree(root, runs, besides)
+    def record(self) -> ModelTree:
+        """The working copy as passes see it, with what runs of it do."""
+        self._tell("capture", 1, 2, "recording what it does")
+        tree = ModelTree(self.copy.root, self.copy.unregistered())
+        recorded = recorded_runs(tree, self.context())
+        if recorded is not None and recorded.failure:
+            self.notes.append(f"its runs show nothing to the passes: {recorded.failure}")
+        self._tell("capture", 2, 2, "")
+        return tree
 
     def _fresh_calls(self) -> list[Call]:
         """Copies of the calls, as a forward may write to its inputs."""
@@ -266,25 +216,6 @@ class Pipeline:
         own = {name for name, _ in root.named_parameters(remove_duplicate=False)}
         return private_state(root, () if reference is None else reference.written & own)
 
-    def _leave_wrong_graphs(self, captured: Capture) -> None:
-        """Make islands of the forwards that answer otherwise by their graph: a trace may have frozen something."""
-        root = self.copy.root
-        with self._quiet():
-            wanted = self._outputs()
-        self._orders.setdefault(root.training, _orders_of(wanted))
-        while captured.graphs:
-            with self._quiet():
-                with in_place([_installed(graph) for graph in captured.graphs.values()]):
-                    if _same(wanted, self._outputs(tolerate=True)):
-                        return
-                culprits = self._culprits(captured)
-            if not culprits:
-                # Wrong together, right alone: nothing is known then.
-                culprits = dict.fromkeys(captured.graphs, "its graph and those of others don't go together")
-            for key, reason in culprits.items():
-                graph = captured.graphs.pop(key)
-                captured.islands[key] = Island(graph.path, graph.module, reason)
-
     def _outputs(self, calls: Sequence[Call] | None = None, *, tolerate: bool = False) -> list[Any]:
         outputs: list[Any] = []
         for number, call in enumerate(self._fresh_calls() if calls is None else calls):
@@ -297,73 +228,32 @@ class Pipeline:
                 outputs.append(error)
         return outputs
 
-    def _culprits(self, captured: Capture) -> dict[int, str]:
-        found: dict[int, str] = {}
-        busy = False
-
-        def around(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            nonlocal busy
-            graph = captured.graphs.get(id(module))
-            if graph is None or busy or id(module) in found:
-                return call(*args, **kwargs)
-            busy = True
-            reason = self._why_wrong(graph, args, kwargs)
-            busy = False
-            if reason:
-                found[id(module)] = reason
-            return call(*args, **kwargs)
-
-        with intercepted_calls(self.copy.root, around):
-            # A forward may not bear being watched: what was found until then counts.
-            self._outputs(tolerate=True)
-        return found
-
-    def _why_wrong(self, graph: ModuleGraph, args: Any, kwargs: Any) -> str | None:
-        by_graph = _installed(graph)
-
-        def run(forward: Callable[..., Any]) -> Any:
-            seed_torch(0)
-            own_args, own_kwargs = pytree.tree_map(_cloned, (args, kwargs))
-            return forward(*own_args, **own_kwargs)
-
-        state = torch.get_rng_state()
-        try:
-            wanted = run(graph.module.forward)
-            try:
-                with in_place([by_graph]):
-                    got = run(graph.module.forward)
-            except Exception as error:  # noqa: BLE001 - the graph is wrong, whatever it raises
-                return f"its graph raises where its forward doesn't ({type(error).__name__}: {_first_line(error)})"
-        finally:
-            torch.set_rng_state(state)
-        return None if _same(wanted, got) else "its graph answers otherwise: a trace froze something of its forward"
-
-    def run(self, program: Program, passes: Sequence[Pass]) -> None:
+    def run(self, tree: ModelTree, passes: Sequence[Pass]) -> None:
         """Run the passes in order; each is kept or taken back.
 
         Raises:
             OptimizeFailed: a pass fails or is rolled back, with `strict` or where it is a guarantee.
         """
         self._passes = passes
-        self._run_from(program, 0)
+        self._run_from(tree, 0)
         self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
 
-    def _run_from(self, program: Program, first: int) -> None:
+    def _run_from(self, tree: ModelTree, first: int) -> None:
         context = self.context()
         for number, item in enumerate(self._passes[first:], first):
             if _is_lossy(item):
-                self._find_wrong_behind(program, number, context)
-            self._run_numbered(program, number, context)
+                self._find_wrong_behind(tree, number, context)
+            self._run_numbered(tree, number, context)
 
-    def _run_numbered(self, program: Program, number: int, context: Context) -> None:
+    def _run_numbered(self, tree: ModelTree, number: int, context: Context) -> None:
         item = self._passes[number]
         self._tell("optimize", number, len(self._passes) + 1, item.name, item.name)
         context = replace(context, left_alone=self._left_alone.get(number, {}))
         if context.example_calls:
             context = replace(context, judge=partial(self._judge, item.declared_error))
-        self._run_one(program, number, item, context)
+        self._run_one(tree, number, item, context)
 
-    def _find_wrong_behind(self, program: Program, number: int, context: Context) -> None:
+    def _find_wrong_behind(self, tree: ModelTree, number: int, context: Context) -> None:
         """Find the passes behind one that is less precise which are wrong, by runs of them without it.
 
         Judged by what that one allows, an error of some hundredths of theirs would be taken for rounding. What compiles does
@@ -379,7 +269,7 @@ class Pipeline:
         before = sum(1 for done in self._done if done.result.changes)
         while True:
             for later in behind:
-                self._run_numbered(program, later, context)
+                self._run_numbered(tree, later, context)
                 if self.records[-1].status == "rolled-back":
                     self._wrong[later] = self.records[-1].reason
             found = self._wrong_behind(before)
@@ -405,9 +295,7 @@ class Pipeline:
     def context(self) -> Context:
         """What the passes may know."""
         calls = tuple((call.args, call.kwargs) for call in self._calls)
-        flag = self.copy.root.training
-        orders, others = self._orders.get(flag, ()), self._orders.get(not flag)
-        context = Context(self.mode, self.device, calls, orders, others)
+        context = Context(self.mode, self.device, calls)
         if not calls:
             return context
         return replace(
@@ -457,9 +345,9 @@ class Pipeline:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _run_one(self, program: Program, number: int, item: Pass, context: Context) -> None:
+    def _run_one(self, tree: ModelTree, number: int, item: Pass, context: Context) -> None:
         for tries_left in reversed(range(_MOST_TRIES)):
-            ran = self._attempt(program, item, context)
+            ran = self._attempt(tree, item, context)
             if ran is None:
                 return
             record, result = ran
@@ -467,11 +355,7 @@ class Pipeline:
                 self.records.append(record)
                 self._roll_back(item, record, result, reason)
                 return
-            found = (
-                self._check_changes(program, record, result, item.declared_error)
-                if result.changes and self._calls
-                else _Checked()
-            )
+            found = self._found_of(record, result)
             if found.wrong is None and not found.imprecise:
                 self.records.append(record)
                 self._done.append(_Done(number, record, result, item.declared_error))
@@ -485,23 +369,23 @@ class Pipeline:
             result.rewriter.roll_back()
             context = replace(context, left_alone={**context.left_alone, **new})
 
-    def _attempt(self, program: Program, item: Pass, context: Context) -> tuple[PassRecord, PassResult] | None:
+    def _attempt(self, tree: ModelTree, item: Pass, context: Context) -> tuple[PassRecord, PassResult] | None:
         """Run the pass; None where it raises, which is recorded.
 
         Raises:
             OptimizeFailed: with `strict`, or of a guarantee, where it raises; always where it wrote to the caller's weights.
         """
         started = time.perf_counter()
-        tree = _TreeState(program.modules())
-        sources = self._sources(program)
+        before = _TreeState(tree.modules())
+        sources = self._sources(tree)
         try:
-            result = item.run(program, context)
+            result = item.run(tree, context)
         except PassesError:
             raise
         except Exception as error:
-            # A ProgramPass takes back what it did; of any other pass only the tree as it was is known.
-            tree.restore()
-            program.refresh()
+            # The passes of this project take back what they did; of any other one the tree as it was is known.
+            before.restore()
+            tree.refresh()
             self._refuse_writes(item, sources)
             reason = f"{type(error).__name__}: {_first_line(error)}"
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
@@ -522,12 +406,13 @@ class Pipeline:
         )
         return record, result
 
-    def _sources(self, program: Program) -> list[tuple[Source, torch.Tensor | None]]:
+    def _sources(self, tree: ModelTree) -> list[tuple[Source, torch.Tensor | None]]:
         """The caller's tensors, and the values of those that a run writes to and puts back, which moves their versions."""
         named = [*self.original.named_parameters(), *self.original.named_buffers()]
-        for path, module in program.unregistered:
-            tensors = own_tensors(self.copy.originals[id(module)])
-            named += ((f"{path}.{name}", tensor) for name, tensor in tensors.items())
+        for path, module in tree.unregistered:
+            own = self.copy.originals[id(module)]
+            tensors = (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False))
+            named += ((f"{path}.{name}", tensor) for name, tensor in tensors)
         scripted = (module for module in reachable_modules(self.copy.root) if is_script(module))
         put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
         return [
@@ -549,11 +434,8 @@ class Pipeline:
                 " make a new tensor, so leave it out and load the model's weights again."
             )
 
-    def _check_changes(
-        self, program: Program, record: PassRecord, result: PassResult, declared: DeclaredError | None
-    ) -> _Checked:
-        """Compare each change with what it replaced, on what the original flow gives it, up to the first wrong one."""
-        regions = {n: c.before for n, c in enumerate(result.changes) if c.before is not None and c.after is not None}
+    def _found_of(self, record: PassRecord, result: PassResult) -> _Checked:
+        """What the pass found of its changes, up to the first that computes something else."""
         found = _Checked()
         for change, pairs in result.checked:
             for algebra, rounding in pairs:
@@ -561,33 +443,6 @@ class Pipeline:
                 record.parity, record.error = found.worst, found.error
                 if found.wrong is not None:
                     return found
-        autocast = self._autocast()
-        while regions:
-            try:
-                inputs = self._witness(program, result, regions)
-            except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
-                if self._runs_without(result):
-                    text = f"{type(error).__name__}: {_first_line(error)}"
-                    found.wrong = f"the run that shows what it is given raises ({text})"
-                # Else an earlier pass is to blame: the comparison of the whole finds which.
-                return found
-            if not inputs:
-                # Never reached in the run: there is nothing to compare.
-                break
-            # From the last change to the first: each is compared on the tree that it was made in.
-            with ExitStack() as later:
-                later.enter_context(pinned_settings())
-                for number in reversed(range(len(result.changes))):
-                    change = result.changes[number]
-                    if number in inputs:
-                        before = regions.pop(number)
-                        values = inputs[number]
-                        for algebra, precision in _check_change(before, change, values, self.mode, autocast, declared):
-                            found.add(change, algebra, precision)
-                            record.parity, record.error = found.worst, found.error
-                            if found.wrong is not None:
-                                return found
-                    later.enter_context(taken_back(change.edits))
         return found
 
     def _autocast(self) -> torch.dtype | None:
@@ -617,34 +472,13 @@ class Pipeline:
                 found.append((found[0][0], in_half.compare(_under(autocast, new), by_own_error=True)))
         return found
 
-    def _witness(
-        self, program: Program, result: PassResult, regions: dict[int, Region]
-    ) -> dict[int, tuple[torch.Tensor, ...]]:
-        # Each change is looked at on few rows: it is the algebra that shows there, at every element.
-        call = min(self._fresh_calls(), key=_rows)
-        root = self.copy.root
-        # The buffers of then are kept, not those of now: in training a run writes to them.
-        with taken_back(result.rewriter.edits), self._quiet():
-            return witness_inputs(
-                program,
-                regions,
-                result.rewriter.before,
-                lambda: root(*call.args, **call.kwargs),
-                limit=_WITNESS_BYTES,
-            )
-
-    def _runs_without(self, result: PassResult) -> bool:
-        """Whether the tree as it was before the pass runs."""
-        with taken_back(result.rewriter.edits), self._quiet():
-            return not any(isinstance(outputs, Exception) for outputs in self._outputs(tolerate=True))
-
     def _roll_back(self, item: Pass, record: PassRecord, result: PassResult, reason: str) -> None:
         result.rewriter.roll_back()
         record.status, record.reason, record.remarks, record.detail = "rolled-back", reason, (), None
         if self.strict or item.is_guarantee:
             raise OptimizeFailed(f"{record.name} was rolled back: {reason}")
 
-    def verify(self, program: Program) -> ParityReport | None:
+    def verify(self, tree: ModelTree) -> ParityReport | None:
         """Compare the whole with the original; take back the pass that makes it wrong, as often as there is one.
 
         Raises:
@@ -656,10 +490,10 @@ class Pipeline:
         while True:
             report = self._compare()
             if report.verdict != "failed" and (wrong := self._wrong_before_a_cast()) is not None:
-                self._take_back_culprit(program, *wrong)
+                self._take_back_culprit(tree, *wrong)
                 continue
             if report.verdict != "failed":
-                if self._leave_what_parts_elsewhere_alone(program):
+                if self._leave_what_parts_elsewhere_alone(tree):
                     continue
                 return report
             if not any(done.result.changes for done in self._done):
@@ -667,10 +501,10 @@ class Pipeline:
                     f"Without any pass the result doesn't compute what the model did ({report.reason}): the model, or a pass,"
                     " writes to its weights."
                 )
-            if not self._leave_what_parts_alone(program):
-                self._take_back_culprit(program, report)
+            if not self._leave_what_parts_alone(tree):
+                self._take_back_culprit(tree, report)
 
-    def could_apply(self, program: Program) -> list[str]:
+    def could_apply(self, tree: ModelTree) -> list[str]:
         """The passes that weren't named and would change something, where the named ones changed nothing.
 
         The model isn't run for it.
@@ -678,20 +512,20 @@ class Pipeline:
         if self.mode != "inference" or not self._passes or any(record.status == "applied" for record in self.records):
             return []
         named = {item.name for item in self._passes}
-        return [name for name in pass_names() if name not in named and self._would_apply(program, name)]
+        return [name for name in pass_names() if name not in named and self._would_apply(tree, name)]
 
-    def _would_apply(self, program: Program, name: str) -> bool:
-        tree = _TreeState(program.modules())
+    def _would_apply(self, tree: ModelTree, name: str) -> bool:
+        before = _TreeState(tree.modules())
         try:
             item, context = pass_named(name).made_with({}), self.context()
             if self.mode not in item.modes:
                 return False
             item.check(context)
-            return item.would_apply(program, context)
+            return item.would_apply(tree, context)
         except Exception as error:  # noqa: BLE001 - the user didn't ask for this pass: one that raises isn't named
             logger.debug("%s can't be tried: %s", name, error)
-            tree.restore()
-            program.refresh()
+            before.restore()
+            tree.refresh()
             return False
 
     def _compare(self, done: Sequence[_Done] | None = None) -> ParityReport:
@@ -734,7 +568,7 @@ class Pipeline:
         report = judge(self._judging(self._reference_in_eval, precisions).compare(self.copy.root))
         return replace(report, reason=f"In eval: {report.reason}")
 
-    def _leave_what_parts_alone(self, program: Program) -> bool:
+    def _leave_what_parts_alone(self, tree: ModelTree) -> bool:
         """Run a pass again without the pair that the calls don't keep together; whether there is one.
 
         What the first of a pair gives out may be used on the way to the second by what no recording shows, as by an
@@ -742,9 +576,9 @@ class Pipeline:
         """
         with self._quiet(), torch.set_grad_enabled(self.mode == "training"):
             outputs = self._outputs(tolerate=True)
-        return any(self._leave_alone(program, output, "") for output in outputs)
+        return any(self._leave_alone(tree, output, "") for output in outputs)
 
-    def _leave_what_parts_elsewhere_alone(self, program: Program) -> bool:
+    def _leave_what_parts_elsewhere_alone(self, tree: ModelTree) -> bool:
         """The same for what inference is likely to meet beside the calls: a batch of one row, and gradients that are on."""
         if self.mode == "training" or not any(done.result.changes for done in self._done):
             return False
@@ -756,7 +590,7 @@ class Pipeline:
                     # Nothing goes backward: what is kept for that would be memory for nothing.
                     stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
                 (output,) = self._outputs([call], tolerate=True)
-            if self._leave_alone(program, output, when):
+            if self._leave_alone(tree, output, when):
                 return True
         return False
 
@@ -776,30 +610,30 @@ class Pipeline:
             for call in samples.rows_alone():
                 yield _fresh(call), False, "for a row that is alone"
 
-    def _leave_alone(self, program: Program, output: Any, when: str) -> bool:
+    def _leave_alone(self, tree: ModelTree, output: Any, when: str) -> bool:
         """Where a call parts a pair, or comes to a rewritten forward as its graph has no place for, run the pass that changed
         it again without these changes; whether it did."""
         if not isinstance(output, UnseenCall):
             return False
         for done in self._done:
-            places = [change.place for change in done.result.changes if _is_about(program, change, output)]
+            places = [change.place for change in done.result.changes if _is_about(change, output)]
             if not places:
                 continue
             left = self._left_alone.setdefault(done.number, {})
             if len(left) >= _MOST_PARTED or not left.keys().isdisjoint(places):
                 # A pass that doesn't leave alone what it is told to is no better for another run.
                 line = _first_line(output)
-                self._take_back(program, done, f"{when}: {line}" if when else line)
+                self._take_back(tree, done, f"{when}: {line}" if when else line)
             else:
                 left.update((place, _why_left_alone(place, output, when)) for place in places)
-                self._run_again(program, done)
+                self._run_again(tree, done)
             return True
         return False
 
-    def _run_again(self, program: Program, first: _Done) -> None:
+    def _run_again(self, tree: ModelTree, first: _Done) -> None:
         """Take back this pass and those behind it, and run them anew."""
         self._take_back_from(first.number)
-        self._run_from(program, first.number)
+        self._run_from(tree, first.number)
 
     def _take_back_from(self, number: int) -> None:
         """Take back the pass of this number and those behind it, with their records."""
@@ -822,7 +656,7 @@ class Pipeline:
             report = self._compare(applied[:first])
         return (report, applied[:first]) if report.verdict == "failed" else None
 
-    def _take_back_culprit(self, program: Program, report: ParityReport, among: Sequence[_Done] | None = None) -> None:
+    def _take_back_culprit(self, tree: ModelTree, report: ParityReport, among: Sequence[_Done] | None = None) -> None:
         """Find the first pass after which the result is wrong, take it back, and run those behind it once more.
 
         Args:
@@ -830,7 +664,7 @@ class Pipeline:
         """
         applied = [done for done in self._done if done.result.changes] if among is None else among
         culprit, reason = self._culprit(applied, report.reason)
-        self._take_back(program, culprit, f"{reason}{self._place_of(culprit)}")
+        self._take_back(tree, culprit, f"{reason}{self._place_of(culprit)}")
 
     def _place_of(self, culprit: _Done) -> str:
         """A sentence on the module that is wrong first with this pass and without those behind it; "" where none is found."""
@@ -862,13 +696,13 @@ class Pipeline:
                 low = middle
         return applied[high - 1], reason
 
-    def _take_back(self, program: Program, culprit: _Done, reason: str) -> None:
+    def _take_back(self, tree: ModelTree, culprit: _Done, reason: str) -> None:
         """Roll this pass back, and run those behind it once more."""
         self._take_back_from(culprit.number + 1)
         # It stands last now, and its record stays.
         self._done.pop()
         self._roll_back(self._passes[culprit.number], culprit.record, culprit.result, reason)
-        self._run_from(program, culprit.number + 1)
+        self._run_from(tree, culprit.number + 1)
 
     def _tell(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:
         self.progress(Progress(stage, done, total, text, name))
@@ -892,25 +726,37 @@ def _is_lossy(item: Pass) -> bool:
     return item.lowers_precision or item.max_error is not None
 
 
-def size_of(program: Program) -> Size:
-    """What the program is made of."""
-    parameters = [parameter for parameter in program.root.parameters() if not is_lazy(parameter)]
-    calls = sum(node.op in ("call_module", "call_function", "call_method") for node in program.nodes())
-    called = [module for node in program.nodes() if (module := program.module_of(node)) is not None]
-    # A call of a module with a graph is what is in the graph; one of a BatchNorm that was folded computes nothing.
-    inner = sum(id(module) in program.graphs or is_carried(module) for module in called)
+def size_of(tree: ModelTree, context: Context) -> Size:
+    """What the model is made of; of its operations a run tells."""
+    parameters = [parameter for parameter in tree.root.parameters() if not is_lazy(parameter)]
     return Size(
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        calls - inner,
+        _operations(tree, context),
     )
 
 
-def coverage_record(program: Program) -> CoverageRecord:
-    """The coverage as the report holds it."""
-    coverage = program.coverage()
-    islands = tuple(PlaceRecord(path, reason) for path, reason in coverage.islands)
-    return CoverageRecord(coverage.reached, coverage.parameterised, coverage.graphs, coverage.recorded, islands)
+def _operations(tree: ModelTree, context: Context) -> int | None:
+    if tree.runs is not None and tree.runs.runs:
+        recording = tree.runs.runs[0].recording
+    else:
+        recorder = Recorder(tree.root, tree.modules)
+        if context.run_each is None or context.run_each(recorder, 0) is not None:
+            return None
+        recording = recorder.recording
+    return sum(node.op == "call_function" and not node.meta["asks"] for node in recording.nodes())
+
+
+def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
+    """How much of the model the example calls show to the passes."""
+    owners = [module for module in tree.modules() if any(p is not None for p in module._parameters.values())]
+    recorded = recorded_runs(tree, context)
+    if recorded is None:
+        return CoverageRecord(0, len(owners))
+    nodes = (node for run in recorded.runs for node in run.recording.nodes())
+    read = {id(ref.value) for node in nodes if (ref := tensor_of(node)) is not None}
+    unreached = [module for module in owners if not any(id(p) in read for p in module._parameters.values())]
+    return CoverageRecord(len(owners) - len(unreached), len(owners), tuple(map(tree.path, unreached)))
 
 
 def check_requirements(passes: Sequence[Pass], context: Context) -> None:
@@ -921,53 +767,6 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
     """
     for item in passes:
         item.check(context)
-
-
-def _check_change(
-    before: Region,
-    change: Change,
-    values: tuple[torch.Tensor, ...],
-    mode: Mode,
-    autocast: torch.dtype | None,
-    declared: DeclaredError | None,
-) -> Iterator[tuple[RegionParity, RegionParity | None]]:
-    """Whether the region computes with the change what it computed without it, as `_check`; in training, in eval too.
-
-    Args:
-        autocast: the dtype of an autocast around the whole: under that it is looked at as well, as kernels are others there.
-        declared: the error that the pass declares.
-    """
-    after, given = change.after, values
-    assert after is not None
-    with taken_back(change.edits):
-        read = before.read_tensors()
-        held = {tensor.dtype for tensor in (*read, *(p for module in before.modules for p in module.parameters()))}
-        if torch.float32 in held and not held & _HALF:
-            # Under an autocast around the whole, which casts what is read: the part by itself computes in float32.
-            values = tuple(_raised(value) for value in values)
-        flowing = (*values, *read)
-    is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in flowing)
-
-    def old(*values: Any) -> Any:
-        with taken_back(change.edits), before.private_state():
-            return before(*values)
-
-    def new(*values: Any) -> Any:
-        with after.private_state():
-            return after(*values)
-
-    algebra, rounding = _check(old, new, values, is_half, declared)
-    yield algebra, rounding
-    if autocast is not None and algebra.ok:
-        cast = _reference_in_half(_under(autocast, old), given)
-        cast = cast if declared is None else cast.allowing(declared)
-        yield algebra, cast.compare(_under(autocast, new), by_own_error=True)
-    if mode == "training" and any(module.training for module in before.modules):
-        # What running statistics are for shows in eval alone.
-        with ExitStack() as stack:
-            for module in before.modules:
-                stack.enter_context(training_flags(module, False))
-            yield _check(old, new, values, is_half, declared)
 
 
 def _under(autocast: torch.dtype, region: Callable[..., Any]) -> Callable[..., Any]:
@@ -1059,19 +858,13 @@ def _rows(call: Call) -> int:
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
 
 
-def _is_about(program: Program, change: Change, error: UnseenCall) -> bool:
+def _is_about(change: Change, error: UnseenCall) -> bool:
     """Whether the call wouldn't have been refused without the change."""
-    if error.pair is not None and change.between is not None:
-        return set(change.between) == set(error.pair)
-    if error.pair is not None:
-        return {program.where(node) for node in change.region}.issuperset(error.pair)
-    return error.rewritten is not None and any(program.home(node).path == error.rewritten for node in change.region)
+    return error.pair is not None and change.between is not None and set(change.between) == set(error.pair)
 
 
 def _why_left_alone(place: Place, error: UnseenCall, when: str) -> str:
-    if error.pair is None:
-        what, _, _ = _first_line(error).removeprefix(f"{type(error).__name__}: ").partition(": ")
-        return f"{place.what}, {when}{' ' * bool(when)}{what}"
+    assert error.pair is not None
     first, second = error.pair
     if when:
         return f"{place.what}, {when} what {first} gives out isn't what {second} takes, or isn't used by that alone"
@@ -1089,31 +882,8 @@ def _as_dtype_of(leaf: Any, other: Any) -> Any:
     return leaf.to(other.dtype) if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) else leaf
 
 
-def _installed(graph: ModuleGraph) -> AttributeEdit:
-    return AttributeEdit(graph.module, "forward", graph.forward())
-
-
-def _same(wanted: Any, got: Any) -> bool:
-    """Equal to the bit, in the same containers."""
-    mine, my_spec = pytree.tree_flatten(wanted)
-    theirs, their_spec = pytree.tree_flatten(got)
-    return my_spec == their_spec and all(_same_leaf(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b)
-    return same_values(a, b)
-
-
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _orders_of(outputs: Sequence[Any]) -> tuple[DimOrder | None, ...]:
-    first, *others = (ordered_leaves(output) for output in outputs)
-    alike = [leaves for leaves in others if len(leaves) == len(first)]
-    return tuple(dim_order(leaves) for leaves in zip(first, *alike, strict=True))
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,8 +10,7 @@ from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
 from optimizer.report import Report
-from passes.base import DeclaredError, Pass
-from passes.graph.casts import Precision
+from passes.base import DeclaredError, Pass, Precision
 
 _ATTRIBUTE = "_optimize_export"
 

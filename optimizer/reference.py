@@ -56,10 +56,9 @@ from optimizer.sentences import lack_of_memory
 from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
-from passes.base import DeclaredError
-from passes.graph.casts import Precision
-from passes.graph.memory import groups_of, places_in
+from passes.base import DeclaredError, Precision
 from passes.program.moved_bias import moved_biases
+from passes.program.shared_memory import groups_of, places_in
 
 logger = logging.getLogger(__name__)
 

@@ -112,13 +112,17 @@ class PassRecord:
 
 @dataclass
 class CoverageRecord:
-    """How much of the model passes could reach; see `passes.graph.program.Coverage`."""
+    """How much of a model the example calls show to the passes.
+
+    Attributes:
+        reached: modules with parameters of their own that some call of torch reads.
+        parameterised: all modules with parameters of their own.
+        unreached: the paths of the others; none where there are no example inputs, and nothing is known.
+    """
 
     reached: int
     parameterised: int
-    graphs: int
-    recorded: int
-    islands: tuple[PlaceRecord, ...]
+    unreached: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -131,9 +135,7 @@ class CoverageRecord:
             "share": round(self.share, 4),
             "reached": self.reached,
             "parameterised": self.parameterised,
-            "graphs": self.graphs,
-            "recorded": self.recorded,
-            "islands": [island.to_json() for island in self.islands],
+            "unreached": list(self.unreached),
         }
 
 
@@ -144,14 +146,14 @@ class Size:
     Attributes:
         parameters: elements of all parameters.
         parameter_bytes: their bytes.
-        operations: operations of one call, as the recorded run or the graphs show them.
+        operations: calls of torch in one call of the model, as a run shows them; None without a run.
     """
 
     parameters: int
     parameter_bytes: int
-    operations: int
+    operations: int | None
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | None]:
         """Plain data."""
         return {
             "parameters": self.parameters,
@@ -216,16 +218,14 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.model}, {self.mode}, {self.device}, torch {self.torch}"]
-        share = f"{100 * self.coverage.share:.0f} % of the modules with parameters"
-        islands = len(self.coverage.islands)
-        lines.append(f"reached: {share}" + (f", {islands} forward(s) left as they are" if islands else ""))
+        if self.coverage.reached or self.coverage.unreached:
+            lines.append(f"reached: {100 * self.coverage.share:.0f} % of the modules with parameters")
         width = max((len(record.name) for record in self.passes), default=0)
         lines += [_pass_line(record, width) for record in self.passes]
         lines += [line for record in self.passes for line in remark_lines(record.to_json())]
         lines += [f"{record.name}:\n{record.detail}" for record in self.passes if record.detail is not None]
         lines.append(
-            f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters,"
-            f" {self.before.operations:,} -> {self.after.operations:,} operations"
+            f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters{_operations(self.before, self.after)}"
         )
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
         if self.could_apply:
@@ -270,3 +270,9 @@ def _pass_line(record: PassRecord, width: int) -> str:
     text += f", {record.seconds:.2f} s"
     reason = reason_shown(record.to_json())
     return f"{text}: {reason}" if reason else text
+
+
+def _operations(before: Size, after: Size) -> str:
+    if before.operations is None or after.operations is None:
+        return ""
+    return f", {before.operations:,} -> {after.operations:,} operations"

@@ -194,16 +194,16 @@ def _rows(format: str, rows: Document) -> str:
 
 def _gained(report: Document) -> Iterable[str]:
     before, after, coverage = report["before"], report["after"], report["coverage"]
-    yield (
-        f"operations: {before['operations']:,} -> {after['operations']:,}; "
-        f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
-    )
-    unreached = coverage["parameterised"] - coverage["reached"]
-    if unreached > 0:
-        where = ": report.json has the forwards that couldn't be traced, under coverage.islands"
+    parameters = f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
+    if before["operations"] is None or after["operations"] is None:
+        yield parameters
+    else:
+        yield f"operations: {before['operations']:,} -> {after['operations']:,}; {parameters}"
+    if unreached := coverage["unreached"]:
+        others = f" and {len(unreached) - 1:,} more" if unreached[1:] else ""
         yield (
-            f"passes can't reach {unreached:,} of {coverage['parameterised']:,} modules with weights"
-            f"{where if coverage.get('islands') else ''}"
+            f"the example inputs don't reach {len(unreached):,} of {coverage['parameterised']:,} modules with weights:"
+            f" {unreached[0] or 'the root'}{others}"
         )
 
 

@@ -16,7 +16,7 @@ from optimizer.module_tree import reachable_modules
 from optimizer.sentences import listed
 from optimizer.working_copy import is_plain, private_state, working_copy
 from optimizer.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
-from passes.graph.interception import is_compiled
+from passes.program.interception import is_compiled
 
 _T = TypeVar("_T")
 

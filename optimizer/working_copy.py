@@ -26,7 +26,7 @@ from optimizer.held_modules import functions_over_modules
 from optimizer.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
 from optimizer.sentences import lack_of_memory, listed, quote, type_name
 from optimizer.torch_private import copied_script
-from passes.graph.forward import unbound_forward
+from passes.program.forwards import unbound_forward
 from passes.program.weights import FoldedParameter, over_values, sealed_like
 
 Mode = Literal["inference", "training"]
@@ -73,15 +73,6 @@ class WorkingCopy:
     mode: Mode
     originals: dict[int, nn.Module]
     notes: list[str] = field(default_factory=list)
-    _memo: dict[int, Any] = field(default_factory=dict, repr=False)
-
-    def restore_attribute(self, module: nn.Module, name: str) -> None:
-        """Copy one attribute of `module` (a module of the copy) from the caller's module once more."""
-        original = self.originals[id(module)]
-        if name in original.__dict__:
-            module.__dict__[name] = _copied(original, name, original.__dict__[name], dict(self._memo))
-        else:
-            module.__dict__.pop(name, None)
 
     def own_parameters(self, names: Collection[str]) -> None:
         """Give these parameters, which forward writes to, storage of the copy's own; in training they are the caller's."""
@@ -144,7 +135,7 @@ def working_copy(
     for parameter in (one for module in plain for one in module._parameters.values() if one is not None):
         sealed_like(parameter, memo[id(parameter)], memo)
     originals = {id(memo[id(module)]): module for module in modules if id(module) in memo}
-    return WorkingCopy(memo[id(model)], mode, originals, notes, memo)
+    return WorkingCopy(memo[id(model)], mode, originals, notes)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimizer.errors import LoadError
 from optimizer.module_tree import reachable_modules, unregistered_modules
 from optimizer.torch_private import schema_of
-from passes.graph.storage import storages_of
+from passes.program.storage import storages_of
 
 # Kernels of batch normalization write to these arguments where one of the flags is set; not all schemas say so.
 _STATISTICS = frozenset({"running_mean", "running_var"})

@@ -8,17 +8,17 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.graph.casts import Precision
-from passes.graph.formats import DimOrder
-from passes.graph.program import Program
-from passes.graph.rewriter import Change, Place, Remark, Rewriter, Skip
+from passes.program.changes import Change, Place, Remark, Skip
+from passes.program.edits import Edit
+from passes.program.model_tree import ModelTree
 
 RunInside = Callable[[AbstractContextManager[Any]], str | None]
 RunEach = Callable[[AbstractContextManager[Any], int], str | None]
@@ -36,11 +36,8 @@ class Context:
         mode: "inference" or "training".
         device: where the model's parameters are.
         example_calls: (args, kwargs) at several batch sizes; empty where the user gave no example inputs.
-        output_orders: for the tensors that the root returned in runs, in the order of its output leaves, the order of
-            their dims in memory; None for what has none; empty where there was no run.
-        other_orders: the same with the root's training flag the other way, in training; None where there was no run so.
         left_alone: the changes, of those that an earlier run of the pass made, that it has to leave alone, each with the
-            reason. A `Rewriter` that is given them sees to that.
+            reason. What a pass writes with sees to that.
         run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
             no trace; gives the clause why it couldn't, or None. None where nothing is run.
         run_each: the same on the example call of a number.
@@ -53,8 +50,6 @@ class Context:
     mode: str
     device: torch.device
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    output_orders: tuple[DimOrder | None, ...] = ()
-    other_orders: tuple[DimOrder | None, ...] | None = None
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
     run_each: RunEach | None = None
@@ -84,6 +79,39 @@ class DeclaredError:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """How a result computes that isn't as precise as the original: what its comparison has to allow for.
+
+    Attributes:
+        dtype: torch.bfloat16 or torch.float16.
+        everywhere: whether weights and all that is made of them are of the dtype, and not just what autocast casts.
+        kept: the paths of the modules that compute in float32, with all below them.
+        bare: those of them whose outputs aren't rounded either.
+    """
+
+    dtype: torch.dtype
+    everywhere: bool = False
+    kept: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The dtype in a word: "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class Written(Protocol):
+    """What the changes of a pass were made with."""
+
+    @property
+    def edits(self) -> Sequence[Edit]:
+        """All edits of modules, in the order they were made."""
+
+    def roll_back(self) -> None:
+        """Take everything back; passes that came later have to be taken back before."""
+
+
+@dataclass(frozen=True)
 class PassResult:
     """What one pass did.
 
@@ -100,7 +128,7 @@ class PassResult:
 
     changes: tuple[Change, ...]
     skips: tuple[Skip, ...]
-    rewriter: Rewriter
+    rewriter: Written
     remarks: tuple[Remark, ...] = ()
     detail: Detail | None = None
     precision: Precision | None = None
@@ -142,8 +170,8 @@ class Pass(ABC):
         return None if self.max_error is None else DeclaredError(self.name, self.max_error)
 
     @abstractmethod
-    def run(self, program: Program, context: Context) -> PassResult:
-        """Rewrite the program.
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
+        """Rewrite the working copy.
 
         Raises:
             PassesError: with one sentence for the user.
@@ -169,7 +197,7 @@ class Pass(ABC):
         if self.needs_run and not context.example_calls:
             raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: give example inputs.")
 
-    def would_apply(self, program: Program, context: Context) -> bool:
+    def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """Whether a run would change something that exported files hold, too; it leaves the program as it was.
 
         Asked of passes that the user didn't name, where the named ones changed nothing. False where only a run tells.
@@ -226,41 +254,6 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
-class ProgramPass(Pass):
-    """A pass that finds, judges and rewrites places of the program."""
-
-    @abstractmethod
-    def rewrite(self, graph: Rewriter) -> None:
-        """Find the places, skip or change each."""
-
-    def run(self, program: Program, context: Context) -> PassResult:
-        """Rewrite the program's graphs and make them the forwards of their modules."""
-        rewriter = Rewriter(program, context.left_alone)
-        try:
-            self.rewrite_in(rewriter, context)
-            rewriter.finish()
-        except BaseException:
-            rewriter.roll_back()
-            raise
-        return PassResult(
-            tuple(rewriter.changes),
-            tuple(rewriter.skips),
-            rewriter,
-            tuple(rewriter.remarks),
-            precision=rewriter.precision,
-        )
-
-    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
-        """As `rewrite`, for the passes that need to know the run."""
-        self.rewrite(graph)
-
-    def would_apply(self, program: Program, context: Context) -> bool:
-        """As `Pass.would_apply`: rewrite, without any run of the model, and take that back."""
-        result = self.run(program, replace(context, run_inside=None, run_compiled=None, apart=None))
-        result.rewriter.roll_back()
-        return bool(result.changes)
-
-
 def _parse(owner: str, name: str, text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
@@ -301,3 +294,9 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def rows_of(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """The rows of the first tensor among the arguments of a call; 0 for none."""
+    tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)

@@ -11,31 +11,32 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, ProgramPass
-from passes.checkpointing.units import units_among
-from passes.errors import RequirementNotMet
-from passes.graph.capture import is_atom
-from passes.graph.casts import (
+from passes.base import Context, Precision
+from passes.casting.forwards import (
     AutocastForward,
     CastForward,
     FiniteMasks,
     InFloat32,
     LoweredInput,
-    Precision,
     UnderAutocast,
     dtypes_of,
     masks_of,
     root_cast,
     takes_one_dtype,
 )
-from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.graph.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
+from passes.casting.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
+from passes.checkpointing.units import units_among
+from passes.errors import RequirementNotMet
+from passes.program.edits import AttributeEdit, Edit, TensorEdit, in_place
+from passes.program.forwards import is_atom
+from passes.program.model_tree import ModelTree
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
+from passes.program.runs import recorded_runs
 from passes.program.tensors import TensorRef
+from passes.torch_private import AnyConvolution, AnyNorm
 
 # A layer stays in float32 that is off by more than so many units of the dtype (its spacing at 1), in the root mean square
 # and by that of its output: rounding inputs and weights once explains about half a unit.
@@ -47,7 +48,7 @@ _FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 @dataclass(frozen=True)
-class CastPrecision(ProgramPass):
+class CastPrecision(ModulePass):
     """Compute in bfloat16 or float16, inputs and outputs as before; layers that lose too much by it stay in float32.
 
         autocast:  y = f(x)  ->  with torch.autocast(dtype): y = f(x).float()
@@ -134,7 +135,7 @@ class CastPrecision(ProgramPass):
                     " has no arithmetic for it: take dtype='float16'."
                 )
 
-    def would_apply(self, program: Program, context: Context) -> bool:
+    def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """As `Pass.would_apply`; False on a CPU, whose runtimes lack kernels for many operations in the dtype.
 
         Nothing is cast for it: a copy of all weights would take memory for a hint.
@@ -142,39 +143,34 @@ class CastPrecision(ProgramPass):
         if context.device.type == "cpu":
             return False
         return any(
-            isinstance(m, nn.Linear | nn.modules.conv._ConvNd) and m.weight.dtype == torch.float32
-            for m in program.modules()
+            isinstance(m, nn.Linear | AnyConvolution) and m.weight.dtype == torch.float32 for m in tree.modules()
         )
 
-    def rewrite(self, graph: Rewriter) -> None:
-        """Only `rewrite_in` knows whether there are example inputs."""
-        self.rewrite_in(graph, Context("inference", torch.device("cpu")))
-
-    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
+    def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Measure what layers lose, and cast the others."""
-        program, dtype = graph.program, getattr(torch, self.dtype)
-        self._refuse(program)
-        if (done := root_cast(program.root)) is not None:
-            graph.skip_module("", f"it computes in {str(done.dtype).removeprefix('torch.')} already")
+        tree, dtype = model.tree, getattr(torch, self.dtype)
+        self._refuse(tree)
+        if (done := root_cast(tree.root)) is not None:
+            model.skip("", f"it computes in {str(done.dtype).removeprefix('torch.')} already")
             return
-        floats = [tensor for module in program.modules() for _, tensor in _floats_of(module)]
+        floats = [tensor for module in tree.modules() for _, tensor in _floats_of(module)]
         if floats and all(tensor.dtype is not torch.float32 for tensor in floats):
             named = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in floats}))
-            graph.skip_module("", f"its parameters are in {named} already")
+            model.skip("", f"its parameters are in {named} already")
             return
-        casting = _Casting(graph, context, dtype, weights=self.how == "weights")
-        casting.keep_named(self._kept_by_name(program))
+        casting = _Casting(model, context, dtype, weights=self.how == "weights")
+        casting.keep_named(self._kept_by_name(tree))
         if context.run_inside is not None and not casting.settle():
             return
         casting.write()
         if context.device.type == "cpu" and not _is_fast_here(dtype):
-            graph.remark(
+            model.remark(
                 "", f"torch has no fast kernels for {self.dtype} on this CPU: the result is for another device"
             )
 
-    def _refuse(self, program: Program) -> None:
-        for module in program.modules():
-            path = program.paths[id(module)][0] or "the root"
+    def _refuse(self, tree: ModelTree) -> None:
+        for module in tree.modules():
+            path = tree.path(module) or "the root"
             if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")) or any(
                 tensor.is_quantized for _, tensor in _tensors_of(module)
             ):
@@ -187,15 +183,15 @@ class CastPrecision(ProgramPass):
                     " float32, or leave the pass out."
                 )
 
-    def _kept_by_name(self, program: Program) -> list[nn.Module]:
+    def _kept_by_name(self, tree: ModelTree) -> list[nn.Module]:
         if not self.keep:
             return []
-        paths = {path: module for module in program.modules() for path in program.paths[id(module)] if path}
+        paths = {path: module for module in tree.modules() for path in tree.paths(module) if path}
         for pattern in self.keep.split("|"):
             if not units_among(paths, pattern):
                 raise RequirementNotMet(
                     f"{self.name} has keep={self.keep!r}, and {pattern.strip()!r} is the path of no module of"
-                    f" {type(program.root).__name__}."
+                    f" {type(tree.root).__name__}."
                 )
         return [paths[path] for path in sorted(units_among(paths, self.keep))]
 
@@ -216,21 +212,21 @@ class _Choice:
 
 
 class _Casting:
-    """Finds what stays in float32 in one program, and writes the rest."""
+    """Finds what stays in float32 in one model, and writes the rest."""
 
-    def __init__(self, graph: Rewriter, context: Context, dtype: torch.dtype, *, weights: bool) -> None:
-        self.graph = graph
-        self.program = graph.program
-        self.root = graph.program.root
+    def __init__(self, model: ModuleRewriter, context: Context, dtype: torch.dtype, *, weights: bool) -> None:
+        self.model = model
+        self.tree = model.tree
+        self.root = model.tree.root
         self.context = context
         self.dtype = dtype
         self.weights = weights
         self.word = str(dtype).removeprefix("torch.")
         self.choice = _Choice()
-        self.besides = [module for _, module in self.program.unregistered]
-        self.modules = {id(module): module for module in self.program.modules()}
+        self.besides = [module for _, module in self.tree.unregistered]
+        self.modules = {id(module): module for module in self.tree.modules()}
         self.installed = {key: module.__dict__.get("forward") for key, module in self.modules.items()}
-        self.repeats = any(map(self._is_repeated, self.modules.values()))
+        self.repeats = self._repeats()
         self.outputs: tuple[torch.dtype | None, ...] = ()
         self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
         # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.
@@ -251,7 +247,7 @@ class _Casting:
         most = _MOST_OF_A_LAYER * unit
         watch = LossWatch(self.root, self.besides, layers, self.dtype, most, self._lowered)
         if (problem := self._run(watch)) is not None:
-            self.graph.skip_module("", f"no run shows what its layers lose in {self.word} ({problem})")
+            self.model.skip("", f"no run shows what its layers lose in {self.word} ({problem})")
             return False
         losses, wanted = watch.losses, watch.outputs
         self.outputs = dtypes_of(wanted)
@@ -266,7 +262,7 @@ class _Casting:
             if problem is None and lost <= _MOST_OF_ALL * unit:
                 return True
             if problem is not None or not worst:
-                self.graph.skip_module("", self._why_given_up(problem, lost))
+                self.model.skip("", self._why_given_up(problem, lost))
                 return False
             for key in worst[:count]:
                 shown = f"in {self.word} the model {_off(lost)}, and this layer {_off(losses[key].share)}"
@@ -289,7 +285,7 @@ class _Casting:
         feeder = loss.feeder
         if loss.by_input <= most or feeder is None or feeder is self.root or not _has_floats(feeder):
             return
-        path = self.program.paths[id(self.modules[key])][0]
+        path = self.tree.path(self.modules[key])
         why = f"kept in float32: one rounding of what it gives to {path} to {self.word} is {_percent(loss.by_input)} there"
         self.choice.kept.setdefault(id(feeder), why)
         self.choice.bare.add(id(feeder))
@@ -318,7 +314,7 @@ class _Casting:
     def _kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for module in self.modules.values():
             if self._is_kept(module):
-                path = self.program.paths[id(module)][0]
+                path = self.tree.path(module)
                 yield from ((path, name, tensor) for name, tensor in _floats_of(module))
 
     def _is_kept(self, module: nn.Module) -> bool:
@@ -436,15 +432,13 @@ class _Casting:
             return CastForward(module, forward, self.dtype, self.outputs)
         return AutocastForward(module, forward, self.dtype, self.outputs, repeats=self.repeats)
 
-    def _is_repeated(self, module: nn.Module) -> bool:
-        """Whether one call of the model calls the module again, of whose parameters autocast makes casts."""
-        if not _has_floats(module):
-            return False
-        calls = self.program.calls_in_a_run(module)
-        if calls is None:
-            # Other runs have other numbers of them; without any there are the places that call it.
-            return self.program.recordings is not None or len(self.program.calls_of(module)) > 1
-        return calls > 1
+    def _repeats(self) -> bool:
+        """Whether one call of the model may use a parameter more than once, of which autocast makes casts."""
+        recorded = recorded_runs(self.tree, self.context)
+        if recorded is None or recorded.failure:
+            return True
+        refs = [TensorRef(module, name) for module in self.modules.values() for name, _ in _floats_of(module)]
+        return any(len(run.recording.uses(ref)) > 1 for run in recorded.runs for ref in refs)
 
     def _takes_one_dtype(self, module: nn.Module) -> bool:
         # One that has layers computes with their weights itself, of which each is then to be of the dtype.
@@ -452,21 +446,21 @@ class _Casting:
 
     def write(self) -> None:
         """Make the changes, each with its place."""
-        graph, paths = self.graph, self.program.paths
+        model, path_of = self.model, self.tree.path
         in_float32, tops = self._kept_now()
         for module in tops:
-            with graph.change(paths[id(module)][0], self.choice.kept[id(module)]) as change:
-                graph.set_attribute(change, module, "forward", self._keeping(module).new)
+            with model.change(path_of(module), self.choice.kept[id(module)]):
+                model.set_attribute(module, "forward", self._keeping(module).new)
         for key, module in self.modules.items():
             if key not in in_float32:
-                self._write_one(paths[key][0], module)
+                self._write_one(path_of(module), module)
         what = "inputs and outputs as before around" if self.weights else "computes under autocast to"
         mixed = self.choice.mixed.get(id(self.root))
-        with graph.change("", f"{what} {self.word}{f', {mixed}' if mixed else ''}") as change:
-            graph.set_attribute(change, self.root, "forward", self._forward_of(self.root))
-        kept = tuple(paths[id(module)][0] for module in tops)
-        bare = tuple(paths[key][0] for key in self.choice.bare)
-        graph.precision = Precision(self.dtype, self.weights, kept, bare)
+        with model.change("", f"{what} {self.word}{f', {mixed}' if mixed else ''}"):
+            model.set_attribute(self.root, "forward", self._forward_of(self.root))
+        kept = tuple(path_of(module) for module in tops)
+        bare = tuple(path_of(self.modules[key]) for key in self.choice.bare)
+        model.precision = Precision(self.dtype, self.weights, kept, bare)
 
     def _write_one(self, path: str, module: nn.Module) -> None:
         held, forward = list(_castable(module)) if self.weights else [], self._forward_of(module)
@@ -479,17 +473,17 @@ class _Casting:
         elif self._takes_one_dtype(module) and not held:
             what.append(f"given {self.word}, for the layers in it")
         what += [self.choice.mixed[id(module)]] if is_around and id(module) in self.choice.mixed else []
-        with self.graph.change(path, ", ".join(what)) as change:
+        with self.model.change(path, ", ".join(what)) as change:
             flat = self._flat_weights(module)
             for name, tensor in held:
                 change.sources.append(TensorRef(module, name))
                 made = self._cast(tensor)
-                self.program.made[id(made)] = made
-                self.graph.set_tensor(change, TensorRef(module, name), made)
+                self.tree.made[id(made)] = made
+                self.model.set_tensor(TensorRef(module, name), made)
             for edit in flat:
-                self.graph.set_attribute(change, module, edit.name, edit.new)
+                self.model.set_attribute(module, edit.name, edit.new)
             if is_around:
-                self.graph.set_attribute(change, module, "forward", forward)
+                self.model.set_attribute(module, "forward", forward)
 
     def _why_given_up(self, problem: str | None, lost: float) -> str:
         if problem is not None:
@@ -528,7 +522,7 @@ def _has_floats(module: nn.Module) -> bool:
 
 def _castable(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that are cast with the weights."""
-    if isinstance(module, _NormBase | torch.jit.ScriptModule):
+    if isinstance(module, AnyNorm | torch.jit.ScriptModule):
         return
     yield from ((name, tensor) for name, tensor in _floats_of(module) if _is_castable(tensor))
 

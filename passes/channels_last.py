@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, ProgramPass, RunInside
-from passes.graph.capture import training_flags
-from passes.graph.edits import AttributeEdit, in_place
-from passes.graph.formats import FORMATS, is_taken_for_last
-from passes.graph.guards import ChannelsLastInput, enters_channels_last, is_kept_contiguous
-from passes.graph.hooks import has_hooks, is_parametrized
-from passes.graph.layouts import Layouts, LayoutWatch, Loss
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
-from passes.graph.storage import kind_of
-from passes.program.matching import CONVOLUTIONS, STOCK_CONVOLUTIONS, arguments_of, is_stock, layer_arguments
-from passes.program.recording import Node
+from passes.base import Context, RunInside
+from passes.memory_format.forwards import (
+    ChannelsLastInput,
+    ChannelsLastInputs,
+    ContiguousInput,
+    DrawsInOrder,
+    FormattedForward,
+    dim_order,
+    enters_channels_last,
+    is_kept_contiguous,
+    ordered_leaves,
+)
+from passes.memory_format.watch import Layouts, LayoutWatch, Loss
+from passes.program.edits import AttributeEdit, in_place
+from passes.program.forwards import AroundForward
+from passes.program.hooks import has_hooks, is_parametrized
+from passes.program.matching import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    STOCK_CONVOLUTIONS,
+    arguments_of,
+    is_stock,
+    layer_arguments,
+)
+from passes.program.memory_formats import FORMATS, DimOrder, is_taken_for_last
+from passes.program.model_tree import training_flags
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleChange, ModuleRewriter
+from passes.program.recording import Node, Run, Runs, call_of, shape_of
+from passes.program.runs import recorded_runs
+from passes.program.storage import kind_of
 from passes.program.tensors import TensorRef
 from passes.program.weights import PLAIN_TENSORS
+from passes.torch_private import AnyBatchNorm, AnyConvolution, convolution_kernel
+
+# The shapes of what a layer reads and writes, in each call of one run.
+_Shapes = Sequence[tuple[torch.Size, torch.Size]]
+_Orders = tuple[DimOrder | None, ...]
 
 
 @dataclass(frozen=True)
-class ChannelsLast(ProgramPass):
+class ChannelsLast(ModulePass):
     """Put the weights of 2-D and 3-D convolutions into channels_last, and give outputs back as the caller knows them.
 
     A convolution with such a weight makes such an output, and pointwise operations, BatchNorm and pooling keep it: the
@@ -64,31 +85,33 @@ class ChannelsLast(ProgramPass):
 
     name: ClassVar[str] = "channels-last"
 
-    def rewrite(self, graph: Rewriter) -> None:
-        """Only `rewrite_in` knows whether there are example inputs."""
-        self.rewrite_in(graph, Context("inference", torch.device("cpu")))
-
-    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
+    def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Convert every weight that can be converted and is worth it; in training, what the convolutions are given."""
-        if context.mode == "training":
-            _train(graph, context)
-            return
-        convolutions = dict(_convolutions(graph.program.root))
-        reasons = {path: _why_not(graph.program, module, context) for path, module in convolutions.items()}
-        dear = _too_dear(graph.program, convolutions, reasons) if context.device.type == "cpu" else frozenset[str]()
-        some = any(reason is None and path not in dear for path, reason in reasons.items())
-        for path, module in convolutions.items():
-            reason = reasons[path]
-            if path in dear:
-                _keep_contiguous(graph, path, module) if some else graph.skip_module(path, _TOO_DEAR)
-            elif reason is None:
-                _convert(graph, path, module)
-            elif reason:
-                graph.skip_module(path, reason)
-        if some:
-            _audit(graph, context)
-        if some and any(context.output_orders):
-            graph.keep_output_orders(context.output_orders)
+        seen = recorded_runs(model.tree, context) or Runs()
+        if seen.failure:
+            model.skip("", seen.failure)
+        elif context.mode == "training":
+            _train(model, context, seen)
+        else:
+            _infer(model, context, seen)
+
+
+def _infer(model: ModuleRewriter, context: Context, seen: Runs) -> None:
+    convolutions = dict(_convolutions(model.tree.root))
+    reasons = {path: _why_not(model, module, context, seen) for path, module in convolutions.items()}
+    dear = _too_dear(seen, convolutions, reasons) if context.device.type == "cpu" else frozenset[str]()
+    some = any(reason is None and path not in dear for path, reason in reasons.items())
+    for path, module in convolutions.items():
+        reason = reasons[path]
+        if path in dear:
+            _keep_contiguous(model, path, module) if some else model.skip(path, _TOO_DEAR)
+        elif reason is None:
+            _convert(model, path, module)
+        elif reason:
+            model.skip(path, reason)
+    if some:
+        _audit(model, context)
+        _keep_output_orders(model, *_orders(model, seen))
 
 
 _TOO_DEAR = (
@@ -98,12 +121,12 @@ _TOO_DEAR = (
 
 def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in root.named_modules():
-        weight = module._parameters.get("weight") if isinstance(module, _ConvNd) else None
+        weight = module._parameters.get("weight") if isinstance(module, AnyConvolution) else None
         if weight is not None and (is_lazy(weight) or weight.dim() in FORMATS):
             yield path, module
 
 
-def _why_not(program: Program, module: nn.Module, context: Context) -> str | None:
+def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: Runs) -> str | None:
     """The reason why the weight stays; "" where it needs no change."""
     weight = module._parameters["weight"]
     assert weight is not None
@@ -119,13 +142,14 @@ def _why_not(program: Program, module: nn.Module, context: Context) -> str | Non
         return "it has parametrizations"
     if has_hooks(module):
         return "it has hooks, which may set its weight"
-    if program.holders_of(weight) > 1:
+    if model.tree.holders_of(weight) > 1:
         return "its weight is shared with another module"
-    for reader in program.readers_of(module, "weight"):
-        if not all(_convolves(user, reader) for user in reader.users):
-            return (
-                f"its weight is also read by {program.home(reader).path or 'the root'}, which may count on the format"
-            )
+    ref = TensorRef(module, "weight")
+    for run in seen.runs:
+        for user in run.recording.uses(ref):
+            if not _convolves(user, run.recording.reader(ref)):
+                reader = model.tree.path(call_of(user).module) or "the root"
+                return f"its weight is also read by {reader}, which may count on the format"
     return None
 
 
@@ -150,13 +174,13 @@ def _needs_no_change(module: nn.Module, weight: nn.Parameter) -> bool:
 
     An input of one channel is in both as well: then the strides of the weight decide what the output is in.
     """
-    assert isinstance(module, _ConvNd)
+    assert isinstance(module, AnyConvolution)
     if not weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
         return False
     return module.in_channels != 1 or is_taken_for_last(weight)
 
 
-def _convolves(user: Node, weight: Node) -> bool:
+def _convolves(user: Node, weight: Node | None) -> bool:
     """Whether the node is a convolution by that weight, and uses it for nothing else."""
     if user.op != "call_function" or user.target not in CONVOLUTIONS or not CONVOLUTIONS[user.target][0]:
         return False
@@ -174,9 +198,7 @@ class _Costs:
     change: float
 
 
-def _too_dear(
-    program: Program, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None]
-) -> frozenset[str]:
+def _too_dear(seen: Runs, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None]) -> frozenset[str]:
     """The paths of the convolutions that are better off in contiguous format.
 
     In channels_last, oneDNN packs the weight in a slow way at every call; in contiguous format it brings the input into
@@ -185,21 +207,34 @@ def _too_dear(
     convolutions of different formats, the input is changed. The cheapest formats for the whole run are found by going
     through it in order, as the shortest path through two states.
     """
-    if program.recordings is None:
-        return frozenset()
     paths = {id(module): path for path, module in convolutions.items()}
-    steps = [(paths[key], maps) for key, maps in program.recordings.maps.items() if key in paths]
+    steps = [(paths[key], maps) for key, maps in _maps_in(seen.runs[:1]).items() if key in paths]
     costs = [_costs(convolutions[path], reasons[path], maps) for path, maps in steps]
     formats = _cheapest_formats(costs)
     dear = (path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
     return frozenset(path for path in dear if not is_kept_contiguous(convolutions[path]))
 
 
-def _read_and_written(maps: Sequence[tuple[torch.Size, torch.Size]]) -> tuple[int, int]:
+def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
+    """Of each convolution and BatchNorm, by identity and in the order of these runs, what it reads and writes."""
+    found: dict[int, list[tuple[torch.Size, torch.Size]]] = {}
+    for node in (node for run in runs for node in run.recording.nodes()):
+        module = call_of(node).module
+        if node.op != "call_function" or not isinstance(module, AnyConvolution | AnyBatchNorm):
+            continue
+        names = layer_arguments(node.target) if node.target in CONVOLUTIONS else BATCH_NORMS.get(node.target)
+        if names is not None:
+            shapes = shape_of(arguments_of(node, names)["input"]), shape_of(node)
+            if shapes[0] is not None and shapes[1] is not None:
+                found.setdefault(id(module), []).append((torch.Size(shapes[0].sizes), torch.Size(shapes[1].sizes)))
+    return found
+
+
+def _read_and_written(maps: _Shapes) -> tuple[int, int]:
     return sum(shape.numel() for shape, _ in maps), sum(shape.numel() for _, shape in maps)
 
 
-def _costs(module: nn.Module, reason: str | None, maps: Sequence[tuple[torch.Size, torch.Size]]) -> _Costs:
+def _costs(module: nn.Module, reason: str | None, maps: _Shapes) -> _Costs:
     read, written = _read_and_written(maps)
     if is_kept_contiguous(module):
         return _Costs(math.inf, 0, read)
@@ -225,15 +260,13 @@ def _packs(module: nn.Module, shape: torch.Size) -> bool:
 
 def _backend(module: nn.Module, shape: torch.Size) -> str:
     """The name of the kernel that torch takes for an input of this shape."""
-    assert isinstance(module, _ConvNd)
+    assert isinstance(module, AnyConvolution)
     weight = module.weight.detach()
     batched = shape if len(shape) == weight.dim() else (1, *shape)
     sides = module._reversed_padding_repeated_twice
-    backend = torch._C._select_conv_backend(
+    return convolution_kernel(
         weight.new_empty(()).expand(batched),
         weight,
-        bias=None,
-        bias_sizes=None,
         stride=module.stride,
         padding=[max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)][::-1],
         dilation=module.dilation,
@@ -241,8 +274,6 @@ def _backend(module: nn.Module, shape: torch.Size) -> str:
         output_padding=module.output_padding,
         groups=module.groups,
     )
-    name: str = backend.name
-    return name
 
 
 def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
@@ -266,30 +297,31 @@ def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
     return formats[::-1]
 
 
-def _audit(graph: Rewriter, context: Context) -> Layouts | None:
+def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
     """Convert the inputs where that moves fewer elements, and tell where the format is lost on the way.
 
     Gives what a run shows then; None where there is none to be seen.
     """
     if context.run_inside is None:
         return None
-    layouts, problem = _watched(graph.program.root, context.run_inside)
+    root = model.tree.root
+    layouts, problem = _watched(root, context.run_inside)
     # Below twice its size, as where one convolution reads it behind a padding, there is next to nothing to be gained.
     names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
     if names and problem is None:
-        change = graph.convert_inputs(names)
-        converted, problem_then = _watched(graph.program.root, context.run_inside)
+        change = _convert_inputs(model, names)
+        converted, problem_then = _watched(root, context.run_inside)
         if problem_then is None and converted.moved < layouts.moved:
             layouts = converted
         else:
-            graph.withdraw(change)
+            model.withdraw(change)
     if problem is not None:
-        graph.remark("", f"no run shows where channels_last is lost on the way ({problem})")
+        model.remark("", f"no run shows where channels_last is lost on the way ({problem})")
         return None
     for path in layouts.scripted:
-        graph.remark(path, "it is TorchScript: whether channels_last is lost inside of it isn't seen")
+        model.remark(path, "it is TorchScript: whether channels_last is lost inside of it isn't seen")
     for loss in layouts.losses:
-        graph.remark(loss.where, _what_is_lost(loss))
+        model.remark(loss.where, _what_is_lost(loss))
     return layouts
 
 
@@ -319,46 +351,50 @@ _COPIED = 1
 _COPIED_AND_PACKED = 4
 
 
-def _train(graph: Rewriter, context: Context) -> None:
+def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
     """Have the maps in channels_last where that pays, with all weights left as they are.
 
     A convolution makes a map in the format of the one that it is given. So the first ones bring that into channels_last,
     and so do those behind an operation that loses the format: a run shows which these are.
     """
-    program = graph.program
-    convolutions = dict(_convolutions(program.root))
-    reasons = {path: _why_not_entered(program, module, context) for path, module in convolutions.items()}
+    root = model.tree.root
+    convolutions = dict(_convolutions(root))
+    maps = _maps_in([run for run in seen.runs if run.number == 0 and _is_training(root, run)][:1] or seen.runs[:1])
+    orders, others = _orders(model, seen)
+    reasons = {path: _why_not_entered(maps, module, context) for path, module in convolutions.items()}
     free = [path for path, reason in reasons.items() if reason is None]
-    dear = _too_dear_in_training(program, convolutions, reasons, context)
+    dear = _too_dear_in_training(model, maps, orders, reasons) if context.device.type == "cpu" else frozenset[str]()
     entered = {path: convolutions[path] for path in free if path not in dear}
     for path, module in convolutions.items():
         if path in dear:
-            _keep_contiguous(graph, path, module) if entered else graph.skip_module(path, _TOO_DEAR)
+            _keep_contiguous(model, path, module) if entered else model.skip(path, _TOO_DEAR)
         elif reason := reasons[path]:
-            graph.skip_module(path, reason)
+            model.skip(path, reason)
     if not entered:
         return
     wrapped = [
         AttributeEdit(module, "forward", ChannelsLastInput(module, module.__dict__.get("forward")))
         for module in entered.values()
     ]
-    with ExitStack() as stack:
-        stack.enter_context(in_place(wrapped))
-        if not program.root.training:
-            stack.enter_context(training_flags(program.root, True))
-        layouts = _audit(graph, context)
+    with in_place(wrapped), training_flags(root, None if root.training else True):
+        layouts = _audit(model, context)
     for path, module in entered.items():
         if layouts is None or path in layouts.entries:
-            with graph.change(path, "input brought into channels_last", _region(graph, module)) as change:
-                graph.enter_channels_last(change, module)
+            with model.change(path, "input brought into channels_last", module):
+                _put_around(model, module, ChannelsLastInput(module, module.__dict__.get("forward")))
     for path in () if layouts is None else layouts.draws:
-        with graph.change(path, "random numbers drawn as for contiguous maps") as change:
-            graph.draw_in_order(change, program.root.get_submodule(path))
-    if graph.changes and any((*context.output_orders, *(context.other_orders or ()))):
-        graph.keep_output_orders(context.output_orders, context.other_orders)
+        module = root.get_submodule(path)
+        with model.change(path, "random numbers drawn as for contiguous maps"):
+            _put_around(model, module, DrawsInOrder(module, module.__dict__.get("forward")))
+    if model.changes:
+        _keep_output_orders(model, orders, others)
 
 
-def _why_not_entered(program: Program, module: nn.Module, context: Context) -> str | None:
+def _is_training(root: nn.Module, run: Run) -> bool:
+    return root.training if run.flag is None else run.flag
+
+
+def _why_not_entered(maps: Mapping[int, _Shapes], module: nn.Module, context: Context) -> str | None:
     """The reason why the convolution isn't to bring its input into channels_last; "" where it needn't."""
     weight = module._parameters["weight"]
     assert weight is not None
@@ -370,45 +406,35 @@ def _why_not_entered(program: Program, module: nn.Module, context: Context) -> s
         return reason
     if not is_stock(module, STOCK_CONVOLUTIONS):
         return f"it is a {type(module).__name__}, which computes in a way of its own"
-    maps = _maps_in_training(program).get(id(module), ())
-    if any(len(shape) != weight.dim() for shape, _ in maps):
+    if any(len(shape) != weight.dim() for shape, _ in maps.get(id(module), ())):
         return "it is given maps without a batch, which its kernels take for contiguous ones"
     return None
 
 
-def _maps_in_training(program: Program) -> Mapping[int, Sequence[tuple[torch.Size, torch.Size]]]:
-    """What `Recordings.maps` says of a run in training."""
-    states = (program, *program.other_states)
-    trained = next((state for state in states if state.flags[id(state.root)]), program)
-    return {} if trained.recordings is None else trained.recordings.maps
-
-
 def _too_dear_in_training(
-    program: Program, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None], context: Context
+    model: ModuleRewriter, maps: Mapping[int, _Shapes], orders: _Orders, reasons: Mapping[str, str | None]
 ) -> frozenset[str]:
     """The paths of the convolutions that are better off in contiguous format, as `_too_dear`.
 
     A weight costs more than in inference, the more so where a kernel has more elements than one; and a BatchNorm on
     contiguous maps takes twice the time that it takes on maps in channels_last.
     """
-    if context.device.type != "cpu":
-        return frozenset()
-    modules = {id(module): (path, module) for path, module in program.root.named_modules()}
-    steps = [(*modules[key], maps) for key, maps in _maps_in_training(program).items() if key in modules]
-    steps = [step for step in steps if step[0] in convolutions or isinstance(step[1], _BatchNorm)]
-    costs = [_costs_in_training(module, reasons.get(path), maps) for path, module, maps in steps]
-    if steps and any(len(order or ()) in FORMATS for order in context.output_orders):
+    modules = {id(module): (path, module) for path, module in model.tree.root.named_modules()}
+    steps = [(*modules[key], shapes) for key, shapes in maps.items() if key in modules]
+    steps = [step for step in steps if step[0] in reasons or isinstance(step[1], AnyBatchNorm)]
+    costs = [_costs_in_training(module, reasons.get(path), shapes) for path, module, shapes in steps]
+    if steps and any(len(order or ()) in FORMATS for order in orders):
         # A map that the root returns is brought back in the end.
-        *_, (_, _, maps) = steps
-        costs.append(_Costs(_read_and_written(maps)[1], 0, math.inf))
+        *_, (_, _, shapes) = steps
+        costs.append(_Costs(_read_and_written(shapes)[1], 0, math.inf))
     formats = _cheapest_formats(costs)
     dear = (path for (path, _, _), is_last in zip(steps, formats, strict=False) if not is_last)
     return frozenset(path for path in dear if path in reasons and reasons[path] is None)
 
 
-def _costs_in_training(module: nn.Module, reason: str | None, maps: Sequence[tuple[torch.Size, torch.Size]]) -> _Costs:
+def _costs_in_training(module: nn.Module, reason: str | None, maps: _Shapes) -> _Costs:
     read, written = _read_and_written(maps)
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, AnyBatchNorm):
         return _Costs(0, read, math.inf)
     if is_kept_contiguous(module):
         return _Costs(math.inf, 0, read)
@@ -424,21 +450,66 @@ def _costs_in_training(module: nn.Module, reason: str | None, maps: Sequence[tup
     return _Costs(factor * copied, contiguous, math.inf if reason else read)
 
 
-def _keep_contiguous(graph: Rewriter, path: str, module: nn.Module) -> None:
-    with graph.change(path, "kept in contiguous format", _region(graph, module)) as change:
-        graph.keep_contiguous(change, module)
+# Writing --------------------------------------------------------------------------------------------------------------
 
 
-def _convert(graph: Rewriter, path: str, module: nn.Module) -> None:
+def _keep_contiguous(model: ModuleRewriter, path: str, module: nn.Module) -> None:
+    with model.change(path, "kept in contiguous format", module):
+        _put_around(model, module, ContiguousInput(module, module.__dict__.get("forward")))
+
+
+def _convert(model: ModuleRewriter, path: str, module: nn.Module) -> None:
     weight = module._parameters["weight"]
     assert weight is not None
     memory_format = FORMATS[weight.dim()]
     what = f"weight in {str(memory_format).removeprefix('torch.')}"
-    with graph.change(path, what, _region(graph, module)) as change:
+    with model.change(path, what, module) as change:
         change.sources.append(TensorRef(module, "weight"))
-        graph.set_memory_format(change, TensorRef(module, "weight"), memory_format)
+        model.set_memory_format(TensorRef(module, "weight"), memory_format)
 
 
-def _region(graph: Rewriter, module: nn.Module) -> Sequence[Node]:
-    calls = graph.program.calls_of(module)
-    return calls if len(calls) == 1 else ()
+def _convert_inputs(model: ModuleRewriter, names: Sequence[str]) -> ModuleChange:
+    """Bring the root's arguments of these names into channels_last; the outputs' order goes around that."""
+    root = model.tree.root
+    inner = root.__dict__.get("forward")
+    while isinstance(inner, ChannelsLastInputs | FormattedForward):
+        inner = inner.inner
+    with model.change("", f"input {' and '.join(names)} brought into channels_last once") as change:
+        _put_around(model, root, ChannelsLastInputs(root, frozenset(names), inner))
+    return change
+
+
+def _orders(model: ModuleRewriter, seen: Runs) -> tuple[_Orders, _Orders | None]:
+    """Of each output of the root, the order of its dims in memory; and the same with the root's training flag the other way,
+    None where no run shows that."""
+    root = model.tree.root
+    own = [run.recording.outputs for run in seen.runs if run.flag is None]
+    other = [run.recording.outputs for run in seen.runs if run.flag is not None and run.flag is not root.training]
+    return _orders_of(own), _orders_of(other) if other else None
+
+
+def _orders_of(outputs: Sequence[Any]) -> _Orders:
+    if not outputs:
+        return ()
+    first, *others = (ordered_leaves(output) for output in outputs)
+    alike = [leaves for leaves in others if len(leaves) == len(first)]
+    return tuple(dim_order(leaves) for leaves in zip(first, *alike, strict=True))
+
+
+def _keep_output_orders(model: ModuleRewriter, orders: _Orders, others: _Orders | None) -> None:
+    """Bring the dims of the root's outputs into these orders in memory; None leaves an output as it comes.
+
+    This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
+    """
+    if not any((*orders, *(others or ()))):
+        return
+    root = model.tree.root
+    inner = root.__dict__.get("forward")
+    if isinstance(inner, FormattedForward):
+        inner = inner.inner
+    with model.change("", "outputs in the memory format of the original"):
+        _put_around(model, root, FormattedForward(root, orders, inner, others))
+
+
+def _put_around(model: ModuleRewriter, module: nn.Module, forward: AroundForward) -> None:
+    model.set_attribute(module, "forward", forward)

@@ -6,7 +6,7 @@ PassesError
 ├── PassOptionError        an option that the pass doesn't have, or a value that doesn't fit it
 ├── PassOrderError         a pass that needs a graph stands behind one that leaves none
 ├── RequirementNotMet      a pass was asked for by name and can't be had here (no compiler, no example inputs)
-└── UnseenCall             a rewritten module is called in a way that its graph wasn't made for
+└── UnseenCall             what was folded is used in a way that no run showed
 """
 
 
@@ -35,14 +35,12 @@ class RequirementNotMet(PassesError):
 
 
 class UnseenCall(PassesError, RuntimeError):
-    """A rewritten module is called in a way that its graph wasn't made for.
+    """What was folded is used in a way that no run showed.
 
     Attributes:
         pair: the paths of the two that were folded together, where it is about their way from the first to the second.
-        rewritten: the path of the module, where it is about a call of that one's forward.
     """
 
-    def __init__(self, message: str, pair: tuple[str, str] | None = None, rewritten: str | None = None) -> None:
+    def __init__(self, message: str, pair: tuple[str, str] | None = None) -> None:
         super().__init__(message)
         self.pair = pair
-        self.rewritten = rewritten

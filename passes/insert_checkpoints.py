@@ -26,10 +26,9 @@ from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
 from passes.checkpointing.units import keep_between, units_among
 from passes.errors import RequirementNotMet
-from passes.graph.capture import training_flags
-from passes.graph.edits import AttributeEdit, in_place
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
+from passes.program.edits import AttributeEdit, in_place
+from passes.program.model_tree import ModelTree, training_flags
+from passes.program.module_rewriting import ModuleRewriter
 
 _TRIES = 4
 # The budgets of the curve that the plan is shown on.
@@ -94,13 +93,13 @@ class InsertCheckpoints(Pass):
         if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
             raise ValueError(f"batch_size is a whole number of rows from 1 on, not {rows!r}")
 
-    def run(self, program: Program, context: Context) -> PassResult:
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Plan a step of the root, and put the plan around its forward.
 
         Raises:
             RequirementNotMet: the budget is out of reach, or no step can be planned.
         """
-        root, rewriter = program.root, Rewriter(program)
+        root, rewriter = tree.root, ModuleRewriter(tree)
         try:
             with in_place(_without_plan(root)):
                 steps = _Steps(root, context, self.batch_size)
@@ -115,7 +114,7 @@ class InsertCheckpoints(Pass):
         before = root.__dict__.get("forward")
         if isinstance(before, CheckpointedForward):
             if before.plan == found.plan:
-                rewriter.skip_module("", "it trains under this plan already")
+                rewriter.skip("", "it trains under this plan already")
                 return PassResult((), tuple(rewriter.skips), rewriter)
             before = before.inner
         report = found.report(solver)
@@ -123,8 +122,8 @@ class InsertCheckpoints(Pass):
             with rewriter.change(region.path, region.text):
                 pass
         _set_compiled(rewriter, root, modules_for(steps.profile, solver.simulation, found.measured.peak))
-        with rewriter.change("", found.text) as change:
-            rewriter.set_attribute(change, root, "forward", CheckpointedForward(root, found.plan, before))
+        with rewriter.change("", found.text):
+            rewriter.set_attribute(root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
 
     def _solved(self, root: nn.Module, steps: _Steps) -> tuple[Solver, _Planned]:
@@ -186,7 +185,7 @@ def _inside(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module) if inner is None else inner
 
 
-def _set_compiled(rewriter: Rewriter, root: nn.Module, paths: Sequence[str]) -> None:
+def _set_compiled(rewriter: ModuleRewriter, root: nn.Module, paths: Sequence[str]) -> None:
     """Make checkpoints, where they are compiled, of these modules and of no other."""
     had = {
         path for path, module in root.named_modules() if isinstance(module.__dict__.get("forward"), CompiledCheckpoint)
@@ -195,11 +194,11 @@ def _set_compiled(rewriter: Rewriter, root: nn.Module, paths: Sequence[str]) -> 
     if had == wanted:
         return
     names = f"{paths[0]}{f' and {len(paths) - 1} like it' if paths[1:] else ''}" if paths else "no module"
-    with rewriter.change("", f"where torch.compile compiles it, {names} is a checkpoint") as change:
+    with rewriter.change("", f"where torch.compile compiles it, {names} is a checkpoint"):
         for path in sorted(had ^ wanted):
             module = root.get_submodule(path)
             forward = _inside(module) if path in had else CompiledCheckpoint(module, module.__dict__.get("forward"))
-            rewriter.set_attribute(change, module, "forward", forward)
+            rewriter.set_attribute(module, "forward", forward)
 
 
 def _rounded_up(share: float) -> float:

@@ -11,14 +11,15 @@ import torch
 from passes.base import Context, PassResult
 from passes.compiling.compiler import missing_compiler
 from passes.errors import RequirementNotMet
-from passes.graph.program import Program
 from passes.program.captured import name_of
 from passes.program.fused import FusedUnit
 from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.kernel_trial import KernelTrial
-from passes.program.kernels import Backend, torchscript_fuses
+from passes.program.kernels import Backend
+from passes.program.model_tree import ModelTree
 from passes.program.pointwise import pointwise_groups
+from passes.torch_private import torchscript_fuses
 
 # TorchScript's fuser looks at the first runs of a function, and makes its kernels then.
 _WARMING_RUNS = 2
@@ -77,9 +78,9 @@ class JitFusion(GraphPass):
             return "torchscript" if missing else "inductor"
         return self.backend
 
-    def run(self, program: Program, context: Context) -> PassResult:
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Fuse in every captured graph, and try each kernel once."""
-        result = super().run(program, context)
+        result = super().run(tree, context)
         if not result.changes or context.run_compiled is None:
             return result
         trial = KernelTrial(training=context.mode == "training")
@@ -87,7 +88,7 @@ class JitFusion(GraphPass):
         if trial.wrong:
             # The others are the same without these.
             result.rewriter.roll_back()
-            return self.run(program, replace(context, left_alone={**context.left_alone, **trial.wrong}))
+            return self.run(tree, replace(context, left_alone={**context.left_alone, **trial.wrong}))
         backend = self._backend(context.device)
         if backend == "torchscript":
             for _ in range(_WARMING_RUNS):

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from passes.base import Context
-from passes.graph.formats import FORMATS, is_taken_for_last
 from passes.program.captured import name_of
 from passes.program.derived import Derived
 from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter, Node
+from passes.program.memory_formats import FORMATS, is_taken_for_last
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from passes.base import Context, ProgramPass
+from passes.base import Context
 from passes.errors import RequirementNotMet
-from passes.graph.hooks import is_parametrized
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
 from passes.program.forwards import inner_forward
+from passes.program.hooks import is_parametrized
 from passes.program.matching import BATCH_NORMS, arguments_of, is_stock
-from passes.program.recording import Node
+from passes.program.model_tree import ModelTree
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
+from passes.program.recording import call_of, tensor_of
+from passes.program.runs import recorded_runs
+from passes.torch_private import AnyBatchNorm, AnyInstanceNorm
 
 _LAYERS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # What a subclass may define of its own and lose: nobody asks the layer for it once it is made.
@@ -31,7 +32,7 @@ _OF_THE_MAKING = frozenset({
 
 
 @dataclass(frozen=True)
-class SyncBatchNorm(ProgramPass):
+class SyncBatchNorm(ModulePass):
     """Take the statistics of BatchNorm layers over the batches of all processes: make each a torch.nn.SyncBatchNorm.
 
     Of processes k = 1 … K that train together, of which each has n_k values x_k of a channel, all normalise by
@@ -56,45 +57,34 @@ class SyncBatchNorm(ProgramPass):
     name: ClassVar[str] = "sync-batch-norm"
     modes: ClassVar[tuple[str, ...]] = ("training",)
 
-    def rewrite(self, graph: Rewriter) -> None:
-        """Only `rewrite_in` knows the device."""
-        self.rewrite_in(graph, Context("training", torch.device("cpu")))
-
-    def rewrite_in(self, graph: Rewriter, context: Context) -> None:
+    def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Convert every layer that can be converted.
 
         Raises:
             RequirementNotMet: there is no BatchNorm.
         """
-        layers = list(_layers(graph.program))
-        calls = list(_calls_of_functions(graph.program))
+        tree = model.tree
+        layers = [module for module in tree.modules() if isinstance(module, AnyBatchNorm) or _is_scripted(module)]
+        calls = _calls_of_functions(tree, context)
         if not layers and not calls:
             raise RequirementNotMet(
-                f"{self.name} finds no BatchNorm in {type(graph.program.root).__name__}: leave the pass out."
+                f"{self.name} finds no BatchNorm in {type(tree.root).__name__}: leave the pass out."
             )
-        for path in _instance_norms(graph.program):
-            graph.skip_module(path, "an InstanceNorm normalises each sample by itself: there is nothing to synchronise")
-        for path, module in layers:
+        for module in tree.modules():
+            if isinstance(module, AnyInstanceNorm):
+                model.skip(
+                    tree.path(module),
+                    "an InstanceNorm normalises each sample by itself: there is nothing to synchronise",
+                )
+        for module in layers:
             if reason := _why_not(module):
-                graph.skip_module(path, reason)
+                model.skip(tree.path(module), reason)
             else:
-                _convert(graph, path, module)
-        for node in calls:
-            graph.skip(node, "it is a call of a function: only an nn.BatchNorm layer can be synchronised")
-        if graph.changes and context.device.type == "cpu":
-            graph.remark("", "torch synchronises on a GPU: with a process group, a training step on this CPU raises")
-
-
-def _layers(program: Program) -> Iterator[tuple[str, nn.Module]]:
-    for module in program.modules():
-        if isinstance(module, _BatchNorm) or _is_scripted(module):
-            yield program.paths[id(module)][0], module
-
-
-def _instance_norms(program: Program) -> Iterator[str]:
-    for module in program.modules():
-        if isinstance(module, _InstanceNorm):
-            yield program.paths[id(module)][0]
+                _convert(model, module)
+        for where in calls:
+            model.skip(where, "it is a call of a function: only an nn.BatchNorm layer can be synchronised")
+        if model.changes and context.device.type == "cpu":
+            model.remark("", "torch synchronises on a GPU: with a process group, a training step on this CPU raises")
 
 
 def _is_scripted(module: nn.Module) -> bool:
@@ -102,23 +92,28 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in names
 
 
-def _calls_of_functions(program: Program) -> Iterator[Node]:
-    """Where a forward normalises by the statistics of the batch and keeps running ones, without a layer."""
-    for node in program.nodes():
-        names = BATCH_NORMS.get(node.target) if node.op == "call_function" else None
-        # Without running statistics it may as well be a weight that is standardised.
-        if names is None or getattr(arguments_of(node, names).get("running_mean"), "op", "") != "get_attr":
-            continue
-        # A layer with such a forward of its own is named itself.
-        if not isinstance(program.home(node).module, _BatchNorm):
-            yield node
+def _calls_of_functions(tree: ModelTree, context: Context) -> Sequence[str]:
+    """Where a run normalises by the statistics of the batch and keeps running ones, without a layer."""
+    recorded = recorded_runs(tree, context)
+    found: dict[str, None] = {}
+    for run in () if recorded is None else recorded.runs:
+        for node in run.recording.nodes():
+            names = BATCH_NORMS.get(node.target) if node.op == "call_function" else None
+            # Without running statistics it may as well be a weight that is standardised.
+            if names is None or tensor_of(arguments_of(node, names).get("running_mean")) is None:
+                continue
+            # A layer with such a forward of its own is named itself.
+            module = call_of(node).module
+            if not isinstance(module, AnyBatchNorm):
+                found[f"{tree.path(module) or 'the root'} (batch_norm)"] = None
+    return list(found)
 
 
 def _why_not(module: nn.Module) -> str | None:
     """The reason why a layer stays what it is."""
     if _is_scripted(module):
         return "it is TorchScript, which can't be changed"
-    assert isinstance(module, _BatchNorm)
+    assert isinstance(module, AnyBatchNorm)
     kind = type(module).__name__
     if isinstance(module, nn.SyncBatchNorm):
         return "it is a SyncBatchNorm already"
@@ -145,9 +140,8 @@ def _own_names(module: nn.Module) -> list[str]:
     return [name for names in added for name in names if name not in _OF_THE_MAKING]
 
 
-def _convert(graph: Rewriter, path: str, module: nn.Module) -> None:
+def _convert(model: ModuleRewriter, module: nn.Module) -> None:
     what = f"{type(module).__name__} made a SyncBatchNorm"
-    # Of several calls, the first shows what all of them compute.
-    with graph.change(path, what, graph.program.calls_of(module)[:1]) as change:
-        graph.set_class(change, module, nn.SyncBatchNorm)
-        graph.set_attribute(change, module, "process_group", None)
+    with model.change(model.tree.path(module), what, module):
+        model.set_class(module, nn.SyncBatchNorm)
+        model.set_attribute(module, "process_group", None)

@@ -22,9 +22,10 @@ from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.compiling.frozen import Compile, FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
-from passes.graph.program import Program
-from passes.graph.rewriter import Rewriter
 from passes.program.backend import GraphCall, rewritten, without_graph_call
+from passes.program.model_tree import ModelTree
+from passes.program.module_rewriting import ModuleRewriter
+from passes.torch_private import compiler_named, options_of_mode
 
 # Blocks are compiled one by one where they do this share of what compiling can spare: all else stays as it is.
 _LEAST_SHARE = 0.9
@@ -103,18 +104,18 @@ class TorchCompile(Pass):
             return f"mode={self.mode}, which keeps what a code gives only until it is called again"
         return ""
 
-    def run(self, program: Program, context: Context) -> PassResult:
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Set the compiled calls; the code is made at the first call.
 
         Raises:
             RequirementNotMet: `fullgraph` or `regions="blocks"` can't be had for this module.
         """
-        rewriter = Rewriter(program)
-        root = program.root
+        rewriter = ModuleRewriter(tree)
+        root = tree.root
         with without_graph_call(root) as call:
             compiled = [path for path, module in root.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
             if compiled:
-                rewriter.skip_module(compiled[0], "its call is compiled already")
+                rewriter.skip(compiled[0], "its call is compiled already")
                 return PassResult((), tuple(rewriter.skips), rewriter)
             groups = self._blocks(root, context)
             if self.fullgraph and not groups and context.run_compiled is not None:
@@ -125,8 +126,8 @@ class TorchCompile(Pass):
                 # The compiler does by itself, block by block, what graph passes did to the whole.
                 self._compile_blocks(rewriter, group, record, root if call is not None and number == 0 else None)
         else:
-            with rewriter.change("", f"compiled by {self.backend}") as change:
-                rewriter.set_attribute(change, root, COMPILED_CALL, self._whole(root, record, call))
+            with rewriter.change("", f"compiled by {self.backend}"):
+                rewriter.set_attribute(root, COMPILED_CALL, self._whole(root, record, call))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=record)
 
     def _blocks(self, root: nn.Module, context: Context) -> Sequence[Blocks]:
@@ -156,16 +157,18 @@ class TorchCompile(Pass):
                 f" ({trial.found.reason}): change that line, or leave fullgraph out."
             )
 
-    def _compile_blocks(self, rewriter: Rewriter, group: Blocks, record: CompileRecord, root: nn.Module | None) -> None:
+    def _compile_blocks(
+        self, rewriter: ModuleRewriter, group: Blocks, record: CompileRecord, root: nn.Module | None
+    ) -> None:
         (first, block), *_, (last, _) = group
         compiled = self._compiled(record)(entry_of(block))
-        with rewriter.change(first, f"compiled by {self.backend}, for {len(group)} blocks up to {last}") as change:
+        with rewriter.change(first, f"compiled by {self.backend}, for {len(group)} blocks up to {last}"):
             if root is not None:
-                rewriter.set_attribute(change, root, COMPILED_CALL, None)
+                rewriter.set_attribute(root, COMPILED_CALL, None)
             for _, block in group:
-                rewriter.set_attribute(change, block, COMPILED_CALL, CompiledCall(compiled, block))
+                rewriter.set_attribute(block, COMPILED_CALL, CompiledCall(compiled, block))
             for module, bound in bound_forwards(block for _, block in group):
-                rewriter.set_attribute(change, module, "forward", bound)
+                rewriter.set_attribute(module, "forward", bound)
 
     def _whole(self, root: nn.Module, record: CompileRecord, call: GraphCall | None) -> Callable[..., Any]:
         compile = self._compiled(record, call)
@@ -193,10 +196,10 @@ class TorchCompile(Pass):
     def _compiler(self) -> Callable[..., Any]:
         if self.backend == "inductor":
             import_inductor()
-        found: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
+        found: Callable[..., Any] = compiler_named(self.backend)
         if self.backend != "inductor" or self.mode == "default":
             return found
-        options = torch._inductor.list_mode_options(self.mode, self.dynamic)
+        options = options_of_mode(self.mode, dynamic=self.dynamic)
         return lambda graph, inputs: found(graph, inputs, config_patches=options)
 
 

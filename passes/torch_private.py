@@ -6,10 +6,13 @@ Where a name is missing, importing this file raises an ImportError or AttributeE
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,9 +29,13 @@ from torch.amp.autocast_mode import (
     _enter_autocast,
 )  # What captured graphs call to enter an autocast, with its arguments. Seen in 2.13.
 from torch.nn.modules.batchnorm import (
+    # The base of torch's BatchNorms, SyncBatchNorm among them. Seen in 2.13.
     _BatchNorm,
-)  # The base of torch's BatchNorms, SyncBatchNorm among them. Seen in 2.13.
+    # That of these and the InstanceNorms. Seen in 2.13.
+    _NormBase,
+)
 from torch.nn.modules.conv import _ConvNd  # The base of torch's convolutions. Seen in 2.13.
+from torch.nn.modules.instancenorm import _InstanceNorm  # The base of torch's InstanceNorms. Seen in 2.13.
 from torch.utils._device import (
     # A device that is the default for a block is a function mode, which changes no results. Seen in 2.13.
     DeviceContext,
@@ -42,6 +49,10 @@ is_tracing = _is_tracing
 enter_autocast = _enter_autocast
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd
+AnyInstanceNorm = _InstanceNorm
+AnyNorm = _NormBase
+# A tensor of another class over the same numbers, which in public is made through a dispatch that takes longer. Seen in 2.13.
+make_subclass: Any = torch.Tensor._make_subclass
 
 # torch.autograd.graph can set and disable hooks on saved tensors, but not tell whether there are any. Seen in 2.13.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -66,6 +77,107 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     NOTHING = torch.empty(0, dtype=torch.quint4x2)
+
+
+# Tensors that have shapes and no numbers, with the devices that they stand for. In torch's docs. Seen in 2.13.
+FakeTensorMode = torch._subclasses.FakeTensorMode
+# An operation of torch under one of its names, with an overload or without. In torch's docs on custom ones. Seen in 2.13.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+# The `__torch_function__` of classes that have none of their own, Parameter among them. Seen in 2.13.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func made the tensor, which stands for many then. Seen in 2.13."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both lie in one storage, which torch tells without a pointer to it. Seen in 2.13."""
+    return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
+
+
+def convolution_kernel(input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> str:
+    """The name of the kernel that torch takes for a convolution, which nothing public tells: "Mkldnn". Seen in 2.13."""
+    backend = torch._C._select_conv_backend(input, weight, bias=None, bias_sizes=None, **settings)
+    name: str = backend.name
+    return name
+
+
+def has_kernel(name: str) -> bool:
+    """Whether torch can run an operation, "aten::relu", beside having its schema. Seen in 2.13."""
+    return bool(torch._C._dispatch_has_kernel(name))
+
+
+@contextmanager
+def without_tracing() -> Iterator[None]:
+    """torch.jit.trace sees nothing of the block. Seen in 2.13."""
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        tracer._set_tracing_state(state)
+
+
+def torchscript_fuses(device: torch.device) -> bool:
+    """Whether this build of torch has a fuser of TorchScript for the device. Seen in 2.13."""
+    if device.type == "cuda":
+        return bool(torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu())
+    return device.type == "cpu" and bool(torch._C._llvm_enabled() and torch._C._jit_can_fuse_on_cpu())
+
+
+# The compiler, which takes seconds to load: only what compiles does so. Seen in 2.13.
+
+
+def load_inductor() -> None:
+    """Load torch's own compiler."""
+    importlib.import_module("torch._inductor.compile_fx")
+
+
+def compiled_module_types() -> tuple[type, ...]:
+    """The class of what `torch.compile(module)` gives; none where nobody has loaded the compiler."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return () if compiler is None else (compiler.OptimizedModule,)
+
+
+def graph_break() -> type[Exception]:
+    """What is raised where `fullgraph=True` can't be had."""
+    failure: type[Exception] = importlib.import_module("torch._dynamo.exc").Unsupported
+    return failure
+
+
+def compiler_failures() -> tuple[type[Exception], ...]:
+    """What is raised where no code is made: for one kind of call too many, of what it doesn't know, or as the compiler of C++
+    or of triton fails."""
+    dynamo, inductor = (importlib.import_module(f"torch._{name}.exc") for name in ("dynamo", "inductor"))
+    return dynamo.FailOnRecompileLimitHit, dynamo.Unsupported, inductor.InductorError
+
+
+def compiler_named(name: str) -> Callable[..., Any]:
+    """What `torch.compile(backend=name)` gives graphs to."""
+    found: Callable[..., Any] = importlib.import_module("torch._dynamo").lookup_backend(name)
+    return found
+
+
+def options_of_mode(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
+    """The settings of inductor that a mode of torch.compile stands for; `torch.compile` takes no mode beside a backend."""
+    options: dict[str, Any] = importlib.import_module("torch._inductor").list_mode_options(mode, dynamic)
+    return options
+
+
+def inductor_settings(**settings: Any) -> Any:
+    """A context with other settings of inductor for the process."""
+    return importlib.import_module("torch._inductor.config").patch(**settings)
+
+
+def compiler_of_now() -> Any:
+    """What the graph is given to that is being captured."""
+    translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator
+    return translator.current_tx().output.compiler_fn
 
 
 def top_saved_tensors_hooks() -> Any:

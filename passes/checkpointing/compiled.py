@@ -19,6 +19,7 @@ from passes.checkpointing.choice import Choice, possible
 from passes.checkpointing.profile import Profile
 from passes.checkpointing.simulation import Simulation
 from passes.program.forwards import AroundForward
+from passes.torch_private import compiler_of_now
 
 
 def _plainly(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,9 +37,7 @@ def _as_checkpoint_in_graphs() -> None:
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def draws_again() -> bool:
         # What runs a graph as it stands draws other random numbers when it runs a region again.
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        name = getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", "")
+        name = getattr(compiler_of_now(), "__name__", "")
         return name == "inductor" or name.startswith("aot_")
 
     @torch.compiler.substitute_in_graph(_plainly)

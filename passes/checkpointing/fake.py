@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from passes.torch_private import FakeTensorMode
 
 
 @contextmanager

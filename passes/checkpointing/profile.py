@@ -20,7 +20,7 @@ from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.tape import Tape
 from passes.checkpointing.tensors import fills_its_memory, is_plain, tensors_in, version_of
-from passes.torch_private import active_transforms, top_saved_tensors_hooks
+from passes.torch_private import active_transforms, top_saved_tensors_hooks, without_torch_function
 
 
 class NoProfile(Exception):
@@ -504,7 +504,7 @@ class _Remembering(_Watch):
             self._fixed.add(value)
             self._save(value, index)
         # This isn't one of the forward's own calls.
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return _Held(tensor.detach(), index, number)
 
     def made(self, number: int) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.torch_private import no_torch_function
+
 # A tensor's place in its memory: size, stride and offset, as `Tensor.as_strided` takes them.
 View = tuple[torch.Size, tuple[int, ...], int]
 
@@ -18,7 +20,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 # A class of tensors with another one computes something of its own.
-_PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+_PLAIN = (Tensor.__torch_function__, no_torch_function)
 
 
 def is_plain(tensor: Tensor) -> bool:

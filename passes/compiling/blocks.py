@@ -13,9 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from passes.graph.forward import GraphForward
-from passes.graph.hooks import has_hooks
 from passes.program.forwards import AroundForward
+from passes.program.hooks import has_hooks
 
 # Fewer than that spare too little compiling for what it costs to call each by itself.
 FEWEST = 3
@@ -33,7 +32,7 @@ def repeated_blocks(root: nn.Module) -> list[Blocks]:
     None of them has a hook inside: compiled code doesn't look whether there is one.
 
     Alike are modules of the same classes all through, with tensors of the same shapes and dtypes under the same names, whose
-    forwards are those of the classes or come from equal graphs. Their other attributes aren't compared: what is compiled for
+    forwards are those of the classes. Their other attributes aren't compared: what is compiled for
     one looks by itself whether it is right for another.
     """
     search = _Search()
@@ -161,9 +160,6 @@ def _is_block(module: nn.Module) -> bool:
 def _forward_key(forward: Any) -> Any:
     if isinstance(forward, AroundForward):
         return type(forward), _forward_key(forward.inner)
-    if isinstance(forward, GraphForward):
-        # Equal graphs have one function.
-        return GraphForward, tuple((flag, id(function)) for flag, function in sorted(forward.functions.items()))
     if forward is None or type(forward).__module__.startswith("passes."):
         return type(forward)
     return id(getattr(forward, "__func__", forward))

@@ -14,7 +14,8 @@ from torch import nn
 
 from passes.compiling.blocks import Blocks, calls_set
 from passes.compiling.record import CompileRecord, GraphBreak, RecordingBackend
-from passes.graph.forward import bound_forward
+from passes.program.forwards import bound_forward
+from passes.torch_private import graph_break
 
 # Of equal blocks there may be so many kinds, each for so many blocks at least. torch.compile gives up at the ninth program of
 # one code, and each kind needs one more for other shapes, and others where gradients are on.
@@ -110,8 +111,6 @@ class WholeTrial:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Inside, the root runs so."""
-        from torch._dynamo.exc import Unsupported
-
         record = CompileRecord()
         compiled = torch.compile(
             entry_of(self.root), backend=RecordingBackend("eager", _as_it_is, record), fullgraph=True
@@ -119,7 +118,7 @@ class WholeTrial:
         try:
             with calls_set([(self.root, CompiledCall(compiled, self.root))]):
                 yield
-        except Unsupported as error:
+        except graph_break() as error:
             self.found = GraphBreak.of(str(error), list(getattr(error, "real_stack", None) or ()))
             raise
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from passes.torch_private import load_inductor
+
 
 def import_inductor() -> None:
     """Import it without the warnings that belong to nothing of ours."""
@@ -20,7 +22,7 @@ def import_inductor() -> None:
         # It is imported with parts of TorchScript, which warn of their end: what is made here needs none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        importlib.import_module("torch._inductor.compile_fx")
+        load_inductor()
 
 
 def missing_compiler(device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from passes.compiling.blocks import COMPILED_CALL
-from passes.graph.holdings import Holding, holdings_from
+from passes.compiling.holdings import Holding, holdings_from
 
 
 class BakedTensors:

@@ -11,6 +11,7 @@ from torch import nn
 
 from passes.compiling.calls import entry_of
 from passes.compiling.constants import BakedTensors
+from passes.torch_private import has_autocast, inductor_settings
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,9 @@ class FrozenCall:
         if kind is not None and kind in self._known:
             # Where code is made nevertheless, for what no kind tells, it takes the weights at each call.
             return self.compiled(self.module, args, kwargs)
-        import torch._inductor.config as inductor
-
         # What reads Python's bytecode goes by the setting of the process, not by the options of torch.compile. To set it
         # takes longer than all else that is done here.
-        with inductor.patch(freezing=True):
+        with inductor_settings(freezing=True):
             result = self.compiled(self.module, args, kwargs)
         if kind is not None:
             self._known = {kind} if len(self._known) >= _MOST_KINDS else {*self._known, kind}
@@ -107,7 +106,7 @@ class _NotTold(Exception):
 
 
 def _state_of(module: nn.Module) -> Any:
-    return module.training, torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+    return module.training, torch.is_inference_mode_enabled(), has_autocast()
 
 
 def _kind_of(value: Any) -> Any:

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
-from passes.graph.hooks import has_global_hooks
-from passes.graph.rewriter import Place
 from passes.program.captured import CapturedGraph, Modules
+from passes.program.changes import Place
 from passes.program.graph_rewriting import GraphRewriter
+from passes.program.hooks import has_global_hooks
 from passes.torch_private import COMPILED_CALL, captured_call, is_watched
 
 # The name in a module's `__dict__` under which its call goes with copies and pickles.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.torch_private import enter_autocast, module_id_of
+from passes.torch_private import OpOverload, enter_autocast, module_id_of
 
 # In the `meta` of a node: an example of its value; torch's own name.
 EXAMPLE = "example_value"
@@ -96,7 +96,7 @@ def name_of(node: fx.Node) -> str:
     """The name of the node's function or method: `relu` of F.relu, torch.relu and Tensor.relu."""
     name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
     # An operator that is called by its overload: `alias.default`.
-    return name.partition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else name
+    return name.partition(".")[0] if isinstance(node.target, OpOverload) else name
 
 
 def example_of(node: fx.Node) -> Any:

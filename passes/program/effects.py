@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from passes.graph.operations import draws_numbers, schemas
-from passes.graph.tracing import METADATA, writes
 from passes.program.captured import argument, example_of, is_tensor, name_of
+from passes.program.operations import draws_numbers, schemas
+from passes.program.torch_calls import METADATA
 
 # Functions of torch in Python, of which it has no schema.
 _COMPOSED = frozenset({
@@ -30,6 +30,10 @@ _ACTING = frozenset({
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 # In the `meta` of a node that stands for others: the storages of these.
 ALSO_IN = "optimize_export_also_in"
+# Operators of Python that write to what stands in front of them.
+_IN_PLACE = frozenset({
+    "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor",
+})  # fmt: skip
 _PYTHON = frozenset({"builtins", "math", "_operator"})
 
 
@@ -46,7 +50,28 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def _may_write(node: fx.Node) -> bool:
-    return not _is_of_passes(node) and writes(node)
+    """Whether a function or method may write to one of its arguments."""
+    if _is_of_passes(node) or node.op not in ("call_function", "call_method"):
+        return False
+    name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+    if "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    if node.kwargs.get("training") and "dropout" not in name:
+        # What counts statistics.
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if name in ("batch_norm", "instance_norm"):
+        # In training they move the running statistics, which `instance_norm` does unless it is told otherwise.
+        by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
+        return node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
+    if node.op == "call_method":
+        return name == "__setitem__" or name.strip("_") in _IN_PLACE
+    home = getattr(node.target, "__module__", None) or ""
+    if home == "_operator":
+        return name in ("setitem", "delitem", *_IN_PLACE)
+    # A function of the user's own may do anything.
+    return not home.startswith(("torch", "math")) and home != "builtins" and bool(home)
 
 
 def _is_of_passes(node: fx.Node) -> bool:

@@ -16,13 +16,12 @@ from passes.program.seals import (
     given_on,
     is_captured,
     is_grad_enabled,
-    make_subclass,
     opened_from,
     sealed,
     sealed_for,
 )
 from passes.program.weights import unsealed
-from passes.torch_private import NOTHING, without_subclasses
+from passes.torch_private import NOTHING, make_subclass, without_subclasses
 
 linear = nn.functional.linear
 

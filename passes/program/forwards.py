@@ -7,7 +7,8 @@ import inspect
 import types
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 
 class InstanceForward:
@@ -41,6 +42,19 @@ def class_code(module: nn.Module) -> types.CodeType:
     forward = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
     code: types.CodeType = inspect.unwrap(forward).__code__
     return code
+
+
+def is_atom(module: nn.Module) -> bool:
+    """Whether a call of the module is one operation to people: its forward is torch.nn's own, or there is none in Python."""
+    forward = module.__dict__.get("forward")
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    if isinstance(forward, InstanceForward) and forward.is_atom:
+        return True
+    if isinstance(module, nn.Sequential | fx.GraphModule) or "forward" in module.__dict__:
+        return False
+    home = getattr(type(module).forward, "__module__", None) or ""
+    return home.startswith(("torch.nn.", "torch.ao.nn."))
 
 
 class AroundForward(InstanceForward):
@@ -93,3 +107,27 @@ def in_place_of(earlier: Any, forward: Any) -> Any:
     if not isinstance(earlier, AroundForward):
         return forward
     return earlier.around(in_place_of(earlier.inner, forward))
+
+
+def bound_forward(forward: Any) -> types.MethodType | None:
+    """The forward of one instance as a method bound to it, by whose code torch.compile goes.
+
+    An object it tells by its identity alone, so that what is compiled for one module is wrong for any other. None where it
+    is no object of ours.
+    """
+    if not isinstance(forward, InstanceForward):
+        return None
+    run = type(forward).__call__
+    function = types.FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    function.__kwdefaults__ = run.__kwdefaults__
+    signature = inspect.Signature.from_callable(forward)  # type: ignore[arg-type]
+    owner = inspect.Parameter("_self", inspect.Parameter.POSITIONAL_ONLY)
+    function.__dict__["__signature__"] = signature.replace(parameters=[owner, *signature.parameters.values()])
+    return types.MethodType(function, forward)
+
+
+def unbound_forward(forward: Any) -> Any:
+    """The reverse of `bound_forward`; anything else as it is."""
+    if type(forward) is not types.MethodType or not isinstance(forward.__self__, InstanceForward):
+        return forward
+    return forward.__self__

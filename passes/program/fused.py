@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from passes.graph.forward import compile_graph
+from passes.program.graph_function import compile_graph
 from passes.program.kernels import KERNELS, Backend, Kernels, tell, why_none
 from passes.program.pointwise import PointwiseGroup, is_linear, name_of_pointwise
-from passes.torch_private import is_watched
+from passes.torch_private import has_autocast, is_in_forward_mode, is_transformed, is_watched
 
 # Of fewer elements, on a CPU, it takes longer to find the kernel than to run its operations one by one, whose values stay
 # in the cache there: measured on two threads, 4 and 5 operations take 0.6 to 0.8 of the kernel's time at half as many.
@@ -121,9 +121,9 @@ class FusedUnit:
 
     def can_run_kernel(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether a kernel computes what the operations do on these, which nobody watches."""
-        if self.backend == "torchscript" and torch._C._is_any_autocast_enabled():
+        if self.backend == "torchscript" and has_autocast():
             return False
-        if torch.autograd.forward_ad._current_level >= 0:
+        if is_in_forward_mode():
             # No kernel has a derivative in the forward direction.
             return False
         return all(map(_is_plain, sources))
@@ -150,8 +150,7 @@ def _is_plain(source: torch.Tensor) -> bool:
         and not source.is_neg()
         and not source.is_conj()
         # Many in one.
-        and not torch._C._functorch.is_functorch_wrapped_tensor(source)
-        and not torch._C._functorch.is_legacy_batchedtensor(source)
+        and not is_transformed(source)
     )
 
 

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from passes.base import Context, Pass, PassResult
 from passes.errors import RequirementNotMet
-from passes.graph.edits import AttributeEdit, Edit
-from passes.graph.program import Program
-from passes.graph.rewriter import Change, Place, Skip
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
 from passes.program.captured import CapturedGraph
+from passes.program.changes import Change, Place, Skip
+from passes.program.edits import AttributeEdit, Edit
 from passes.program.effects import Memory
 from passes.program.graph_rewriting import GraphChange, GraphRewriter
+from passes.program.model_tree import ModelTree
 from passes.torch_private import COMPILED_CALL
 
 
@@ -42,21 +42,21 @@ class GraphPass(Pass):
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Find the places, skip or change each."""
 
-    def would_apply(self, program: Program, context: Context) -> bool:
+    def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """As `Pass.would_apply`; the examples are run for it, as nothing else shows a graph."""
         if not self.in_files:
             return False
-        result = self.run(program, replace(context, judge=None))
+        result = self.run(tree, replace(context, judge=None))
         result.rewriter.roll_back()
         return bool(result.changes)
 
-    def run(self, program: Program, context: Context) -> PassResult:
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Rewrite what runs of the example inputs show, and check each change on the values that flow there.
 
         Raises:
             RequirementNotMet: there are no example inputs.
         """
-        writer = _Installed(program)
+        writer = _Installed(tree)
         trial = _Trial(self, context)
         try:
             before = writer.passes
@@ -72,15 +72,15 @@ class GraphPass(Pass):
             writer.roll_back()
             raise
         writer.changes = list(trial.changes.values())
-        return PassResult(tuple(writer.changes), tuple(trial.skips), writer, checked=checked)  # type: ignore[arg-type]
+        return PassResult(tuple(writer.changes), tuple(trial.skips), writer, checked=checked)
 
 
 class _Installed:
     """The passes of one root's call as edits that can be taken back."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.root = program.root
+    def __init__(self, tree: ModelTree) -> None:
+        self.tree = tree
+        self.root = tree.root
         self.edits: list[Edit] = []
         self.changes: list[Change] = []
         self.precision = None
@@ -102,7 +102,7 @@ class _Installed:
         """Have the root's graphs rewritten by these."""
         if GRAPH_CALL not in self.root.__dict__:
             # What was captured for a pass that changed nothing serves the next one.
-            call = self.program.graph_call = self.program.graph_call or GraphCall(self.root)
+            call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root)
             self._do(AttributeEdit(self.root, GRAPH_CALL, call))
             self._do(AttributeEdit(self.root, COMPILED_CALL, call))
         self._do(AttributeEdit(self.call, "passes", passes))
@@ -122,7 +122,7 @@ class _Installed:
             edit.undo()
         self.edits.clear()
         if self.changes:
-            self.program.graph_call = self.root.__dict__.get(GRAPH_CALL)
+            self.tree.graph_call = self.root.__dict__.get(GRAPH_CALL)
 
 
 class _Tried:

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import fx
 
-from passes.graph.rewriter import Change, Place, Skip
 from passes.program import captured, effects
 from passes.program.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
+from passes.program.changes import Change, Place, Skip
 from passes.program.derived import Derived
 
 Node = fx.Node

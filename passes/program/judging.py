@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes.graph.casts import root_cast
-from passes.graph.hooks import has_global_hooks, has_hooks, is_parametrized
-from passes.graph.storage import kind_of
+from passes.casting.forwards import root_cast
+from passes.program.hooks import has_global_hooks, has_hooks, is_parametrized
 from passes.program.matching import (
     BATCH_NORMS,
     CONVOLUTIONS,
@@ -39,6 +38,7 @@ from passes.program.recording import (
     tensor_of,
     users_of,
 )
+from passes.program.storage import kind_of
 from passes.program.tensors import TensorRef
 from passes.program.weights import PLAIN_TENSORS
 from passes.torch_private import AnyBatchNorm, AnyConvolution

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from passes.compiling.compiler import import_inductor, missing_compiler
+from passes.torch_private import compiler_failures
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,10 @@ class InductorKernels:
 
     def __init__(self, function: Callable[..., Any], graph: fx.Graph) -> None:
         import_inductor()
-        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
-        from torch._inductor.exc import InductorError
-
         self.failure = ""
         # No kernel is made: for one kind of call too many, of what it doesn't know, or as the compiler of C++ or of triton
         # fails. None comes from the operations, and all of them only the compiler can tell.
-        self._failures = (FailOnRecompileLimitHit, Unsupported, InductorError)
+        self._failures = compiler_failures()
         self._function = function
         self._value = _compiled(function)
         self._gradients = _compiled(_gradients_of(function))
@@ -112,13 +110,6 @@ KERNELS: Mapping[Backend, Callable[[Callable[..., Any], fx.Graph], Kernels]] = {
     "inductor": InductorKernels,
     "torchscript": TorchScriptKernels,
 }
-
-
-def torchscript_fuses(device: torch.device) -> bool:
-    """Whether this build of torch has a fuser of TorchScript for the device."""
-    if device.type == "cuda":
-        return bool(torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu())
-    return device.type == "cpu" and bool(torch._C._llvm_enabled() and torch._C._jit_can_fuse_on_cpu())
 
 
 def why_none(backend: Backend, device: torch.device) -> str | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.graph.operations import schemas
 from passes.program.captured import is_tensor, name_of
 from passes.program.effects import is_repeatable
+from passes.program.operations import schemas
 
 # Names that Python's operators, and torch's functions in Python, have of operations that torch tags by another name.
 _SAME_AS = {

@@ -11,7 +11,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,13 @@ class Recording:
         graph: a flat graph. `get_attr` nodes read a parameter or buffer, each once in the graph; `placeholder` nodes are
             other tensors that no recorded call made; `call_function` nodes are torch calls, with methods of tensors as
             functions too.
+        outputs: what the root returned, with tensors of the same shape and strides that have no values; None for those that
+            have no strides.
     """
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
+        self.outputs: Any = None
         self._reads: dict[tuple[int, str], fx.Node] = {}
 
     def nodes(self) -> list[Node]:
@@ -131,28 +134,39 @@ def _takes_shape_alone(user: Node, value: Node) -> bool:
     return operation_name(user) in _SHAPED_AS and user.args[0] is not value
 
 
-def record(
-    run_inside: Callable[[AbstractContextManager[Any], int], str | None],
-    count: int,
-    root: nn.Module,
-    modules: Callable[[], Iterable[nn.Module]],
-) -> list[Recording] | str:
-    """Record the runs of a module on each of the example calls; the reason as a clause where one of them fails.
+@dataclass(frozen=True)
+class Run:
+    """One recorded run.
 
-    Args:
-        run_inside: runs the root on the example call of a number inside of a context that watches it.
-        count: how many example calls there are.
-        root: what is run.
-        modules: all modules whose tensors are known by name, also those that the tree doesn't register.
+    Attributes:
+        number: of the example call.
+        flag: the training flag that all modules had; None for the flags as they are.
     """
-    recordings: list[Recording] = []
-    for number in range(count):
-        recorder = Recorder(root, modules)
-        reason = run_inside(recorder, number)
-        if reason is not None:
-            return reason
-        recordings.append(recorder.recording)
-    return recordings
+
+    number: int
+    flag: bool | None
+    recording: Recording
+
+    @property
+    def when(self) -> str:
+        """The state of the flags, for people: "in eval", "in training" or ""."""
+        return WHEN[self.flag]
+
+
+WHEN = {None: "", False: "in eval", True: "in training"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The recorded runs of a model.
+
+    Attributes:
+        runs: of each example call; in training in each state that all flags may be set to as well. Up to the first that fails.
+        failure: why one can't be recorded, as a clause; "" where all could.
+    """
+
+    runs: tuple[Run, ...] = ()
+    failure: str = ""
 
 
 class Recorder(TorchFunctionMode):
@@ -270,6 +284,7 @@ class Recorder(TorchFunctionMode):
             self._values[id(tensor)] = weakref.ref(tensor), [node]
 
     def _mark_escapes(self) -> None:
+        self.recording.outputs = pytree.tree_map_only(torch.Tensor, _strides_alone, self._output)
         returned = {id(leaf) for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)}
         living = [nodes for key, (held, nodes) in self._values.items() if held() is not None and key not in returned]
         if any(node.op == "call_function" for nodes in living for node in nodes):
@@ -310,6 +325,12 @@ def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 # No storages or arrays, by which numbers could be had.
 _PLAIN_ANSWERS = (bool, int, float, str, tuple, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _strides_alone(tensor: torch.Tensor) -> torch.Tensor | None:
+    with without_torch_function():
+        has_strides = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        return _without_values(tensor) if has_strides else None
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

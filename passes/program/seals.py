@@ -22,7 +22,7 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
-from passes.torch_private import NOTHING, is_tracing, without_subclasses
+from passes.torch_private import NOTHING, is_tracing, make_subclass, without_subclasses
 
 
 class SealedOutput:
@@ -119,7 +119,6 @@ for _name in (
     setattr(TracedOutput, f"__{_name}__", _operator(f"__{_name}__"))
 TracedOutput.__hash__ = object.__hash__  # type: ignore[method-assign]
 
-make_subclass = torch.Tensor._make_subclass
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -305,3 +304,10 @@ def _asks(func: Any, seal: SealedOutput, args: Sequence[Any], kwargs: Mapping[st
     return asks_no_values(
         func, *pytree.tree_map_only(SealedOutput, lambda leaf: leaf.sealed_value, (args, dict(kwargs)))
     )
+
+
+def opened(values: Any) -> Any:
+    """The values, in any containers, with the tensors in the place of sealed ones."""
+    if not any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves(values)):
+        return values
+    return pytree.tree_map(lambda leaf: leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf, values)

@@ -6,18 +6,17 @@ by these alone, and so can the tensors that were changed. All of it can be taken
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from passes.graph.edits import AttributeEdit, Edit, HookEdit, TensorEdit
-from passes.graph.rewriter import Change, Place, Skip
+from passes.program.changes import Change, ChangeRecord, Place, Skip
 from passes.program.checkpoint_guard import refuse_checkpoint
+from passes.program.edits import AttributeEdit, HookEdit, TensorEdit
 from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave
 from passes.program.forwards import InstanceForward, in_place_of, inner_forward, standing_around
 from passes.program.judging import Judge
@@ -55,34 +54,26 @@ class TensorChange(Change):
     rewritten: Mapping[Recording, Rewritten]
 
 
-class TensorRewriter:
+class TensorRewriter(ChangeRecord[TensorChange]):
     """Finds the pairs that recorded runs show, and rewrites their tensors, for one pass.
 
     Attributes:
-        tree: the model's modules and tensors.
         mode: "inference" or "training".
         recordings: the runs that are rewritten for: one for each example call, in each state that a result can be in, with
             the state as "in eval" or "in training"; "" for the one that the model was given in.
-        changes, skips: the record.
     """
 
     def __init__(
         self, tree: ModelTree, mode: str, recordings: Mapping[Recording, str], left_alone: Mapping[Place, str]
     ) -> None:
-        self.tree = tree
+        super().__init__(tree, left_alone)
         self.mode = mode
         self.recordings = recordings
-        self.changes: list[TensorChange] = []
-        self.skips: list[Skip] = []
         self._judge = Judge(tree, mode)
-        self._left_alone = left_alone
-        self._words: Counter[tuple[str, str]] = Counter()
         # By the tensor that names an affine operation, or a layer's weight: the calls with it.
         self._calls = {recording: _calls_in(recording) for recording in recordings}
         # The affine operations that their layers do by now, in all recordings.
         self._folded: set[Node] = set()
-        self._open: TensorChange | None = None
-        self._installed: list[Edit] = []
 
     # Find -------------------------------------------------------------------------------------------------------------
 
@@ -173,34 +164,17 @@ class TensorRewriter:
 
         An error in the block takes back what was written in it.
         """
-        where = self.where(place)
-        between = self.where(pair.first), self.where(pair.second)
-        change = TensorChange(where, what, self._words[where, what], between=between)
-        self._words[where, what] += 1
-        reason = self._left_alone.get(change.place)
-        change.left_alone = reason is not None
+        change = TensorChange(self.where(place), what, between=(self.where(pair.first), self.where(pair.second)))
         old, passed = self._tensors_of(pair), frozenset(self._folded)
         shown = {recording: found[0] for recording in self.recordings if (found := self._found_in(recording, pair))}
-        self._open = change
-        try:
+        with self._recorded(change):
             yield change
-        except BaseException:
-            _undo(change.edits)
-            raise
-        finally:
-            self._open = None
-        new, bias = self._tensors_of(pair), self._bias_of(pair)
-        carried = self._folded != passed
-        change.rewritten = {
-            recording: Rewritten(one, old, new, bias, carried, passed & frozenset(one.affine.moves))
-            for recording, one in shown.items()
-        }
-        if reason is not None:
-            _undo(change.edits)
-            change.edits.clear()
-            self.skips.append(Skip(where, reason))
-            return
-        self.changes.append(change)
+            new, bias = self._tensors_of(pair), self._bias_of(pair)
+            carried = self._folded != passed
+            change.rewritten = {
+                recording: Rewritten(one, old, new, bias, carried, passed & frozenset(one.affine.moves))
+                for recording, one in shown.items()
+            }
 
     def fold(self, pair: Pair, weight: torch.Tensor, bias: torch.Tensor) -> None:
         """Give the layer this weight and bias, with which it does the affine operation's work too.
@@ -210,18 +184,19 @@ class TensorRewriter:
             bias: (out,).
         """
         conv, affine = pair.conv, pair.affine
-        change = self._changing(*conv.tensors, *affine.tensors)
+        change = self._changing()
+        change.sources += (*conv.tensors, *affine.tensors)
         done = {one.affine.node for one in self.runs_of(pair)}
         folded = self._folded_pair(pair, carried=True)
-        layer = self._layer_of(change, pair, folded)
+        layer = self._layer_of(pair, folded)
         needs_gradient = any(ref.value is not None and ref.value.requires_grad for ref in change.sources)
-        self._put(change, conv.weight, folded_parameter(weight, layer, requires_grad=needs_gradient))
+        self._put(conv.weight, folded_parameter(weight, layer, requires_grad=needs_gradient))
         if layer.bias is None:
             layer.bias = folded.added = TensorRef(conv.weight.owner, _free_name(conv.weight))
-        self._put(change, layer.bias, folded_parameter(bias, layer, requires_grad=needs_gradient))
+        self._put(layer.bias, folded_parameter(bias, layer, requires_grad=needs_gradient))
         if conv.module is not None:
-            self._set_forward(change, conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
-        self._take_norm_away(change, affine, folded)
+            self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
+        self._take_norm_away(affine, folded)
         if not change.left_alone:
             self._folded |= done
 
@@ -237,30 +212,25 @@ class TensorRewriter:
         assert isinstance(norm, BatchNorm)
         # What is trained on may be written to: there the values are the result's own.
         sources = [conv.bias, *([norm.mean] if norm.mean else [])]
-        change = self._changing(*([] if self.mode == "training" else sources))
+        if self.mode != "training":
+            self._changing().sources += sources
         folded = self._folded_pair(pair, carried=False, trained=trained)
-        layer = self._layer_of(change, pair, folded)
+        layer = self._layer_of(pair, folded)
         if self.mode == "training":
-            self._keep_in_checkpoints(change, pair)
+            self._keep_in_checkpoints(pair)
         else:
-            self._take_away(change, conv.bias)
+            self._take_away(conv.bias)
         if conv.module is not None:
-            self._set_forward(change, conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
+            self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
         weight = conv.weight.value
         assert weight is not None
         if self.mode != "training":
             # The layer is right without its bias in this place alone.
-            self._put(change, conv.weight, folded_parameter(weight.detach(), layer, requires_grad=weight.requires_grad))
+            self._put(conv.weight, folded_parameter(weight.detach(), layer, requires_grad=weight.requires_grad))
         if norm.module is not None:
-            self._set_forward(change, norm.module, FoldedNormForward(norm.module, folded, carried=False))
+            self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
         if norm.mean is not None and mean is not None:
-            self._put(change, norm.mean, self._moved(mean, folded))
-
-    def _changing(self, *sources: TensorRef) -> TensorChange:
-        if self._open is None:
-            raise RuntimeError("tensors are changed outside of a change")
-        self._open.sources += sources
-        return self._open
+            self._put(norm.mean, self._moved(mean, folded))
 
     def _tensors_of(self, pair: Pair) -> dict[TensorRef, torch.Tensor]:
         bias = self._bias_of(pair)
@@ -317,7 +287,7 @@ class TensorRewriter:
         """Whether what was folded before lies between the two."""
         return any(node in self._folded for node in pair.affine.moves)
 
-    def _layer_of(self, change: TensorChange, pair: Pair, folded: FoldedPair) -> FoldedLayer:
+    def _layer_of(self, pair: Pair, folded: FoldedPair) -> FoldedLayer:
         """The layer with the pair in its place: next to it, or beyond what it was folded together with before."""
         conv = pair.conv
         earlier = getattr(conv.weight.value, "sealed_layer", None)
@@ -331,7 +301,7 @@ class TensorRewriter:
         if nearest is not None and self._is_beyond(pair):
             while nearest.farther is not None:
                 nearest = nearest.farther
-            self._set(change, nearest, "farther", folded)
+            self._set(nearest, "farther", folded)
         elif pair.affine.leads:
             layer.front = folded
         else:
@@ -342,32 +312,32 @@ class TensorRewriter:
         # In training the buffers stay plain ones, as optimizers, wrappers and checkpoints handle them.
         return mean if self.mode == "training" else folded_tensor(mean, pair=folded)
 
-    def _take_norm_away(self, change: TensorChange, affine: Affine, folded: FoldedPair) -> None:
+    def _take_norm_away(self, affine: Affine, folded: FoldedPair) -> None:
         norm = affine.module
         for ref in affine.tensors:
             held = ref.value
-            self._take_away(change, ref)
+            self._take_away(ref)
             if held is not None:
                 # What it was like can be asked for; the values are in the layer's.
                 empty = torch.zeros((), dtype=held.dtype, device=held.device).expand(held.shape)
-                self._set(change, ref.owner, ref.name, folded_tensor(empty, pair=folded))
+                self._set(ref.owner, ref.name, folded_tensor(empty, pair=folded))
         if norm is None:
             return
-        self._set_forward(change, norm, FoldedNormForward(norm, folded, carried=True))
-        self._set(change, norm, "reset_running_stats", folded.refuse_reset)
-        self._set(change, norm, "track_running_stats", False)
+        self._set_forward(norm, FoldedNormForward(norm, folded, carried=True))
+        self._set(norm, "reset_running_stats", folded.refuse_reset)
+        self._set(norm, "track_running_stats", False)
         if norm._buffers.get("num_batches_tracked") is not None:
-            self._put(change, TensorRef(norm, "num_batches_tracked"), None)
+            self._put(TensorRef(norm, "num_batches_tracked"), None)
 
-    def _take_away(self, change: TensorChange, ref: TensorRef) -> None:
+    def _take_away(self, ref: TensorRef) -> None:
         """Leave the name without a tensor, and make loading one an error in any case."""
-        self._put(change, ref, None)
+        self._put(ref, None)
         hooks = ref.owner._load_state_dict_pre_hooks
         if not any(getattr(hook, "hook", None) is refuse_checkpoint for hook in hooks.values()):
-            self._set(change, ref.owner, "_load_state_dict_pre_hooks", OrderedDict(hooks))
+            self._set(ref.owner, "_load_state_dict_pre_hooks", OrderedDict(hooks))
             ref.owner.register_load_state_dict_pre_hook(refuse_checkpoint)
 
-    def _keep_in_checkpoints(self, change: TensorChange, pair: Pair) -> None:
+    def _keep_in_checkpoints(self, pair: Pair) -> None:
         """Have checkpoints go on holding the bias, as zero: what is saved loads into the original, and the reverse."""
         conv, norm = pair.conv, pair.affine
         assert conv.bias is not None
@@ -380,31 +350,19 @@ class TensorRewriter:
             (conv.weight.owner, conv.weight.name),
             conv.bias_value.numel(),
         )
-        self._put(change, conv.bias, None)
+        self._put(conv.bias, None)
         for owner_path, registry, hook in moved.hooks():
-            self._do(change, HookEdit(self.tree.root.get_submodule(owner_path), registry, moved.key, hook))
+            self._do(HookEdit(self.tree.root.get_submodule(owner_path), registry, moved.key, hook))
 
-    def _set_forward(self, change: TensorChange, module: nn.Module, forward: InstanceForward) -> None:
+    def _set_forward(self, module: nn.Module, forward: InstanceForward) -> None:
         """Give one module another forward, within what is around the one of now."""
-        self._set(change, module, "forward", in_place_of(module.__dict__.get("forward"), forward))
+        self._set(module, "forward", in_place_of(module.__dict__.get("forward"), forward))
 
     @property
     def made(self) -> Iterator[nn.Parameter]:
         """The parameters that were made, which nobody but the working copy holds."""
         tensors = (edit.new for edit in self.edits if isinstance(edit, TensorEdit))
         return (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
-
-    # Edits ------------------------------------------------------------------------------------------------------------
-
-    def _put(self, change: TensorChange, ref: TensorRef, value: torch.Tensor | None) -> None:
-        self._do(change, TensorEdit(ref.owner, ref.name, value))
-
-    def _set(self, change: TensorChange, owner: Any, name: str, value: Any) -> None:
-        self._do(change, AttributeEdit(owner, name, value))
-
-    def _do(self, change: TensorChange, edit: Edit) -> None:
-        edit.apply()
-        change.edits.append(edit)
 
     def finish(self) -> None:
         """Have the root refuse to give out a value that is under a seal: nobody behind it could tell what it is."""
@@ -421,23 +379,6 @@ class TensorRewriter:
         for edit in edits:
             edit.apply()
             self._installed.append(edit)
-
-    @property
-    def edits(self) -> list[Edit]:
-        """All edits of modules, in the order they were made."""
-        return [edit for change in self.changes for edit in change.edits] + self._installed
-
-    def roll_back(self) -> None:
-        """Take everything back; passes that came later have to be taken back before."""
-        _undo(self.edits)
-        self._installed.clear()
-        for change in self.changes:
-            change.edits = []
-
-
-def _undo(edits: Sequence[Edit]) -> None:
-    for edit in reversed(edits):
-        edit.undo()
 
 
 def _key_of(pair: Pair) -> _Key:

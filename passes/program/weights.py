@@ -22,7 +22,7 @@ from passes.program.pairs import FoldedPair
 from passes.program.seals import SealedOutput, check_function, given_on, opened_from, sealed, sealed_for
 from passes.program.seals import answer as answer_of_seal
 from passes.program.tensors import TensorRef
-from passes.torch_private import without_subclasses
+from passes.torch_private import make_subclass, without_subclasses
 
 
 class FoldedLayer:
@@ -152,7 +152,7 @@ PLAIN_TENSORS: frozenset[type[torch.Tensor]] = frozenset({torch.Tensor, nn.Param
 
 def _made(kind: type[Any], values: torch.Tensor, requires_grad: bool) -> Any:
     with without_subclasses():
-        return torch.Tensor._make_subclass(kind, values.detach(), requires_grad)
+        return make_subclass(kind, values.detach(), requires_grad)
 
 
 def _set_state(tensor: Any, state: dict[str, Any]) -> None:

@@ -20,23 +20,15 @@ def done(tmp_path_factory):
     return json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process.stdout
 
 
-def test_counts_what_stands_in_the_graphs(done):
-    figures, _, _ = done
-    found = {(graph["shape"], graph["operations"]): (graph["graphs"], graph["islands"]) for graph in figures["graphs"]}
-    # 15 blocks in 2 stages in a body in the root; 30 blocks in 4 stages.
-    flat = {(shape, size): (1, 0) for shape in ("flat", "parallel") for size in (60, 120)}
-    assert found == {**flat, ("nested", 60): (19, 0), ("nested", 120): (36, 0)}
-
-
 @pytest.mark.parametrize("shape", ["flat", "nested"])
 def test_the_passes_do_their_work_on_every_block(done, shape):
     figures, _, _ = done
     small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
     nothing = {"simplify": 0, "merge-linears": 0}
-    folded = {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 15, "pad-channels": 15}
-    # Behind these each sum with the activation behind it; each convolution, and what stands around the model.
+    folded = {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 16, "pad-channels": 15}
+    # Each convolution and the output; behind these each sum with the activation behind it; each convolution and the model.
     assert small["changes"] == {**folded, **nothing, "jit-fusion": 15, "cast-precision": 16}
-    folded = {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 30, "pad-channels": 30}
+    folded = {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 31, "pad-channels": 30}
     assert large["changes"] == {**folded, **nothing, "jit-fusion": 30, "cast-precision": 31}
     # Each convolution, the input and what is around the model.
     assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 32}
@@ -51,7 +43,7 @@ def test_a_pass_does_its_work_on_every_block_of_parallel_layers(done, name):
 
 def test_times_every_step_in_every_round(done):
     figures, _, _ = done
-    steps = {"symbolic_trace", "fuse", "working copy", "capture", "fold-conv-bias", "fold-conv-bn", "channels-last"}
+    steps = {"symbolic_trace", "fuse", "working copy", "fold-conv-bias", "fold-conv-bn", "channels-last"}
     steps |= {"simplify", "merge-linears", "pad-channels", "jit-fusion", "cast-precision", "all passes", "optimize()"}
     for graph in figures["graphs"]:
         assert set(graph["seconds"]) == set(graph["to_symbolic_trace"]) == steps
@@ -84,7 +76,7 @@ def test_memory_counts_the_tensors_of_the_result_that_are_new(done):
 
 def test_passes_that_are_asked_for_by_name_have_to_be_linear_too():
     with imported("overhead") as overhead:
-        grown = {name: {"per_operation": 1.0} for name in ("capture", "all passes", "optimize()", "pad-channels")}
+        grown = {name: {"per_operation": 1.0} for name in ("all passes", "optimize()", "pad-channels")}
         assert overhead.misses([], {"flat": grown}) == []
         grown["pad-channels"]["per_operation"] = 1.51
         assert overhead.misses([], {"flat": grown}) == [

@@ -24,7 +24,7 @@ from pathlib import Path
 FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
-    "passes/graph/hooks.py",
+    "passes/program/hooks.py",
     "passes/program/arithmetic.py",
     "passes/program/checkpoint_guard.py",
     "passes/program/folded.py",

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from optimizer import export, optimize, verify_bundle
 from optimizer.errors import OptimizeFailed
-from passes.base import Pass, ProgramPass
+from passes.base import Context, Pass
 from passes.errors import PassOptionError
-from passes.graph.rewriter import Rewriter
+from passes.program.graph_pass import GraphPass
+from passes.program.graph_rewriting import GraphRewriter
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
 from passes.program.tensors import TensorRef
 
 
@@ -36,19 +39,17 @@ def off_by_a_percent(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GeluTanh(ProgramPass):
+class GeluTanh(GraphPass):
     """gelu(x) is about x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), off by less than 5e-4 everywhere."""
 
     name: ClassVar[str] = "gelu-tanh"
     max_error: ClassVar[float | None] = 1e-3
     planted: bool = False
 
-    def rewrite(self, graph: Rewriter) -> None:
-        for node in list(graph.program.nodes()):
-            if node.op == "call_function" and node.target is F.gelu:
-                with graph.change(graph.program.where(node), "by tanh", [node]) as change:
-                    function = off_by_a_percent if self.planted else as_tanh
-                    graph.substitute(change, [node], function, node.args)
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        for node in graph.calls("gelu"):
+            with graph.change(node, "by tanh"):
+                graph.replace_call(node, off_by_a_percent if self.planted else as_tanh, node.args, {})
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,15 @@ class Undeclared(GeluTanh):
 
 
 @dataclass(frozen=True)
-class ScaleSecond(ProgramPass):
+class ScaleSecond(ModulePass):
     """A wrong pass whose error is less than what the other one declares."""
 
     name: ClassVar[str] = "scale-second"
 
-    def rewrite(self, graph: Rewriter) -> None:
-        module = graph.program.root.get_submodule("second")
-        with graph.change("second", "scaled") as change:
-            graph.set_tensor(change, TensorRef(module, "weight"), module.weight.detach() * 1.0003)
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+        module = graph.tree.root.get_submodule("second")
+        with graph.change("second", "scaled"):
+            graph.set_tensor(TensorRef(module, "weight"), module.weight.detach() * 1.0003)
 
 
 def optimized(*passes: Pass | str, **options: bool) -> nn.Module:

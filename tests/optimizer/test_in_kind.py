@@ -18,8 +18,9 @@ from optimizer.errors import UsageError
 from optimizer.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, Reference, judge
 from passes import CastPrecision, Precision
-from passes.base import ProgramPass
-from passes.graph.rewriter import Rewriter
+from passes.base import Context
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
 from passes.program.tensors import TensorRef
 
 BFLOAT16 = Precision(torch.bfloat16)
@@ -312,17 +313,17 @@ def test_gradients_are_judged_in_kind() -> None:
 
 
 @dataclass(frozen=True)
-class Scale(ProgramPass):
+class Scale(ModulePass):
     """Multiply the last layer's weight by a number, which nothing but the whole shows."""
 
     name: ClassVar[str] = "scale"
     by: float = 1.1
 
-    def rewrite(self, graph: Rewriter) -> None:
-        last = graph.program.root[8]
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+        last = graph.tree.root[8]
         with graph.change("8", "scaled by a number") as change:
             change.sources.append(TensorRef(last, "weight"))
-            graph.set_tensor(change, TensorRef(last, "weight"), last.weight.detach() * self.by)
+            graph.set_tensor(TensorRef(last, "weight"), last.weight.detach() * self.by)
 
 
 def statuses(report: Any) -> list[str]:
@@ -352,16 +353,16 @@ def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
 
 def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
     @dataclass(frozen=True)
-    class WrongFold(ProgramPass):
+    class WrongFold(ModulePass):
         """The bias of a convolution a hundredth too large, below what the whole shows."""
 
         name: ClassVar[str] = "wrong-fold"
         by: float = 1.01
 
-        def rewrite(self, graph: Rewriter) -> None:
-            conv = graph.program.root[0]
-            with graph.change("0", "its weight a little larger", graph.program.calls_of(conv)) as change:
-                graph.set_tensor(change, TensorRef(conv, "weight"), conv.weight.detach() * self.by)
+        def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+            conv = graph.tree.root[0]
+            with graph.change("0", "its weight a little larger", conv):
+                graph.set_tensor(TensorRef(conv, "weight"), conv.weight.detach() * self.by)
 
     for how in ("autocast", "weights"):
         report = report_of(
@@ -380,16 +381,16 @@ class WrongInHalf(nn.Conv2d):
 
 
 @dataclass(frozen=True)
-class OtherClass(ProgramPass):
+class OtherClass(ModulePass):
     """Give one convolution a class that is wrong in bfloat16, and the other one that is right."""
 
     name: ClassVar[str] = "other-class"
 
-    def rewrite(self, graph: Rewriter) -> None:
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
         for number, cls in ((0, WrongInHalf), (3, type("Right", (nn.Conv2d,), {}))):
-            conv = graph.program.root[number]
-            with graph.change(str(number), f"made a {cls.__name__}", graph.program.calls_of(conv)) as change:
-                graph.set_class(change, conv, cls)
+            conv = graph.tree.root[number]
+            with graph.change(str(number), f"made a {cls.__name__}", conv):
+                graph.set_class(conv, cls)
 
 
 def test_a_change_behind_autocast_that_is_wrong_in_its_dtype_alone_is_left_alone() -> None:
@@ -414,9 +415,9 @@ def test_what_compiles_behind_a_cast_is_run_with_it_alone() -> None:
         is_barrier: ClassVar[bool] = True
         by: float = 1.0
 
-        def rewrite(self, graph: Rewriter) -> None:
-            seen.append(graph.program.root[8].weight.dtype)
-            super().rewrite(graph)
+        def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+            seen.append(graph.tree.root[8].weight.dtype)
+            super().rewrite(graph, context)
 
     report = report_of(optimize(net(), [CastPrecision(how="weights"), Compiles()], example_inputs=(x(),)))
     assert statuses(report) == ["applied", "applied"]
@@ -428,8 +429,8 @@ def test_a_cast_that_declares_nothing_is_rolled_back() -> None:
     class Silent(CastPrecision):
         name: ClassVar[str] = "silent"
 
-        def rewrite_in(self, graph: Rewriter, context: Any) -> None:
-            super().rewrite_in(graph, context)
+        def rewrite(self, graph: ModuleRewriter, context: Any) -> None:
+            super().rewrite(graph, context)
             graph.precision = None
 
     report = report_of(optimize(net(), [Silent()], example_inputs=(x(),)))
@@ -442,8 +443,8 @@ def test_a_cast_that_says_to_be_more_precise_than_it_is_is_rolled_back() -> None
     class Boasting(CastPrecision):
         name: ClassVar[str] = "boasting"
 
-        def rewrite_in(self, graph: Rewriter, context: Any) -> None:
-            super().rewrite_in(graph, context)
+        def rewrite(self, graph: ModuleRewriter, context: Any) -> None:
+            super().rewrite(graph, context)
             graph.precision = Precision(torch.float16, everywhere=True)
 
     report = report_of(optimize(net(), [Boasting(how="weights")], example_inputs=(x(),)))

@@ -17,21 +17,23 @@ from optimizer.errors import ParityError
 from optimizer.inputs import Samples
 from optimizer.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.reference import Reference
-from passes.base import ProgramPass
-from passes.graph.rewriter import Rewriter, TensorRef
+from passes.base import Context
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
+from passes.program.tensors import TensorRef
 
 
 @dataclass(frozen=True)
-class ScaleUnseen(ProgramPass):
+class ScaleUnseen(ModulePass):
     """Scale the weight of a layer, and name no region that could be compared."""
 
     name: ClassVar[str] = "scale-unseen"
     path: str = "blocks.1.second"
 
-    def rewrite(self, graph: Rewriter) -> None:
-        module = graph.program.root.get_submodule(self.path)
-        with graph.change(self.path, "scaled", ()) as change:
-            graph.set_tensor(change, TensorRef(module, "weight"), module.weight.detach() * 1.01)
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+        module = graph.tree.root.get_submodule(self.path)
+        with graph.change(self.path, "scaled"):
+            graph.set_tensor(TensorRef(module, "weight"), module.weight.detach() * 1.01)
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ from optimizer import export, optimize
 from optimizer.errors import ParityError
 from optimizer.wrong_pass import pass_to_blame
 from passes import Pass
-from passes.base import ProgramPass
-from passes.graph.rewriter import Rewriter, TensorRef
+from passes.base import Context
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
+from passes.program.tensors import TensorRef
 
 
 class Late(nn.Module):
@@ -41,7 +43,7 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True)
-class Set(ProgramPass):
+class Set(ModulePass):
     """Put another tensor in the place of one, and name no region that could be compared."""
 
     name: ClassVar[str] = "set"
@@ -49,10 +51,10 @@ class Set(ProgramPass):
     tensor: str = "extra"
     add: float = 1.0
 
-    def rewrite(self, graph: Rewriter) -> None:
-        module = graph.program.root.get_submodule(self.module)
-        with graph.change(self.module, "set", ()) as change:
-            graph.set_tensor(change, TensorRef(module, self.tensor), getattr(module, self.tensor).detach() + self.add)
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
+        module = graph.tree.root.get_submodule(self.module)
+        with graph.change(self.module, "set"):
+            graph.set_tensor(TensorRef(module, self.tensor), getattr(module, self.tensor).detach() + self.add)
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,20 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from folding_models import Pair, image
-from pass_contract import captured, state_of
+from pass_contract import captured, tree_of
 from torch import nn
 
 from passes import FoldConvBn
-from passes.base import Context, ProgramPass, device_of
+from passes.base import Context, device_of
 from passes.errors import PassOptionError, RequirementNotMet
 from passes.fold_conv_bn import folded_tensors
-from passes.graph.rewriter import Rewriter
+from passes.program.module_pass import ModulePass
+from passes.program.module_rewriting import ModuleRewriter
 from passes.program.tensor_rewriting import TensorRewriter
 
 
 @dataclass(frozen=True)
-class Tuned(ProgramPass):
+class Tuned(ModulePass):
     """A pass with options of every kind."""
 
     name: ClassVar[str] = "tuned"
@@ -35,7 +36,7 @@ class Tuned(ProgramPass):
         if self.budget < 0:
             raise ValueError("budget is a share from 0 on")
 
-    def rewrite(self, graph: Rewriter) -> None:
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
         """Nothing."""
 
 
@@ -93,12 +94,12 @@ class Breaking(FoldConvBn):
 
 @pytest.mark.parametrize("where", ["at the end", "in the middle"])
 def test_a_pass_that_raises_leaves_nothing(where: Any) -> None:
-    program, context = captured(Pair().eval(), image())
-    before = state_of(program)
+    tree, context = captured(Pair().eval(), image())
+    before = tree_of(tree.root)
     with pytest.raises(ZeroDivisionError, match=where):
-        Breaking(where).run(program, context)
-    assert state_of(program) == before
-    assert len(FoldConvBn().run(program, context).changes) == 1
+        Breaking(where).run(tree, context)
+    assert tree_of(tree.root) == before
+    assert len(FoldConvBn().run(tree, context).changes) == 1
 
 
 def test_the_device_is_that_of_the_first_tensor() -> None:

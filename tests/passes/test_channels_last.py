@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from optimizer import optimize, report_of
 from passes import ChannelsLast
 from passes.channels_last import _cheapest_formats, _Costs
-from passes.graph.guards import is_kept_contiguous
-from passes.graph.layouts import LayoutWatch
+from passes.memory_format.forwards import is_kept_contiguous
+from passes.memory_format.watch import LayoutWatch
 from passes.program.folded import is_carried
 
 
@@ -129,8 +129,8 @@ def test_a_forward_that_counts_on_the_format_is_never_wrong(cls: type[nn.Module]
 
 
 def test_without_example_inputs() -> None:
-    program, context = captured(net_2d())
-    done = ChannelsLast().run(program, context)
+    tree, context = captured(net_2d())
+    done = ChannelsLast().run(tree, context)
     assert done.changes == ()
     assert {text for _, text in sentences_of(done)} == {
         "only a run shows that no view counts on the old format: give example inputs"
@@ -252,8 +252,8 @@ def test_weights_that_no_kernel_packs_are_worth_it_however_large() -> None:
 
 
 def test_another_device_has_no_such_rule() -> None:
-    program, context = captured(narrowing(), (image(2, 3, 34, 34),))
-    done = ChannelsLast().run(program, dataclasses.replace(context, device=torch.device("cuda")))
+    tree, context = captured(narrowing(), (image(2, 3, 34, 34),))
+    done = ChannelsLast().run(tree, dataclasses.replace(context, device=torch.device("cuda")))
     assert [change.where for change in done.changes] == ["0", "3", "6", ""]
 
 
@@ -501,18 +501,18 @@ def test_nothing_is_lost_in_a_plain_network() -> None:
 
 def test_no_run_is_watched_where_nothing_is_changed() -> None:
     model = enliven(Lossy()).eval().to(memory_format=torch.channels_last)
-    program, context = captured(model, (image(),))
+    tree, context = captured(model, (image(),))
 
     def run_inside(watch: Any) -> str | None:
         raise AssertionError("there is nothing to look at")
 
-    done = ChannelsLast().run(program, dataclasses.replace(context, run_inside=run_inside))
+    done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=run_inside))
     assert (done.changes, done.remarks) == ((), ())
 
 
 def test_without_a_run_nothing_is_said() -> None:
-    program, context = captured(enliven(Lossy()).eval(), (image(),))
-    done = ChannelsLast().run(program, dataclasses.replace(context, run_inside=None))
+    tree, context = captured(enliven(Lossy()).eval(), (image(),))
+    done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=None))
     assert len(done.changes) == 3
     assert done.remarks == ()
 
@@ -549,13 +549,13 @@ def test_the_watched_run_leaves_no_trace() -> None:
             return super().forward(x) + torch.rand(()) * 0
 
     model = enliven(Counting()).eval()
-    program, context = captured(model, (image(),))
-    before, state, draws = tree_of(program.root), copy.deepcopy(program.root.state_dict()), torch.get_rng_state()
-    done = ChannelsLast().run(program, context)
+    tree, context = captured(model, (image(),))
+    before, state, draws = tree_of(tree.root), copy.deepcopy(tree.root.state_dict()), torch.get_rng_state()
+    done = ChannelsLast().run(tree, context)
     assert done.remarks
     done.rewriter.roll_back()
-    check_same(before, tree_of(program.root), "the watched run left a difference")
-    assert torch.equal(state["calls"], program.root.calls)
+    check_same(before, tree_of(tree.root), "the watched run left a difference")
+    assert torch.equal(state["calls"], tree.root.calls)
     assert torch.equal(draws, torch.get_rng_state())
 
 

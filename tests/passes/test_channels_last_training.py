@@ -15,8 +15,8 @@ from training_models import peak_of
 
 from optimizer import optimize, report_of
 from passes import ChannelsLast, InsertCheckpoints
-from passes.graph.guards import ChannelsLastInput, ContiguousInput, is_kept_contiguous
-from passes.graph.layouts import LAST, LayoutWatch, layout_of
+from passes.memory_format.forwards import ChannelsLastInput, ContiguousInput, is_kept_contiguous
+from passes.memory_format.watch import LAST, LayoutWatch, layout_of
 
 ENTERED, KEPT = "input brought into channels_last", "kept in contiguous format"
 OUTPUTS = "outputs in the memory format of the original"
@@ -429,7 +429,7 @@ class Branching(Images):
         return super().forward(x)
 
 
-def test_islands() -> None:
+def test_a_branch_on_a_value() -> None:
     model = made(Branching)
     fast = optimized(model)
     assert ("stem.0", ENTERED) in changes_of(fast)
@@ -461,8 +461,8 @@ def test_refusals() -> None:
     assert (done.changes, {skip.reason for skip in done.skips}) == (
         (), {"it is given maps without a batch, which its kernels take for contiguous ones"},
     )  # fmt: skip
-    program, context = captured(made(), mode="training")
-    assert {text for _, text in sentences_of(ChannelsLast().run(program, context))} == {
+    tree, context = captured(made(), mode="training")
+    assert {text for _, text in sentences_of(ChannelsLast().run(tree, context))} == {
         "only a run shows that no view counts on the old format: give example inputs"
     }
 
@@ -495,8 +495,8 @@ def test_a_batchnorm_behind_is_worth_it() -> None:
 
 
 def test_another_device_has_no_such_rule() -> None:
-    program, context = captured(made(), (images(),), mode="training")
-    done = ChannelsLast().run(program, dataclasses.replace(context, device=torch.device("cuda")))
+    tree, context = captured(made(), (images(),), mode="training")
+    done = ChannelsLast().run(tree, dataclasses.replace(context, device=torch.device("cuda")))
     assert [(change.where, change.what) for change in done.changes] == [("stem.0", ENTERED), ("", OUTPUTS)]
 
 

@@ -125,7 +125,7 @@ def test_is_a_frozen_dataclass_that_tells_what_it_is(name: str) -> None:
         assert "Does not handle" in (cls.__doc__ or "")
 
 
-class _Scales(passes.ProgramPass):
+class _Scales(passes.ModulePass):
     """Breaks the contract in every way that it is told to."""
 
     name = "scales"
@@ -133,19 +133,19 @@ class _Scales(passes.ProgramPass):
     def __init__(self, how: str) -> None:
         object.__setattr__(self, "how", how)
 
-    def rewrite(self, graph: passes.Rewriter) -> None:
-        root = graph.program.root
+    def rewrite(self, graph: passes.ModuleRewriter, context: passes.Context) -> None:
+        root = graph.tree.root
         if self.how == "caller":
             with torch.no_grad():
                 root.linear.weight.mul_(1.5)
         elif self.how == "unrecorded":
             root.linear.weight = nn.Parameter(root.linear.weight.detach() * 1)
         elif self.how == "wrong":
-            with graph.change("linear", "scaled by one half more") as change:
+            with graph.change("linear", "scaled by one half more"):
                 ref = passes.program.tensors.TensorRef(root.linear, "weight")
-                graph.set_tensor(change, ref, root.linear.weight.detach() * 1.5)
+                graph.set_tensor(ref, root.linear.weight.detach() * 1.5)
         elif self.how == "sentence":
-            graph.skip_module("linear", "No.")
+            graph.skip("linear", "No.")
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,14 @@ def test_the_algebra_is_exact_in_float64(kind: str, affine: bool) -> None:
     conv = make()
     model = enliven(nn.Sequential(conv, norm_behind(conv, shape, affine=affine))).double().eval()
     x = image(*shape).double()
-    program, context = captured(model, x)
-    (change,) = FoldConvBias().run(program, context).changes
+    tree, context = captured(model, x)
+    (change,) = FoldConvBias().run(tree, context).changes
     assert (change.where, change.what) == ("0", "bias moved into the running mean of 1")
-    assert program.root[0].bias is None
-    assert torch.equal(program.root[1].running_mean, model[1].running_mean - model[0].bias)
-    assert torch.allclose(program.root(x), model(x), rtol=1e-12, atol=1e-12)
+    assert tree.root[0].bias is None
+    assert torch.equal(tree.root[1].running_mean, model[1].running_mean - model[0].bias)
+    assert torch.allclose(tree.root(x), model(x), rtol=1e-12, atol=1e-12)
     model[0].bias = None
-    assert not torch.allclose(program.root(x), model(x), rtol=1e-2, atol=1e-2), "this bias does nothing to be moved"
+    assert not torch.allclose(tree.root(x), model(x), rtol=1e-2, atol=1e-2), "this bias does nothing to be moved"
 
 
 @pytest.mark.parametrize("cls", WITH_BIAS)
@@ -93,8 +93,8 @@ def test_nothing_to_move_without_a_bias(cls: type[nn.Module]) -> None:
 def test_batch_statistics_are_left_alone() -> None:
     model = models.Pair().eval()
     model.bn.train()
-    program, context = captured(model, image(), keep_flags=True)
-    done = FoldConvBias().run(program, context)
+    tree, context = captured(model, image(), keep_flags=True)
+    done = FoldConvBias().run(tree, context)
     assert done.changes == ()
     assert done.skips[0].reason == "the BatchNorm bn uses the statistics of the batch"
 
@@ -119,8 +119,8 @@ def test_a_bias_that_is_not_finite_is_left_alone(value: float) -> None:
     model.bn = nn.BatchNorm2d(4, track_running_stats=False)
     with torch.no_grad():
         model.conv.bias[1] = value
-    program, context = captured(model, image(4, 3, 8, 8), mode="training")
-    (skip,) = FoldConvBias().run(program, context).skips
+    tree, context = captured(model, image(4, 3, 8, 8), mode="training")
+    (skip,) = FoldConvBias().run(tree, context).skips
     assert skip.reason == "its bias isn't finite"
 
 
@@ -412,8 +412,8 @@ def test_a_bias_with_hooks_is_left_alone() -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         model = models.Pair().train()
         getattr(model.conv.bias, register)(lambda tensor: None)
-        program, context = captured(model, image(4, 3, 8, 8), mode="training")
-        (skip,) = FoldConvBias().run(program, context).skips
+        tree, context = captured(model, image(4, 3, 8, 8), mode="training")
+        (skip,) = FoldConvBias().run(tree, context).skips
         assert skip.reason == "its bias has hooks, which see its gradient"
 
 

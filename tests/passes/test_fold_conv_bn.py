@@ -38,10 +38,10 @@ def test_the_algebra_is_exact_in_float64(kind: str, bias: bool, affine: bool) ->
     conv = make(bias=bias)
     model = enliven(nn.Sequential(conv, norm_behind(conv, shape, affine=affine, eps=1e-2))).double().eval()
     x = image(*shape).double()
-    program, context = captured(model, x, keep_flags=True)
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, x, keep_flags=True)
+    done = FoldConvBn().run(tree, context)
     assert [(change.where, change.what) for change in done.changes] == [("1", "folded into 0")]
-    fast = program.root
+    fast = tree.root
     assert is_carried(fast[1])
     assert torch.allclose(fast(x), model(x), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(conv(x), model(x), rtol=1e-2, atol=1e-2), "this BatchNorm does nothing to be folded"
@@ -52,17 +52,17 @@ def test_parity_in_float32(kind: str) -> None:
     make, shape = CONVOLUTIONS[kind]
     conv = make()
     model = enliven(nn.Sequential(conv, norm_behind(conv, shape), nn.ReLU())).eval()
-    program, context = captured(model, image(*shape))
-    assert len(FoldConvBn().run(program, context).changes) == 1
-    report = check_parity(model, program.root, (image(*shape),), batch_sizes=(1, 5), draws=1)
+    tree, context = captured(model, image(*shape))
+    assert len(FoldConvBn().run(tree, context).changes) == 1
+    report = check_parity(model, tree.root, (image(*shape),), batch_sizes=(1, 5), draws=1)
     assert report.ok, report.reason
 
 
 @pytest.mark.parametrize("cls", models.FOLDED)
 def test_folds_every_spelling(cls: type[nn.Module]) -> None:
     model = cls().eval()
-    program, context = captured(model, image())
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, image())
+    done = FoldConvBn().run(tree, context)
     assert len(done.changes) == (2 if cls in (models.TwoNorms, models.TorchFunctions) else 1)
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
@@ -221,8 +221,8 @@ def test_the_identity_is_in_the_mode_of_the_norm() -> None:
 def test_batch_statistics_are_left_alone(change: Any, reason: str) -> None:
     model = models.Pair().eval()
     change(model)
-    program, context = captured(model, image(), keep_flags=True)
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, image(), keep_flags=True)
+    done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     assert reason in done.skips[0].reason
 

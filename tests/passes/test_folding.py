@@ -32,7 +32,6 @@ from optimizer import check_parity, optimize, report_of
 from optimizer.errors import LoadError
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
-from passes.graph.program import own_tensors
 from passes.program.arithmetic import are_finite
 
 LOG: list[Any] = []
@@ -712,16 +711,16 @@ def test_refuses_with_the_reason_and_stays_right(kind: str) -> None:
     make, reason = REFUSED[kind]
     model = make().eval()
     x = _inputs(model)
-    program, context = captured(model, x)
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, x)
+    done = FoldConvBn().run(tree, context)
     texts = [text for _, text in sentences_of(done)]
     assert done.changes == (), texts
     assert any(reason in text for text in texts), texts
     assert all("the convolution" in text for text in texts)
     # A bias that a BatchNorm without running statistics takes out again can be left out all the same.
-    biases = FoldConvBias().run(program, context).changes
+    biases = FoldConvBias().run(tree, context).changes
     assert not biases or kind == "statistics not tracked"
-    _answers_as(model, program.root, x, exactly=not biases)
+    _answers_as(model, tree.root, x, exactly=not biases)
 
 
 @pytest.mark.parametrize("held", ["in a list", "as a child"])
@@ -759,9 +758,9 @@ def test_the_weight_of_a_function_isnt_for_who_holds_its_module(held: str) -> No
 @pytest.mark.parametrize("kind", UNTOUCHED)
 def test_leaves_alone_what_is_no_pair(kind: str) -> None:
     model = UNTOUCHED[kind]().eval()
-    program, context = captured(model, image())
-    assert FoldConvBn().run(program, context).changes == ()
-    _answers_as(model, program.root, _inputs(model))
+    tree, context = captured(model, image())
+    assert FoldConvBn().run(tree, context).changes == ()
+    _answers_as(model, tree.root, _inputs(model))
 
 
 # What is folded, and refused where a branch that no example takes reads a tensor that was changed.
@@ -814,8 +813,8 @@ def _answers_as(model: nn.Module, fast: nn.Module, x: Tensor, *, exactly: bool =
 
 
 def test_the_bias_pass_refuses_too() -> None:
-    program, context = captured(Residual().eval(), image())
-    done = FoldConvBias().run(program, context)
+    tree, context = captured(Residual().eval(), image())
+    done = FoldConvBias().run(tree, context)
     assert list(sentences_of(done)) == [("conv", "its output is also used by the root (add)")]
 
 
@@ -886,8 +885,8 @@ class _DisagreeingCaller(_Disagreeing):
 
 def test_runs_that_disagree_about_what_is_around_a_pair() -> None:
     model = _Disagreeing().eval()
-    program, context = captured(model, image())
-    assert [change.where for change in FoldConvBn().run(program, context).changes] == ["inner.1"]
+    tree, context = captured(model, image())
+    assert [change.where for change in FoldConvBn().run(tree, context).changes] == ["inner.1"]
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert report_of(fast).passes[0].status == "applied"
     report = check_parity(model, fast, (image(),), batch_sizes=(1, 2, 5), draws=1)
@@ -895,8 +894,8 @@ def test_runs_that_disagree_about_what_is_around_a_pair() -> None:
 
 
 def test_runs_that_disagree_show_who_reads_a_weight() -> None:
-    program, context = captured(_DisagreeingReader().eval(), image())
-    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    tree, context = captured(_DisagreeingReader().eval(), image())
+    ((_, text),) = sentences_of(FoldConvBn().run(tree, context))
     assert "inner.0.weight is also read by" in text
 
 
@@ -988,10 +987,10 @@ def test_in_a_loop_an_unseen_call_raises(cls: type[nn.Module]) -> None:
 
 
 def test_in_a_loop_the_other_reasons_hold() -> None:
-    program, context = captured(_LoopBesides().eval(), image())
-    assert FoldConvBn().run(program, context).changes == ()
-    program, context = captured(_LoopReadsWeight().eval(), image())
-    ((_, text),) = sentences_of(FoldConvBn().run(program, context))
+    tree, context = captured(_LoopBesides().eval(), image())
+    assert FoldConvBn().run(tree, context).changes == ()
+    tree, context = captured(_LoopReadsWeight().eval(), image())
+    ((_, text),) = sentences_of(FoldConvBn().run(tree, context))
     assert "conv.weight is also read by the root" in text
 
 
@@ -1113,7 +1112,11 @@ def _state_of(model: _Listed) -> dict[str, Any]:
     return {
         f"{path}.{name}": value
         for path, module in modules.items()
-        for name, value in (*own_tensors(module).items(), ("forward", module.__dict__.get("forward")))
+        for name, value in (
+            *module._parameters.items(),
+            *module._buffers.items(),
+            ("forward", module.__dict__.get("forward")),
+        )
     }
 
 
@@ -1170,8 +1173,8 @@ def test_a_weight_that_a_branch_reads_in_a_loop_or_a_list_is_guarded(cls: type[n
     ],
 )
 def test_modules_in_plain_lists_are_refused_for_the_same_reasons(cls: type[_Listed], reason: str) -> None:
-    program, context = captured(cls().eval(), image())
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(cls().eval(), image())
+    done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     ((_, text),) = sentences_of(done)
     assert reason in text
@@ -1235,16 +1238,16 @@ def test_outputs_in_an_object_that_torch_knows_nothing_of() -> None:
 
 @pytest.mark.parametrize("cls", [_ReturnsRawInObject, _ReturnsRawInNamespace])
 def test_a_value_in_an_object_that_is_returned_has_other_users(cls: type[nn.Module]) -> None:
-    program, context = captured(cls().eval(), image())
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(cls().eval(), image())
+    done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     ((_, text),) = sentences_of(done)
     assert "its output is kept somewhere outside of the graph" in text
 
 
 def test_a_value_in_an_object_between_modules_is_no_pair() -> None:
-    program, context = captured(_PassesObjectOn().eval(), image())
-    assert FoldConvBn().run(program, context).changes == ()
+    tree, context = captured(_PassesObjectOn().eval(), image())
+    assert FoldConvBn().run(tree, context).changes == ()
 
 
 def _quantized(kind: str) -> nn.Module:
@@ -1406,8 +1409,8 @@ def test_a_norm_with_an_activation_and_a_residual_before_it() -> None:
             y = self.conv(x)
             return self.bn(y) + y.mean()
 
-    program, context = captured(Block().eval(), image())
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(Block().eval(), image())
+    done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     assert "is also used by the root (mean)" in next(text for _, text in sentences_of(done))
 
@@ -1423,17 +1426,17 @@ def test_a_norm_with_an_activation_and_a_residual_before_it() -> None:
 )
 def test_refuses_under_hooks_of_all_modules(kind: str) -> None:
     model = Pair().eval()
-    program, context = captured(model, image())
+    tree, context = captured(model, image())
     handle = getattr(nn.modules.module, kind)(lambda *call: None)
     try:
         for each in (FoldConvBias(), FoldConvBn()):
-            done = each.run(program, context)
+            done = each.run(tree, context)
             assert done.changes == ()
             ((_, text),) = sentences_of(done)
             assert "hooks for all modules are registered" in text
     finally:
         handle.remove()
-    assert len(FoldConvBn().run(program, context).changes) == 1
+    assert len(FoldConvBn().run(tree, context).changes) == 1
 
 
 @pytest.mark.parametrize("tensor", ["running_var", "weight"])
@@ -1442,21 +1445,21 @@ def test_refuses_what_would_not_be_finite(tensor: str) -> None:
     model.bn.eps = 0.0
     with torch.no_grad():
         getattr(model.bn, tensor)[0] = 0.0 if tensor == "running_var" else float("inf")
-    program, context = captured(model, image())
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, image())
+    done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     assert list(sentences_of(done)) == [("bn", "folded into conv, it gives weights that aren't finite")]
     if tensor == "running_var":
-        assert FoldConvBias().run(program, context).changes == ()
-    torch.testing.assert_close(program.root(image()), model(image()), equal_nan=True, rtol=0, atol=0)
+        assert FoldConvBias().run(tree, context).changes == ()
+    torch.testing.assert_close(tree.root(image()), model(image()), equal_nan=True, rtol=0, atol=0)
 
 
 def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
     model = Pair().eval()
     with torch.no_grad():
         model.conv.bias[0], model.bn.running_mean[0] = -3e38, 3e38
-    program, context = captured(model, image())
-    done = FoldConvBias().run(program, context)
+    tree, context = captured(model, image())
+    done = FoldConvBias().run(tree, context)
     assert done.changes == ()
     assert list(sentences_of(done)) == [("conv", "the mean or scale of bn wouldn't be finite")]
 
@@ -1478,9 +1481,9 @@ def test_finite_is_each_number_and_not_the_sum(values: list[float], finite: bool
 
 def test_asking_for_the_kind_of_parameters_is_no_reading() -> None:
     model = BranchAsksKind().eval()
-    program, context = captured(model, image())
-    assert len(FoldConvBn().run(program, context).changes) == 1
-    torch.testing.assert_close(program.root(image(), True), model(image(), True), rtol=1e-4, atol=1e-4)
+    tree, context = captured(model, image())
+    assert len(FoldConvBn().run(tree, context).changes) == 1
+    torch.testing.assert_close(tree.root(image(), True), model(image(), True), rtol=1e-4, atol=1e-4)
 
 
 class HalfFunctional(Functional):
@@ -1497,7 +1500,7 @@ class HalfFunctional(Functional):
 
 def test_without_seals_other_branches_are_refused() -> None:
     for each in (FoldConvBias(), FoldConvBn()):
-        program, context = captured(HalfFunctional().eval(), image())
-        assert len(each.run(program, context).changes) == 1
+        tree, context = captured(HalfFunctional().eval(), image())
+        assert len(each.run(tree, context).changes) == 1
         with pytest.raises(UnseenCall):
-            program.root(image(), True)
+            tree.root(image(), True)

@@ -267,12 +267,12 @@ class NormCalledToo(InOne):
 )
 def test_a_layer_that_is_called_too_keeps_its_tensors(kind: type[InOne], reason: str) -> None:
     model = kind().eval()
-    program, context = captured(model, IMAGE)
+    tree, context = captured(model, IMAGE)
     for item in (FoldConvBn(), FoldConvBias()):
-        done = item.run(program, context)
+        done = item.run(tree, context)
         assert done.changes == ()
         assert any(reason in text for _, text in sentences_of(done)), list(sentences_of(done))
-    assert torch.equal(program.root(IMAGE), model(IMAGE))
+    assert torch.equal(tree.root(IMAGE), model(IMAGE))
 
 
 @pytest.mark.parametrize("kind", ["function, norm", "function, function", "leading norm, function on maps"])

@@ -285,12 +285,12 @@ REFUSED: dict[type[Front], str | None] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refuses_with_the_reason(kind: type[Front]) -> None:
     model = kind().eval()
-    program, context = captured(model, model.example)
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, model.example)
+    done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     reason, texts = REFUSED[kind], [text for _, text in sentences_of(done)]
     assert any(reason in text for text in texts) if reason else not texts, texts
-    wanted, got = model(model.example), program.root(model.example)
+    wanted, got = model(model.example), tree.root(model.example)
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
@@ -371,5 +371,5 @@ def test_weights_of_before_and_another_eps_raise() -> None:
 
 
 def test_the_bias_pass_leaves_it_alone() -> None:
-    program, context = captured(Front().eval(), Front.example)
-    assert FoldConvBias().run(program, context).changes == ()
+    tree, context = captured(Front().eval(), Front.example)
+    assert FoldConvBias().run(tree, context).changes == ()

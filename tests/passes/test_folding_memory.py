@@ -213,7 +213,7 @@ def test_in_inference_others_keep_the_values_that_the_pair_had(make: Callable[[]
 @pytest.mark.parametrize("cls", [_WritesIntoTheMean, _WritesUnseen])
 @pytest.mark.parametrize("item", [FoldConvBias(), FoldConvBn()])
 def test_in_inference_a_pair_stays_that_a_forward_writes_to(cls: type[nn.Module], item: Any) -> None:
-    program, context = captured(cls().eval(), image())
-    done = item.run(program, context)
+    tree, context = captured(cls().eval(), image())
+    done = item.run(tree, context)
     assert not done.changes
     assert any(text.endswith("bn.running_mean shares its memory with center") for _, text in sentences_of(done))

@@ -230,12 +230,12 @@ REFUSED: dict[type[Moved], str] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refuses_with_the_reason(kind: type[Moved]) -> None:
     model = kind().eval()
-    program, context = captured(model, model.example)
+    tree, context = captured(model, model.example)
     for each in (FoldConvBn(), FoldConvBias()):
-        done = each.run(program, context)
+        done = each.run(tree, context)
         assert done.changes == ()
         assert any(REFUSED[kind] in text for _, text in sentences_of(done)), list(sentences_of(done))
-    assert torch.equal(program.root(model.example), model(model.example))
+    assert torch.equal(tree.root(model.example), model(model.example))
 
 
 def test_what_comes_under_its_name_is_not_moved() -> None:
@@ -244,15 +244,15 @@ def test_what_comes_under_its_name_is_not_moved() -> None:
             return self.norm(torch.clone(input=self.layer(x)).transpose(1, 2))
 
     model = Named().eval()
-    program, context = captured(model, model.example)
+    tree, context = captured(model, model.example)
     for each in (FoldConvBn(), FoldConvBias()):
-        assert each.run(program, context).changes == ()
+        assert each.run(tree, context).changes == ()
 
 
 def test_dropout_that_draws_is_no_move() -> None:
     model = DropsStill().eval()
-    program, context = captured(model, model.example)
-    assert FoldConvBn().run(program, context).changes == ()
+    tree, context = captured(model, model.example)
+    assert FoldConvBn().run(tree, context).changes == ()
 
 
 class DroppedByModule(Dropped):
@@ -275,8 +275,8 @@ def test_in_training_dropout_is_no_move(kind: type[Moved]) -> None:
     (skip,) = record.skips
     assert (skip.where, "its output passes" in skip.text) == ("layer", True)
     # In eval alone it would be one.
-    program, context = captured(model.eval(), image(4, 3, 8, 8))
-    assert len(FoldConvBias().run(program, context).changes) == 1
+    tree, context = captured(model.eval(), image(4, 3, 8, 8))
+    assert len(FoldConvBias().run(tree, context).changes) == 1
 
 
 class MovedConstant(Moved):

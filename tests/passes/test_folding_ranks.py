@@ -296,8 +296,6 @@ def test_a_rank_that_is_written_to_is_not_taken_for_known():
     fast = optimize(model, ["jit-fusion"], example_inputs=(torch.randn(2, 4),))
     x = torch.randn(3, 4)
     assert torch.equal(fast(x.clone()), model(x.clone()))
-    reasons = {place.where: place.text for place in fast.report.coverage.islands}
-    assert reasons == {"": "its forward branches on a value (control flow), which only a run shows"}
 
 
 class Counting(Pair):

@@ -274,12 +274,12 @@ REFUSED: dict[type[Scaled], str | None] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refuses(kind: type[Scaled]) -> None:
     model = kind().eval()
-    program, context = captured(model, model.example)
-    done = FoldConvBn().run(program, context)
+    tree, context = captured(model, model.example)
+    done = FoldConvBn().run(tree, context)
     reason, texts = REFUSED[kind], [text for _, text in sentences_of(done)]
     assert done.changes == ()
     assert any(reason in text for text in texts) if reason else not texts, texts
-    torch.testing.assert_close(program.root(model.example), model(model.example), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(tree.root(model.example), model(model.example), rtol=0, atol=0, equal_nan=True)
 
 
 class Masked(Scaled):
@@ -376,5 +376,5 @@ def test_a_sparse_scale_is_refused(kind: type[Linear]) -> None:
 
 
 def test_the_bias_pass_leaves_them_alone() -> None:
-    program, context = captured(Shifted().eval(), IMAGE)
-    assert FoldConvBias().run(program, context).changes == ()
+    tree, context = captured(Shifted().eval(), IMAGE)
+    assert FoldConvBias().run(tree, context).changes == ()

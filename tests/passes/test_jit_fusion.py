@@ -905,10 +905,10 @@ def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
     runs: list[int] = []
-    program, context = captured(OfGelu(), (rows(),))
+    tree, context = captured(OfGelu(), (rows(),))
     run = context.run_compiled
     context = dataclasses.replace(context, run_compiled=lambda watch: runs.append(1) or run(watch))
-    JitFusion(backend="torchscript").run(program, context)
+    JitFusion(backend="torchscript").run(tree, context)
     # One shows the graphs, one whether the kernels are right. The fuser looks at the next ones, and makes its kernels then.
     assert len(runs) == 4
 

@@ -254,8 +254,8 @@ class Refused(nn.Module):
 
 def refused(use: Callable[..., Any], change: Callable[[Any], Any] | None = None, x: Tensor | None = None) -> PassResult:
     """What the pass does to it, with no look at what it computes."""
-    program, context = captured(Refused(use, change).eval(), (image_of() if x is None else x,))
-    return MergeLinears(force=True).run(program, context)
+    tree, context = captured(Refused(use, change).eval(), (image_of() if x is None else x,))
+    return MergeLinears(force=True).run(tree, context)
 
 
 def _both(self: Any, x: Tensor) -> Tensor:
@@ -367,8 +367,8 @@ def test_weights_of_another_dtype_or_width_stay() -> None:
 
     model = Autocasting(use, lambda m: m.whole.copy_(m.whole)).eval()
     model.whole = model.whole.bfloat16()
-    program, context = captured(model, (image_of(),))
-    done = MergeLinears(force=True).run(program, context)
+    tree, context = captured(model, (image_of(),))
+    done = MergeLinears(force=True).run(tree, context)
     assert changes(done) == [("", "first and other computed together")]
     reason = "its weight is of another dtype, device or width than those beside it"
     assert skips(done) == [("the root (linear)", reason)]
@@ -905,11 +905,11 @@ def test_under_an_autocast_of_the_forward() -> None:
             return self.out(y.transpose(1, 2).float())
 
     model = Mixing().eval()
-    program, context = captured(model, (image_of(),))
-    done = MergeLinears(force=True).run(program, context)
+    tree, context = captured(model, (image_of(),))
+    done = MergeLinears(force=True).run(tree, context)
     assert changes(done) == [("", "query, key and value computed together")]
     with torch.no_grad():
-        torch.testing.assert_close(program.root(image_of()), model(image_of()), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(tree.root(image_of()), model(image_of()), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -1085,11 +1085,11 @@ def test_a_folded_layer_is_merged() -> None:
 
 def test_taken_back_alone() -> None:
     model, x = Mixed().eval(), torch.randn(2, 3, 4, 4)
-    program, context = captured(model, (x,))
-    done = MergeLinears(force=True).run(program, context)
-    assert products(program.root, x) == 5
+    tree, context = captured(model, (x,))
+    done = MergeLinears(force=True).run(tree, context)
+    assert products(tree.root, x) == 5
     done.rewriter.roll_back()
-    assert products(program.root, x) == 8
+    assert products(tree.root, x) == 8
 
 
 # Models of transformers -----------------------------------------------------------------------------------------------

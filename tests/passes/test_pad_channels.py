@@ -461,8 +461,8 @@ def test_a_weight_that_the_forward_writes_to_stays() -> None:
             self.weight.mul_(0.5)
             return y
 
-    program, context = captured(enliven(Decaying()).eval(), (torch.randn(4, 5),))
-    done = ANYWHERE.run(program, context)
+    tree, context = captured(enliven(Decaying()).eval(), (torch.randn(4, 5),))
+    done = ANYWHERE.run(tree, context)
     reason = "its parameters may be written to by the forward"
     assert (changes(done), skips(done)) == ([], [("layer", reason), ("the root (linear)", reason)])
 
@@ -544,10 +544,10 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def on_a_gpu(model: nn.Module, x: Tensor) -> PassResult:
-    program, context = captured(model.eval(), (x,))
+    tree, context = captured(model.eval(), (x,))
     item = PadChannels()
     item.check(context)
-    return item.run(program, replace(context, device=torch.device("cuda")))
+    return item.run(tree, replace(context, device=torch.device("cuda")))
 
 
 def halves(rows: int, channels: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

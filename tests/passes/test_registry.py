@@ -8,12 +8,13 @@ import pytest
 
 from passes import (
     ChannelsLast,
+    Context,
     FoldConvBias,
     FoldConvBn,
     InsertCheckpoints,
+    ModulePass,
+    ModuleRewriter,
     Pass,
-    ProgramPass,
-    Rewriter,
     TorchCompile,
     registry,
 )
@@ -22,12 +23,12 @@ from passes.registry import _OWN, check_order, describe_passes, make_passes, par
 
 
 @dataclass(frozen=True)
-class Mine(ProgramPass):
+class Mine(ModulePass):
     """Another's pass."""
 
     name: ClassVar[str] = "mine"
 
-    def rewrite(self, graph: Rewriter) -> None:
+    def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
         """Nothing."""
 
 

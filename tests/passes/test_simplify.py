@@ -148,8 +148,8 @@ def test_an_operation_that_does_nothing_is_left_out(function: Callable[..., Any]
 def test_an_operation_that_does_something_stays(function: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Around(function).eval()
-    program, context = captured(model, (torch.randn(4, 6),))
-    assert changes(Simplify().run(program, context)) == []
+    tree, context = captured(model, (torch.randn(4, 6),))
+    assert changes(Simplify().run(tree, context)) == []
 
 
 def test_a_copy_that_is_written_to_stays_a_copy() -> None:
@@ -290,8 +290,8 @@ def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_
     ],
 )
 def test_what_is_done_differently_is_done_twice(function: Callable[..., Any]) -> None:
-    program, context = captured(Around(function).eval(), (torch.randn(4, 6),))
-    assert [change for change in Simplify().run(program, context).changes if "instead of twice" in change.what] == []
+    tree, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    assert [change for change in Simplify().run(tree, context).changes if "instead of twice" in change.what] == []
 
 
 def test_two_values_of_which_one_is_written_to_stay_two() -> None:
@@ -487,8 +487,8 @@ def test_a_constant_that_is_given_out_stays() -> None:
     ],
 )
 def test_what_is_cheap_drawn_or_not_the_same_is_no_constant(function: Callable[..., Any]) -> None:
-    program, context = captured(Around(function).eval(), (torch.randn(4, 6),))
-    assert changes(Simplify().run(program, context)) == []
+    tree, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    assert changes(Simplify().run(tree, context)) == []
 
 
 def test_a_constant_that_would_take_much_memory_stays() -> None:
@@ -524,8 +524,8 @@ def test_what_nobody_uses_is_left_out() -> None:
     ],
 )
 def test_what_has_an_effect_stays(function: Callable[..., Any]) -> None:
-    program, context = captured(Around(function).eval(), (torch.randn(4, 6),))
-    assert changes(Simplify().run(program, context)) == []
+    tree, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    assert changes(Simplify().run(tree, context)) == []
 
 
 # The forward of the class ---------------------------------------------------------------------------------------------
@@ -639,13 +639,13 @@ def test_beside_a_fold_other_arguments_are_right(passes: list[str]) -> None:
 
 def test_a_fold_behind_it_is_taken_back_alone() -> None:
     model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
-    program, context = captured(model, (x,))
-    first = Simplify().run(program, context)
+    tree, context = captured(model, (x,))
+    first = Simplify().run(tree, context)
     from passes import FoldConvBn
 
-    second = FoldConvBn().run(program, context)
+    second = FoldConvBn().run(tree, context)
     assert second.changes
     second.rewriter.roll_back()
-    assert torch.equal(program.root(x, torch.ones(1)), model(x, torch.ones(1)))
+    assert torch.equal(tree.root(x, torch.ones(1)), model(x, torch.ones(1)))
     first.rewriter.roll_back()
-    assert "forward" not in vars(program.root)
+    assert "forward" not in vars(tree.root)

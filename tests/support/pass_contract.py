@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +29,10 @@ from optimizer.working_copy import Mode, working_copy
 from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
 from passes.errors import UnseenCall
-from passes.graph.capture import capture
-from passes.graph.program import Program
-from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, arguments_of, layer_arguments
+from passes.program.matching import BatchNorm, Convolution, pair_behind
+from passes.program.model_tree import ModelTree
 from passes.program.recording import Recorder, Recording
-from passes.program.tensors import TensorRef
-from passes.torch_private import AnyBatchNorm, AnyConvolution
+from passes.program.runs import recorded_runs
 
 Snapshot = dict[str, Any]
 
@@ -47,8 +44,8 @@ def captured(
     example_kwargs: dict[str, Any] | None = None,
     mode: Mode = "inference",
     keep_flags: bool = False,
-) -> tuple[Program, Context]:
-    """The program of a working copy, as `optimize` makes it, and the context of its passes.
+) -> tuple[ModelTree, Context]:
+    """A working copy as passes see it, as `optimize` makes it, and the context of its passes.
 
     Args:
         keep_flags: leave the training flags as they are, where `optimize` puts all into eval; without example inputs.
@@ -58,44 +55,26 @@ def captured(
         clone.root.eval()
     device = device_of(model)
     if example_inputs is None and not example_kwargs:
-        return Program.of(capture(clone.root), None, mode), Context(mode, device)
+        return ModelTree(clone.root, clone.unregistered()), Context(mode, device)
     samples = Samples(() if example_inputs is None else example_inputs, example_kwargs)
     pipeline = Pipeline(clone, model, samples, device, False, None, no_progress)
     # The calls alone: what the original answers is measured by those who compare.
     sizes = pipeline._two_sizes(samples)
     calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
     pipeline._calls = [call for call in calls if _runs(clone.root, call)]
-    program = pipeline.capture()
-    return program, pipeline.context()
+    return pipeline.record(), pipeline.context()
 
 
-def conv_bn_chains(program: Program) -> Iterator[tuple[Any, Any]]:
-    """(convolution, BatchNorm) of each pair in traced graphs: node, module and the places of their tensors."""
-    for node in program.nodes():
-        norm = _place(program, node, AnyBatchNorm, BATCH_NORMS, ("weight", "bias", "running_mean", "running_var"))
-        source = None if norm is None else program.producer(next(iter(node.all_input_nodes)))
-        conv = None if source is None else _place(program, source, AnyConvolution, CONVOLUTIONS, ("weight", "bias"))
-        if conv is not None:
-            yield conv, norm
-
-
-def _place(program: Program, node: Any, kind: Any, functions: Any, names: tuple[str, ...]) -> Any:
-    module = program.module_of(node)
-    if isinstance(module, kind):
-        refs = {name: TensorRef(module, name) for name in names}
-    elif node.op == "call_function" and node.target in functions:
-        known = functions[node.target] if kind is AnyBatchNorm else layer_arguments(node.target)
-        given = arguments_of(node, known)
-        read = {name: program.tensor_of(given[name]) for name in names if given.get(name) is not None}
-        refs = {name: TensorRef(owner, place) for name, (owner, place, _) in read.items()}
-    else:
-        return None
-    found = SimpleNamespace(node=node, module=module, **{name: refs.get(name) for name in names})
-    found.bias_value = None if found.bias is None else found.bias.value
-    if kind is AnyBatchNorm:
-        found.mean, found.var = found.running_mean, found.running_var
-        found.eps = given.get("eps", 1e-5) if module is None else module.eps
-    return found
+def conv_bn_chains(tree: ModelTree, context: Context) -> Iterator[tuple[Convolution, BatchNorm]]:
+    """Each pair of a convolution and a BatchNorm that a run shows, once."""
+    runs = recorded_runs(tree, context)
+    assert runs is not None
+    seen = set()
+    for node in runs.runs[0].recording.nodes():
+        pair = pair_behind(node)
+        if pair is not None and isinstance(pair.affine, BatchNorm) and pair.conv.weight not in seen:
+            seen.add(pair.conv.weight)
+            yield pair.conv, pair.affine
 
 
 def recorded(model: nn.Module, x: torch.Tensor) -> Recording:
@@ -141,32 +120,32 @@ def check_pass(
         AssertionError: naming what isn't kept.
     """
     before_model = tree_of(model)
-    program, context = captured(model, example_inputs, example_kwargs=example_kwargs, mode=mode)
+    tree, context = captured(model, example_inputs, example_kwargs=example_kwargs, mode=mode)
     item.check(context)
-    before = state_of(program)
+    before = tree_of(tree.root)
 
-    result = item.run(program, context)
+    result = item.run(tree, context)
     changes, skips = _texts(result.changes, "what"), _texts(result.skips, "reason")
     _check_sentences(result)
     if not result.changes:
-        check_same(before, state_of(program), f"{item.name} changed nothing and still left a difference")
-    after = state_of(program)
+        check_same(before, tree_of(tree.root), f"{item.name} changed nothing and still left a difference")
+    after = tree_of(tree.root)
     if example_inputs is not None or example_kwargs:
-        _check_parity(item, model, program.root, example_inputs, example_kwargs, atol, mode, result.precision)
-        _check_copy(item, program.root, context)
+        _check_parity(item, model, tree.root, example_inputs, example_kwargs, atol, mode, result.precision)
+        _check_copy(item, tree.root, context)
     check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
 
-    again = item.run(program, context)
+    again = item.run(tree, context)
     assert not again.changes, f"a second {item.name} still changes {again.changes[0].where}: {again.changes[0].what}"
-    check_same(after, state_of(program), f"a second {item.name} changed nothing and still left a difference")
+    check_same(after, tree_of(tree.root), f"a second {item.name} changed nothing and still left a difference")
     again.rewriter.roll_back()
-    check_same(after, state_of(program), f"rolling back a second {item.name} left a difference")
+    check_same(after, tree_of(tree.root), f"rolling back a second {item.name} left a difference")
 
     result.rewriter.roll_back()
-    check_same(before, state_of(program), f"rolling back {item.name} left a difference")
+    check_same(before, tree_of(tree.root), f"rolling back {item.name} left a difference")
     result.rewriter.roll_back()
-    check_same(before, state_of(program), f"rolling back {item.name} twice left a difference")
-    once_more = item.run(program, context)
+    check_same(before, tree_of(tree.root), f"rolling back {item.name} twice left a difference")
+    once_more = item.run(tree, context)
     assert _texts(once_more.changes, "what") == changes, f"{item.name} does something else after a rollback"
     assert _texts(once_more.skips, "reason") == skips, f"{item.name} skips something else after a rollback"
     check_same(before_model, tree_of(model), f"{item.name} changed the caller's module")
@@ -220,15 +199,6 @@ def tree_of(root: nn.Module) -> Snapshot:
             found[f"{path}|{name}"] = _plain(value)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             found[f"{path}|{name}|values"] = None if tensor is None else _bits(tensor)
-    return found
-
-
-def state_of(program: Program) -> Snapshot:
-    """The tree and the text of every graph."""
-    found = tree_of(program.root)
-    for graph in program.graphs.values():
-        found[f"graph of {graph.path}"] = str(graph.graph)
-        assert all(node.graph is graph.graph for node in graph.graph.nodes)
     return found
 
 

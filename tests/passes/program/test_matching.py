@@ -13,7 +13,7 @@ from tiny_models import enliven
 from torch import nn
 
 from passes.program.matching import BatchNorm, ChannelScale, channels_at_end, pairs_behind, pairs_in_front
-from passes.program.recording import operation_name, record, users_of
+from passes.program.recording import Recorder, operation_name, users_of
 from passes.program.tensors import TensorRef
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
@@ -21,12 +21,10 @@ from foldable import foldable_pairs
 
 
 def recorded(model, *args, **kwargs):
-    def run_inside(watch, number):
-        with torch.no_grad(), watch:
-            model(*args, **kwargs)
-
-    (run,) = record(run_inside, 1, model, model.modules)
-    return run
+    recorder = Recorder(model, model.modules)
+    with torch.no_grad(), recorder:
+        model(*args, **kwargs)
+    return recorder.recording
 
 
 def norms_of(pairs):

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from passes.program.recording import (
+    Recorder,
     Recording,
     autocast_of,
     call_of,
     escapes,
     operation_name,
-    record,
     shape_of,
     tensor_of,
     users_of,
@@ -21,13 +21,12 @@ from passes.program.tensors import TensorRef
 
 def recorded(model, *calls):
     """One recording for each call, a tuple of arguments."""
-
-    def run_inside(watch, number):
-        with torch.no_grad(), watch:
-            model(*calls[number])
-
-    runs = record(run_inside, len(calls), model, model.modules)
-    assert not isinstance(runs, str)
+    runs = []
+    for call in calls:
+        recorder = Recorder(model, model.modules)
+        with torch.no_grad(), recorder:
+            model(*call)
+        runs.append(recorder.recording)
     return runs
 
 
@@ -177,19 +176,12 @@ def test_each_run_has_a_graph_of_its_own_and_leaves_no_hooks():
     assert not hooks._global_forward_pre_hooks
 
 
-def test_a_run_that_raises_gives_its_reason_and_leaves_no_hooks():
+def test_a_run_that_raises_leaves_no_hooks():
     from torch.nn.modules import module as hooks
 
     model = nn.Linear(3, 3)
-
-    def run_inside(watch, number):
-        try:
-            with watch:
-                model(torch.randn(2, 4))
-        except RuntimeError as error:
-            return str(error)
-
-    assert "shapes cannot be multiplied" in record(run_inside, 1, model, model.modules)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Recorder(model, model.modules):
+        model(torch.randn(2, 4))
     assert not hooks._global_forward_hooks
     assert not hooks._global_forward_pre_hooks
 

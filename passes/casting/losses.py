@@ -1,0 +1,293 @@
+"""What a module, and each of its layers, loses in a half precision: measured on what flows through it in a run."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from passes.casting.forwards import HALF, cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
+from passes.casting.random_state import random_state, set_random_state
+from passes.program.interception import intercepted_calls
+from passes.program.model_tree import training_flags
+from passes.program.seals import SealedOutput, sealed
+from passes.torch_private import without_torch_function
+
+# Runs a module in the half precision, with what is to stay in float32 below it.
+Lowered = Callable[[nn.Module], AbstractContextManager[None]]
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one module loses.
+
+    Attributes:
+        share: the root mean square of its error, by that of its output; infinite where that isn't finite any more.
+        by_input: the same where it computes in float32, and only what it is given is rounded; 0 where the share is small.
+        error: why it doesn't run in the half precision; "" where it does.
+        feeder: the module whose output it was given as it is; None where that is more than one, or none.
+    """
+
+    share: float
+    by_input: float = 0.0
+    error: str = ""
+    feeder: nn.Module | None = None
+
+
+class _Watch(ABC):
+    """A context in which every call below a root goes through `_around`, with all of it in eval."""
+
+    def __init__(self, root: nn.Module, besides: Iterable[nn.Module]) -> None:
+        self.root = root
+        self.besides = list(besides)
+        self.outputs: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(in_eval(self.root))
+        self._stack.enter_context(intercepted_calls(self.root, self._around, self.besides))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @abstractmethod
+    def _around(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+
+
+class LossWatch(_Watch):
+    """A context in which the calls of layers are made once more, in a half precision, and compared.
+
+    Everything is in eval meanwhile: the same call then gives the same. The calls themselves are left as they are. How much
+    of a loss comes by the input is measured of those that are more than `most`.
+
+    Attributes:
+        losses: the largest loss of each of the layers that was called, by its identity, in the order of the first calls.
+        outputs: what the root gave; None before it did.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        besides: Iterable[nn.Module],
+        layers: Iterable[nn.Module],
+        dtype: torch.dtype,
+        most: float,
+        lowered: Lowered,
+    ) -> None:
+        super().__init__(root, besides)
+        self.losses: dict[int, Loss] = {}
+        self._layers = {id(layer) for layer in layers}
+        self._dtype = dtype
+        self._most = most
+        self._lowered = lowered
+        self._busy = False
+        self._inputs: dict[int, Any] = {}
+        self._makers: dict[int, tuple[weakref.ref[torch.Tensor], nn.Module]] = {}
+
+    def _around(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._busy:
+            return call(*args, **kwargs)
+        if module is self.root:
+            self._inputs = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
+        is_layer = id(module) in self._layers and _is_plain((args, kwargs))
+        given = self._rounded(module, args, kwargs) if is_layer else None
+        before = random_state() if is_layer else None
+        outputs = call(*args, **kwargs)
+        if given is not None and before is not None:
+            self._busy = True
+            after = random_state()
+            set_random_state(before)
+            try:
+                self._measure(module, given, outputs, self._feeder((args, kwargs)))
+            finally:
+                set_random_state(after)
+                self._busy = False
+        if module is self.root:
+            self.outputs = map_leaves(_copied, outputs)
+        for leaf in map(_opened, pytree.tree_leaves(outputs)):
+            if isinstance(leaf, torch.Tensor):
+                self._makers[id(leaf)] = weakref.ref(leaf), module
+        return outputs
+
+    def _rounded(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Copies of what a module is given, in the dtype but for what the root was given: only a layer casts that."""
+        is_cast = takes_one_dtype(module)
+
+        def is_own(leaf: Any) -> bool:
+            return not is_cast and id(leaf) in self._inputs
+
+        def rounded(leaf: Any) -> Any:
+            return _copied(leaf) if is_own(leaf) else cast_leaf(_copied(leaf), (torch.float32,), self._dtype)
+
+        def mask(leaf: Any) -> Any:
+            return leaf if is_own(leaf) else finite_in(leaf, self._dtype)
+
+        return map_leaves(rounded, with_masks(mask, masks_of(module), args, kwargs))
+
+    def _measure(self, module: nn.Module, rounded: Any, outputs: Any, feeder: nn.Module | None) -> None:
+        try:
+            # With gradients, for which some kernels are others, and fewer.
+            with self._lowered(module), torch.enable_grad():
+                args, kwargs = map_leaves(_copied, rounded)
+                lost = share_lost(outputs, module(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - kernels that there are none of raise in many ways
+            self._note(module, Loss(math.inf, error=_first_line(error), feeder=feeder))
+            return
+        by_input = 0.0
+        if lost > self._most:
+            args, kwargs = map_leaves(lambda leaf: cast_leaf(leaf, HALF, torch.float32), rounded)
+            by_input = share_lost(outputs, module(*args, **kwargs))
+        self._note(module, Loss(lost, by_input, feeder=feeder))
+
+    def _note(self, module: nn.Module, loss: Loss) -> None:
+        known = self.losses.get(id(module))
+        if known is None or loss.share > known.share:
+            self.losses[id(module)] = loss
+
+    def _feeder(self, given: Any) -> nn.Module | None:
+        floats = [leaf for leaf in map(_opened, pytree.tree_leaves(given)) if _is_float32(leaf)]
+        if len(floats) != 1:
+            return None
+        made, maker = self._makers.get(id(floats[0]), (None, None))
+        return maker if made is not None and made() is floats[0] else None
+
+
+class TrialWatch(_Watch):
+    """A context in which the root runs in a half precision, and modules that raise there are tried in other ways.
+
+    Attributes:
+        outputs: what the root gave; None before it did.
+        mended: the modules that raised, by identity, each with the way that it doesn't raise in and the error.
+    """
+
+    def __init__(
+        self, root: nn.Module, besides: Iterable[nn.Module], ways: Callable[[nn.Module, Any], Iterator[Way]]
+    ) -> None:
+        super().__init__(root, besides)
+        self.mended: dict[int, tuple[nn.Module, str, str]] = {}
+        self._ways = ways
+        # Those that are called in another way, in which they may call what is watched of them again.
+        self._tried: set[int] = set()
+
+    def _around(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if id(module) in self._tried:
+            return call(*args, **kwargs)
+        try:
+            outputs = call(*args, **kwargs)
+        except Exception as error:
+            if not _is_plain((args, kwargs)):
+                raise
+            outputs = self._again(module, (args, kwargs), error)
+        if module is self.root:
+            self.outputs = map_leaves(_copied, outputs)
+        return outputs
+
+    def _again(self, module: nn.Module, given: Any, error: Exception) -> Any:
+        args, kwargs = given
+        self._tried.add(id(module))
+        for name, way in self._ways(module, given):
+            stack = ExitStack()
+            try:
+                stack.enter_context(way)
+                outputs = module(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - the next way is tried, and the first error raised in the end
+                stack.close()
+                continue
+            # The rest of the run goes that way too.
+            self._stack.push(stack)
+            self.mended[id(module)] = (module, name, _first_line(error))
+            return outputs
+        self._tried.discard(id(module))
+        raise error
+
+
+# A name, and a context in which a module runs that way.
+Way = tuple[str, AbstractContextManager[None]]
+
+
+@contextmanager
+def in_eval(root: nn.Module) -> Iterator[None]:
+    """Everything in eval for the time of the block."""
+    if not any(module.training for module in root.modules() if "training" in module.__dict__):
+        yield
+        return
+    with training_flags(root, False):
+        yield
+
+
+def share_lost(wanted: Any, got: Any) -> float:
+    """The largest share of an output that is lost: the root mean square of the error by that of the output.
+
+    Of values that aren't finite in `wanted` nothing can be lost; where only `got` isn't, all is (infinity).
+    """
+    mine, theirs = (list(map(_opened, pytree.tree_leaves(tree))) for tree in (wanted, got))
+    if len(mine) != len(theirs):
+        return math.inf
+    # Whoever watches the calls of the model has nothing to see in these.
+    with without_torch_function(), torch.no_grad():
+        return max((_lost(*pair) for pair in zip(mine, theirs, strict=True)), default=0.0)
+
+
+def _lost(wanted: Any, got: Any) -> float:
+    if not _is_float(wanted) or not _is_float(got) or wanted.numel() == 0:
+        return 0.0
+    if wanted.shape != got.shape:
+        return math.inf
+    first, second = wanted.detach().double(), got.detach().double()
+    finite = first.isfinite()
+    first, second = first[finite], second[finite]
+    if not first.numel():
+        return 0.0
+    error = float((second - first).square().mean().sqrt())
+    size = float(first.square().mean().sqrt())
+    if not math.isfinite(error):
+        return math.inf
+    return error / size if size else math.inf if error else 0.0
+
+
+def by_share(losses: Mapping[int, Loss]) -> Sequence[int]:
+    """The modules, by identity, the one that loses most first; of those that lose alike the one called first."""
+    return sorted(losses, key=lambda key: -losses[key].share)
+
+
+def _is_plain(given: Any) -> bool:
+    """Whether a call can be made once more: it is given nothing that it may keep something in, such as a cache."""
+    return all(isinstance(_opened(leaf), _PLAIN) for leaf in pytree.tree_leaves(given))
+
+
+def _opened(leaf: Any) -> Any:
+    return leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, SealedOutput):
+        return sealed(leaf.sealed_value.detach().clone(), leaf.sealed_by, leaf.sealed_dim)
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _is_float32(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -1,0 +1,313 @@
+"""Forwards that stand in a module's `__dict__` around its own, and change the memory format of what goes in or out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.program.forwards import AroundForward, standing_around
+from passes.program.memory_formats import FORMATS, ORDERS, DimOrder, is_taken_for_last
+from passes.program.storage import has_strides
+from passes.torch_private import is_transformed, without_torch_function
+
+
+class ContiguousInput(AroundForward):
+    """The forward of a convolution that computes in contiguous format, in the midst of others in channels_last.
+
+    A convolution goes by the format of its input as much as by that of its weight.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __call__(self, input: torch.Tensor, *size: Any, **named: Any) -> Any:
+        return self._inner_forward(_back_as_it_came(input, input.contiguous()), *size, **named)
+
+
+class ChannelsLastInput(AroundForward):
+    """The forward of a convolution that computes in channels_last, though neither its weight nor its input is in it.
+
+    The weight stays as it is: the convolution brings a copy of it into the format of the input for the time of a call.
+    """
+
+    is_atom = True
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __call__(self, input: Any, *size: Any, **named: Any) -> Any:
+        return self._inner_forward(_back_as_it_came(input, _in_channels_last(input)), *size, **named)
+
+
+class DrawsInOrder(AroundForward):
+    """The forward of a module that draws random numbers for the elements of maps, in the order of contiguous ones.
+
+    A generator fills memory from its beginning to its end: in channels_last the same numbers fall on other elements.
+    """
+
+    def __init__(self, owner: nn.Module, inner: Any) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._inner_forward(*args, **kwargs)
+        with _ContiguousDraws():
+            return self._inner_forward(*args, **kwargs)
+
+
+class _ContiguousDraws(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        value: Any = args[0] if args else None
+        if not draws_for_last(getattr(func, "__name__", ""), args, kwargs):
+            return func(*args, **kwargs)
+        given = _back_as_it_came(value, value.contiguous())
+        result = func(given, *args[1:], **kwargs)
+        if result is given:
+            return value.copy_(given)
+        return _back_as_it_came(result, _in_channels_last(result))
+
+
+# What draws a number for each element of its first argument.
+_DRAWS = frozenset({
+    "dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_", "gumbel_softmax", "rand_like",
+    "randn_like", "randint_like", "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+    "normal_", "random_", "uniform_",
+})  # fmt: skip
+# Where these are told whether they are in training: behind so many arguments.
+_TRAINS_BEHIND = {"dropout": 2, "dropout_": 2, "alpha_dropout": 2, "alpha_dropout_": 2, "rrelu": 3, "rrelu_": 3}
+
+
+def draws_for_last(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a torch function of that name draws a number for each element of a map in channels_last."""
+    if name not in _DRAWS or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    behind = _TRAINS_BEHIND.get(name)
+    if behind is not None and not kwargs.get(
+        "training", kwargs.get("train", args[behind] if len(args) > behind else True)
+    ):
+        return False
+    with without_torch_function():
+        return _is_map(args[0]) and is_taken_for_last(args[0]) and not args[0].is_contiguous()
+
+
+def _in_channels_last(value: Any) -> Any:
+    """A copy of a map in channels_last, by its strides too where it is in both formats; anything else as it is."""
+    if torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
+        # Compiled and exported programs choose the formats themselves.
+        return value
+    # Whoever watches the calls of a forward, or plans them, has nothing to see in a look.
+    with without_torch_function():
+        if not _is_map(value) or is_taken_for_last(value):
+            return value
+        memory_format = FORMATS[value.dim()]
+    return value.clone(memory_format=memory_format)
+
+
+def _is_map(value: torch.Tensor) -> bool:
+    # A tensor under a transform of torch.func stands for many, whose dims are others.
+    return has_strides(value) and value.dim() in FORMATS and not is_transformed(value)
+
+
+def _back_as_it_came(value: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """The copy of a value in another format, whose gradient comes back in the format of the value.
+
+    Whatever made the value reads both in the backward pass, and is slow where the two are in different formats: a
+    BatchNorm takes eight times as long then.
+    """
+    if copied is value or not copied.requires_grad or torch.compiler.is_compiling():
+        return copied
+    with without_torch_function():
+        if is_transformed(value):
+            return copied
+        order = _order_of(value)
+    if order is not None and copied.grad_fn is not None:
+        # Not a hook of the tensor, which may be an output that the caller saves.
+        copied.grad_fn.register_prehook(functools.partial(_all_ordered, order))
+    return copied
+
+
+def _all_ordered(order: DimOrder, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_ordered(gradient, order) for gradient in gradients)
+
+
+class ChannelsLastInputs(AroundForward):
+    """The forward of a root that brings some of its inputs into channels_last, once for all that read them.
+
+    The caller's tensors stay as they are. Where the forward writes to a copy the caller's tensor gets its values, and
+    where it returns one it returns the caller's tensor: in the recorded runs it did neither.
+
+    Attributes:
+        inputs: the names of the parameters.
+    """
+
+    def __init__(self, owner: nn.Module, inputs: frozenset[str], inner: Any) -> None:
+        self.owner = owner
+        self.inputs = inputs
+        self.inner = inner
+        names = positional_names(owner)
+        self._positions = frozenset(number for number, name in enumerate(names) if name in inputs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Compiled and exported programs choose the formats themselves.
+            return self._inner_forward(*args, **kwargs)
+        lent: list[_Lent] = []
+        given = [_lend(arg, lent) if number in self._positions else arg for number, arg in enumerate(args)]
+        named = {name: _lend(arg, lent) if name in self.inputs else arg for name, arg in kwargs.items()}
+        outputs = self._inner_forward(*given, **named)
+        for original, copied, version in lent:
+            if copied._version != version:
+                original.copy_(copied)
+        return pytree.tree_map(lambda leaf: _own_of(leaf, lent), outputs, is_leaf=_is_size) if lent else outputs
+
+
+# The caller's tensor, the copy that the forward is given, and how often that was written to before.
+_Lent = tuple[torch.Tensor, torch.Tensor, int]
+
+
+def _lend(value: Any, lent: list[_Lent]) -> Any:
+    """A copy of a map in channels_last, noted in `lent`; anything else, and what is in that format, as it is."""
+    order = ORDERS.get(value.dim()) if _is_dense(value) else None
+    if order is None:
+        return value
+    copied = _back_as_it_came(value, _counting_writes(value, order))
+    if copied is not value:
+        lent.append((value, copied, copied._version))
+    return copied
+
+
+def _counting_writes(value: torch.Tensor, order: DimOrder) -> Any:
+    if not torch.is_inference_mode_enabled():
+        return _ordered(value, order)
+    # A tensor that is made in inference mode doesn't count the writes to it.
+    with torch.inference_mode(False), torch.no_grad():
+        return _ordered(value, order)
+
+
+def _own_of(leaf: Any, lent: Sequence[_Lent]) -> Any:
+    return next((original for original, copied, _ in lent if copied is leaf), leaf)
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of the module's forward that can be given by position."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+class FormattedForward(AroundForward):
+    """The forward of a root, with the dims of the outputs in memory in the order that the original gives them.
+
+    A call that returns more or fewer values than the recorded ones has them all made contiguous, which is what
+    convolutions on contiguous input give.
+
+    Attributes:
+        orders: of the dims of each output.
+        others: the same where the training flag of the root is another than now; None where it is all one.
+        training: the flag as it is now.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        orders: tuple[DimOrder | None, ...],
+        inner: Any,
+        others: tuple[DimOrder | None, ...] | None = None,
+    ) -> None:
+        self.owner = owner
+        self.orders = orders
+        self.inner = inner
+        self.others = others
+        self.training = owner.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._inner_forward(*args, **kwargs)
+        known = self.orders if self.others is None or self.owner.training is self.training else self.others
+        if isinstance(outputs, torch.Tensor):
+            return _given_out(outputs, known[0] if len(known) == 1 else ())
+        leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_size)
+        orders = known if len(leaves) == len(known) else ((),) * len(leaves)
+        return pytree.tree_unflatten([_given_out(*pair) for pair in zip(leaves, orders, strict=True)], spec)
+
+
+def _given_out(leaf: Any, order: DimOrder | None) -> Any:
+    ordered = _ordered(leaf, order)
+    return leaf if ordered is leaf else _back_as_it_came(leaf, ordered)
+
+
+def ordered_leaves(outputs: Any) -> list[Any]:
+    """The values among the outputs of a root that its `FormattedForward` has orders for."""
+    leaves: list[Any] = pytree.tree_leaves(outputs, is_leaf=_is_size)
+    return leaves
+
+
+def _is_size(value: Any) -> bool:
+    # Put together again from its numbers, it would be a tuple.
+    return isinstance(value, torch.Size)
+
+
+def _ordered(leaf: Any, order: DimOrder | None) -> Any:
+    if order is None or not _is_dense(leaf):
+        return leaf
+    if leaf.dim() != len(order) or order == tuple(range(len(order))):
+        return leaf.contiguous()
+    if leaf.permute(order).is_contiguous():
+        return leaf
+    back = [order.index(dim) for dim in range(len(order))]
+    return leaf.permute(order).contiguous().permute(back)
+
+
+def dim_order(leaves: Sequence[Any]) -> DimOrder | None:
+    """The order of the dims in memory of one output, which calls of several sizes gave.
+
+    None for what is no strided tensor of two dims or more, or has gaps or overlaps in memory. Dims of size 1 don't tell
+    where they stand: where the leaves seem to differ, the order that is right for all is taken, else that of the first.
+    """
+    orders = [_order_of(leaf) for leaf in leaves]
+    if None in orders:
+        return None
+    common = (order for order in orders if order and all(_lies_in(leaf, order) for leaf in leaves))
+    return next(common, orders[0])
+
+
+def _order_of(leaf: Any) -> DimOrder | None:
+    if not _is_dense(leaf) or leaf.dim() < 2:
+        return None
+    dims = range(leaf.dim())
+    strides = leaf.stride()
+    order = tuple(dims) if leaf.is_contiguous() else tuple(sorted(dims, key=lambda dim: -strides[dim]))
+    return order if _lies_in(leaf, order) else None
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and has_strides(leaf)
+
+
+def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
+    return leaf.dim() == len(order) and leaf.permute(order).is_contiguous()
+
+
+def is_kept_contiguous(conv: nn.Module) -> bool:
+    """Whether the convolution brings its input into contiguous format."""
+    return standing_around(conv, ContiguousInput) is not None
+
+
+def enters_channels_last(conv: nn.Module) -> bool:
+    """Whether the convolution brings its input into channels_last."""
+    return standing_around(conv, ChannelsLastInput) is not None

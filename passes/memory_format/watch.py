@@ -1,0 +1,366 @@
+"""Where the memory format channels_last gets lost on the way of the maps through a module, watched in one run.
+
+A map is a tensor of 4 or 5 dims, (batch, channels, …). Convolutions by weights in channels_last make maps in that format,
+and most operations keep it; one that doesn't gives a contiguous map, and the next such convolution has to convert it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
+from passes.program.interception import intercepted_calls
+from passes.program.memory_formats import FORMATS, is_taken_for_last
+from passes.program.storage import has_strides, kind_of
+from passes.program.torch_calls import METADATA, name_of
+from passes.torch_private import is_transformed, share_storage, without_torch_function
+
+_CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution"})
+# What copies only where the format asks for it.
+_COPIES = frozenset({"contiguous", "reshape", "flatten", "to"})
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass
+class Loss:
+    """A place where maps come in another format out of an operation than into it.
+
+    Attributes:
+        where: the path of the innermost module that is called, and the operation: "encoder.layer1 (view)".
+        elements: of these maps, over all calls.
+        converted: elements that convolutions behind it bring into channels_last again.
+        convolutions: the paths of these convolutions, in the order of the run.
+        goes_on: whether an operation makes further maps of these.
+        copies: whether it reads a map in channels_last and writes another one: an operation that only looks at the same
+            memory in another way costs nothing by itself.
+        is_seen: False where the convolution itself is named, as the watch can't see what made its input.
+    """
+
+    where: str
+    elements: int = 0
+    converted: int = 0
+    convolutions: list[str] = field(default_factory=list)
+    goes_on: bool = False
+    copies: bool = False
+    is_seen: bool = True
+
+    @property
+    def counts(self) -> bool:
+        """Whether something runs slower for it: a convolution that converts, or operations in the other format."""
+        return self.converted > 0 or (self.goes_on and self.copies)
+
+
+@dataclass
+class Layouts:
+    """What one run showed.
+
+    Attributes:
+        moved: elements that were copied for the sake of a format alone.
+        inputs: for each contiguous map that is an argument of the root, by its parameter's name, the elements that
+            convolutions convert of it and of what is made of it; only where the root may be given a copy of it.
+        input_elements: the elements of these maps themselves.
+        entries: the paths of the convolutions that brought what they were given into channels_last by a copy of it, in the
+            order of the run; of those that are made to do so.
+        draws: the paths of the modules that drew random numbers for maps in channels_last.
+        scripted: the paths of modules that are TorchScript, which nothing looks into.
+    """
+
+    moved: int = 0
+    inputs: dict[str, int] = field(default_factory=dict)
+    input_elements: dict[str, int] = field(default_factory=dict)
+    entries: list[str] = field(default_factory=list)
+    draws: list[str] = field(default_factory=list)
+    scripted: list[str] = field(default_factory=list)
+    _losses: dict[str, Loss] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[Loss]:
+        """The places where the format is lost and something runs slower for it; what is converted most comes first."""
+        found = [loss for loss in self._losses.values() if loss.counts]
+        return sorted(found, key=lambda loss: (-loss.converted, -loss.elements))
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known of one tensor.
+
+    Attributes:
+        was_last: whether it is in channels_last, or made of something that was.
+        loss: where this map lost the format; None where it didn't, or was meant to, or is no map now.
+        source: the name of the input that it is made of, as long as no convolution has read that.
+        is_meant: whether it is a contiguous map that a convolution was kept contiguous to make, or is made of one.
+    """
+
+    was_last: bool = False
+    loss: Loss | None = None
+    source: str | None = None
+    is_meant: bool = False
+
+
+_NOTHING = _State()
+_MEANT = _State(is_meant=True)
+
+
+def _unseen(function: _Function) -> _Function:
+    """The function, whose looks at tensors go by all modes: this one, and others that stand around it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with without_torch_function():
+            return function(*args, **kwargs)
+
+    return cast(_Function, call)
+
+
+class LayoutWatch(TorchFunctionMode):
+    """A context in which one call of `root` is watched; no tensor of the run is kept alive.
+
+    Attributes:
+        layouts: what was seen, complete after the block.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
+        self.layouts = Layouts()
+        self._frames: list[nn.Module] = []
+        self._states: dict[int, tuple[weakref.ref[torch.Tensor], _State]] = {}
+        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._held: dict[int, torch.Tensor] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LayoutWatch:
+        # What modules hold isn't made by an operation. The tensors themselves keep their identity from being given away.
+        self._held = {id(tensor): tensor for module in self.root.modules() for tensor in _held_by(module)}
+        self._stack.enter_context(intercepted_calls(self.root, self._around))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._stack.close()
+        self._held.clear()
+        self._states.clear()
+
+    def _around(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        is_root = not self._frames and module is self.root
+        given = self._inputs(args, kwargs) if is_root else {}
+        self._frames.append(module)
+        try:
+            outputs = call(*args, **kwargs)
+            if isinstance(module, torch.jit.ScriptModule):
+                self.layouts.scripted.append(self._path)
+                self._see("TorchScript", args, kwargs, outputs)
+        finally:
+            self._frames.pop()
+        if is_root:
+            self._leave_out_lent(given, outputs)
+        return outputs
+
+    @_unseen
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[torch.Tensor, int | None]]:
+        """The maps that are arguments of the root, each with the number of writes that it has seen."""
+        for leaf in _tensors_in((args, kwargs)):
+            self._keep(leaf, _NOTHING)
+        found: dict[str, tuple[torch.Tensor, int | None]] = {}
+        positional = dict(zip(positional_names(self.root), args, strict=False))
+        for name, value in (*positional.items(), *kwargs.items()):
+            # `forward(x, /, **others)` may be given another `x` by name.
+            if name in positional and name in kwargs:
+                continue
+            if layout_of(value) == CONTIGUOUS:
+                found[name] = value, _version_of(value)
+                self._keep(value, _State(source=name))
+        return found
+
+    @_unseen
+    def _leave_out_lent(self, given: Mapping[str, tuple[torch.Tensor, int | None]], outputs: Any) -> None:
+        """An input that is written to, or that an output is a view of, has to be the caller's own."""
+        leaves = _tensors_in(outputs)
+        for name, (tensor, version) in given.items():
+            if version is None or _version_of(tensor) != version or any(_shares(leaf, tensor) for leaf in leaves):
+                self.layouts.inputs.pop(name, None)
+            elif name in self.layouts.inputs:
+                self.layouts.input_elements[name] = tensor.numel()
+
+    @property
+    def _path(self) -> str:
+        return self._paths.get(id(self._frames[-1]), "") or "the root"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name == "__get__":
+            name = name_of(func.__self__)
+        if not self._frames or name in METADATA:
+            return func(*args, **kwargs)
+        if name in _CONVOLUTIONS:
+            self._convolve(args, kwargs)
+        elif name == "clone" and enters_channels_last(self._frames[-1]):
+            self._enter(args[0])
+        elif draws_for_last(name, args, kwargs):
+            self._note_in(self.layouts.draws)
+        result = func(*args, **kwargs)
+        self._see(name, args, kwargs, result)
+        return result
+
+    @_unseen
+    def _convolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note where a convolution is given a contiguous map and a weight for which it converts that."""
+        given = {**dict(zip(("input", "weight"), args, strict=False)), **kwargs}
+        input, weight = given.get("input"), given.get("weight")
+        if not isinstance(input, torch.Tensor) or not isinstance(weight, torch.Tensor):
+            return
+        if layout_of(input) == CONTIGUOUS and layout_of(weight) is not None and is_taken_for_last(weight):
+            self._convert(input)
+
+    @_unseen
+    def _enter(self, input: torch.Tensor) -> None:
+        """Note a convolution that brings its input into channels_last, as its weight doesn't ask for that."""
+        self._note_in(self.layouts.entries)
+        self._convert(input)
+
+    def _note_in(self, paths: list[str]) -> None:
+        path = self._paths[id(self._frames[-1])]
+        if path not in paths:
+            paths.append(path)
+
+    def _convert(self, input: torch.Tensor) -> None:
+        elements = input.numel()
+        self.layouts.moved += elements
+        state = self._state_of(input)
+        if state is None:
+            # What modules hold isn't made by an operation; what else nobody knows comes from one that isn't seen.
+            state = (
+                _NOTHING if id(input) in self._held else _State(loss=self._loss_at("convolution", input, is_seen=False))
+            )
+        if state.source is not None:
+            self.layouts.inputs[state.source] = self.layouts.inputs.get(state.source, 0) + elements
+        if state.loss is not None:
+            state.loss.converted += elements
+            if self._path not in state.loss.convolutions:
+                state.loss.convolutions.append(self._path)
+
+    @_unseen
+    def _see(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operation makes of the formats that it is given."""
+        made = _tensors_in(result)
+        if not made:
+            return
+        given = _tensors_in((args, kwargs))
+        states = [self._state_of(leaf) or _NOTHING for leaf in given]
+        for leaf in made:
+            self._keep(leaf, self._state_after(name, leaf, given, states))
+        if name in _COPIES and given and made[0].numel() == given[0].numel() and not _shares(made[0], given[0]):
+            self.layouts.moved += made[0].numel()
+
+    def _state_after(self, name: str, made: torch.Tensor, given: list[torch.Tensor], states: list[_State]) -> _State:
+        layout = layout_of(made)
+        is_view = any(_shares(made, leaf) for leaf in given)
+        if is_kept_contiguous(self._frames[-1]):
+            # This one is meant to leave the format, or to be given what has left it.
+            return _MEANT
+        for state in states if layout is not None and not is_view else ():
+            if state.loss is not None:
+                state.loss.goes_on = True
+        if layout == LAST:
+            return _State(was_last=True)
+        if layout == CONTIGUOUS and any(state.is_meant for state in states):
+            return _MEANT
+        sources = (state.source for state in states if state.source is not None and name not in _CONVOLUTIONS)
+        source = next(sources, None)
+        if layout == EITHER or not any(state.was_last for state in states):
+            return _State(source=source)
+        if layout is None:
+            # Of rows of tokens a map is made again; rows of features are no map any more.
+            return _State(was_last=made.dim() > 2, source=source)
+        alike = [(leaf, state) for leaf, state in zip(given, states, strict=True) if leaf.dim() == made.dim()]
+        loss = next((state.loss for _, state in alike if state.loss is not None), None)
+        was_map = any(layout_of(leaf) == LAST for leaf, _ in alike)
+        if loss is None and (was_map or self._is_map_again(made, given, states)):
+            loss = self._loss_at(name, made)
+            loss.copies |= was_map and not is_view
+        return _State(was_last=True, loss=loss, source=source)
+
+    def _is_map_again(self, made: torch.Tensor, given: list[torch.Tensor], states: list[_State]) -> bool:
+        """Whether a map is made of something that isn't one, but was made of one: `view` and back, tokens and back.
+
+        What has other dims than the map that it is made of is on the way, as long as it has these dims.
+        """
+        return not any(
+            state.was_last and (leaf.dim() == made.dim() or state.loss is not None or layout_of(leaf) == LAST)
+            for leaf, state in zip(given, states, strict=True)
+        )
+
+    def _loss_at(self, name: str, made: torch.Tensor, *, is_seen: bool = True) -> Loss:
+        where = f"{self._path} ({name})"
+        loss = self.layouts._losses.setdefault(where, Loss(where, is_seen=is_seen))
+        loss.elements += made.numel()
+        return loss
+
+    def _keep(self, tensor: torch.Tensor, state: _State) -> None:
+        self._states[id(tensor)] = weakref.ref(tensor), state
+
+    def _state_of(self, tensor: torch.Tensor) -> _State | None:
+        reference, state = self._states.get(id(tensor), (None, None))
+        return state if reference is not None and reference() is tensor else None
+
+
+LAST = "channels_last"
+CONTIGUOUS = "contiguous"
+EITHER = "either"
+
+
+def layout_of(value: Any) -> str | None:
+    """The format of a map: `LAST`, `CONTIGUOUS` for all others, `EITHER` where it is in both; None for what is no map."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not has_strides(value) or value.dim() not in FORMATS:
+        return None
+    if is_transformed(value):
+        # It stands for many, whose dims are others.
+        return None
+    if value.is_contiguous():
+        return EITHER if value.is_contiguous(memory_format=FORMATS[value.dim()]) else CONTIGUOUS
+    return LAST if is_taken_for_last(value) else CONTIGUOUS
+
+
+def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    for home in (module._parameters, module._buffers, module.__dict__):
+        yield from (value for value in home.values() if isinstance(value, torch.Tensor))
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """How often the tensor was written to; None where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both look at the same memory."""
+    if tensor is other:
+        return True
+    both_plain = kind_of(tensor) is None is kind_of(other)
+    return both_plain and share_storage(tensor, other)

@@ -1,0 +1,46 @@
+"""The memory formats of maps, which are tensors of 4 or 5 dims: (batch, channels, …)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from passes.torch_private import is_tracing, without_tracing
+
+# The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
+# (0, 2, 3, 1) channels_last.
+DimOrder = tuple[int, ...]
+
+# By the number of dims.
+FORMATS: Mapping[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
+ORDERS: Mapping[int, DimOrder] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+
+
+def is_taken_for_last(tensor: torch.Tensor) -> bool:
+    """Whether torch takes a tensor of 4 or 5 dims for one in channels_last, gaps or not.
+
+    It looks at the strides alone (c10's `is_channels_last_strides_2d` and `_3d`): with one channel or one place a tensor
+    is in both formats, and its strides still say one of them.
+    """
+    shape, strides = _untraced_shape(tensor), tensor.stride()
+    if strides[1] == 0:
+        return False
+    smallest = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        if shape[dim] == 0 or strides[dim] < smallest or (dim == 0 and smallest == strides[1]):
+            return False
+        smallest = strides[dim] * max(shape[dim], 1)
+    return True
+
+
+def _untraced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape in plain numbers.
+
+    A trace follows the sizes that a tensor tells it, and not the strides beside them. But what goes by the format decides
+    no value, whatever the sizes are.
+    """
+    if torch.compiler.is_compiling() or not is_tracing():
+        return tensor.shape
+    with without_tracing():
+        return tuple(tensor.shape)

@@ -1,0 +1,142 @@
+"""A module pass: it changes how modules hold their tensors and how they run, and none of what they compute."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from passes.base import Context, Pass, PassResult, rows_of
+from passes.program.edits import in_place, taken_back
+from passes.program.model_tree import ModelTree, training_flags
+from passes.program.module_rewriting import ModuleChange, ModuleRewriter
+from passes.program.seals import SealedOutput, opened, sealed
+
+
+class ModulePass(Pass):
+    """A pass that changes formats, dtypes, classes and forwards of the modules of the working copy.
+
+    `rewrite` finds the places, skips or changes each. What it changes is compared where the modules are called, and then as a
+    whole.
+    """
+
+    @abstractmethod
+    def rewrite(self, model: ModuleRewriter, context: Context) -> None:
+        """Find the places, skip or change each."""
+
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
+        """Rewrite the modules, and compare each change on what flows into its module in a run."""
+        writer = ModuleRewriter(tree, context.left_alone)
+        try:
+            self.rewrite(writer, context)
+            checked = tuple(_checked(writer, context))
+        except BaseException:
+            writer.roll_back()
+            raise
+        if writer.changes:
+            tree.refresh()
+        return PassResult(
+            tuple(writer.changes),
+            tuple(writer.skips),
+            writer,
+            tuple(writer.remarks),
+            precision=writer.precision,
+            checked=checked,
+        )
+
+    def would_apply(self, tree: ModelTree, context: Context) -> bool:
+        """As `Pass.would_apply`: rewrite, without any run of the model, and take that back."""
+        runless = replace(context, run_inside=None, run_each=None, run_compiled=None, apart=None, judge=None)
+        result = self.run(tree, runless)
+        result.rewriter.roll_back()
+        return bool(result.changes)
+
+
+def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleChange, Sequence[tuple[Any, Any]]]]:
+    """Each change with what was found where its module is called as it was, and as it is now, on the fewest rows."""
+    changes = [change for change in writer.changes if change.module is not None]
+    if context.judge is None or context.run_each is None or not changes:
+        return
+    calls = context.example_calls
+    number = min(range(len(calls)), key=lambda number: rows_of(calls[number]))
+    check = _Check(changes, context)
+    with taken_back(writer.edits):
+        failure = context.run_each(check.watching(), number)
+    if failure is not None:
+        raise RuntimeError(f"the run in which its changes are checked raises ({failure})")
+    yield from check.found
+
+
+class _Check:
+    """Compares each change at the first call of its module in a run of the tree as it was before the pass."""
+
+    def __init__(self, changes: Iterable[ModuleChange], context: Context) -> None:
+        self.found: list[tuple[ModuleChange, Sequence[tuple[Any, Any]]]] = []
+        self._left: dict[nn.Module, list[ModuleChange]] = {}
+        self._context = context
+        for change in changes:
+            assert change.module is not None
+            self._left.setdefault(change.module, []).append(change)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context around the run."""
+        with ExitStack() as stack:
+            for module in self._left:
+                stack.callback(module.register_forward_pre_hook(self._compare, with_kwargs=True).remove)
+            yield
+
+    def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        changes = self._left.pop(module, [])
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(opened(leaf), torch.Tensor)]
+        values = tuple(opened(leaves[place]).detach().clone() for place in places)
+
+        def call(*values: torch.Tensor) -> Any:
+            given = list(leaves)
+            for place, value in zip(places, values, strict=True):
+                given[place] = _under_seal_of(leaves[place], value)
+            own_args, own_kwargs = pytree.tree_unflatten(given, spec)
+            with _own_buffers(module):
+                return opened(module(*own_args, **own_kwargs))
+
+        for change in changes:
+            self.found.append((change, list(self._judged(module, change, call, values))))
+
+    def _judged(
+        self, module: nn.Module, change: ModuleChange, call: Callable[..., Any], values: tuple[torch.Tensor, ...]
+    ) -> Iterator[tuple[Any, Any]]:
+        def changed(*values: torch.Tensor) -> Any:
+            with in_place(change.edits):
+                return call(*values)
+
+        assert self._context.judge is not None
+        yield from self._context.judge(call, changed, values)
+        if self._context.mode == "training" and module.training:
+            # What running statistics are for shows in eval alone.
+            with training_flags(module, False):
+                yield from self._context.judge(call, changed, values)
+
+
+def _under_seal_of(leaf: Any, value: torch.Tensor) -> Any:
+    """The value as the module is given it."""
+    return sealed(value, leaf.sealed_by, leaf.sealed_dim) if isinstance(leaf, SealedOutput) else value
+
+
+@contextmanager
+def _own_buffers(module: nn.Module) -> Iterator[None]:
+    """The module on copies of its buffers, which it may write to."""
+    homes = [(one._buffers, dict(one._buffers)) for one in module.modules()]
+    try:
+        for home, held in homes:
+            home.update({name: None if buffer is None else buffer.clone() for name, buffer in held.items()})
+        yield
+    finally:
+        for home, held in homes:
+            home.update(held)

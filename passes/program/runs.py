@@ -1,0 +1,44 @@
+"""Recorded runs of a working copy, made once for all passes that read them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from passes.base import Context
+from passes.program.model_tree import ModelTree, training_flags
+from passes.program.recording import WHEN, Recorder, Run, Runs
+
+
+def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
+    """What the example calls do in the tree as it is now; None where nothing is run."""
+    if tree.runs is None and context.run_each is not None:
+        tree.runs = _record(tree, context)
+    return tree.runs
+
+
+def _record(tree: ModelTree, context: Context) -> Runs:
+    assert context.run_each is not None
+    runs: list[Run] = []
+    for flag in _states(tree.root, context.mode):
+        for number in range(len(context.example_calls)):
+            recorder = Recorder(tree.root, tree.modules)
+            with training_flags(tree.root, flag):
+                failure = context.run_each(recorder, number)
+            if failure is not None:
+                return Runs(tuple(runs), " ".join(filter(None, ("it can't be recorded", WHEN[flag], f"({failure})"))))
+            runs.append(Run(number, flag, recorder.recording))
+    return Runs(tuple(runs))
+
+
+def _states(root: nn.Module, mode: str) -> list[bool | None]:
+    if mode != "training":
+        return [None]
+    flags = {module.training for module in root.modules() if hasattr(module, "training")}
+    return [None, *(flag for flag in (False, True) if flag not in flags or len(flags) > 1)]
+
+
+def is_under_autocast(tree: ModelTree) -> bool:
+    """Whether autocast is on for a device that the model has parameters on."""
+    devices = {parameter.device.type for parameter in tree.root.parameters()}
+    return any(torch.amp.is_autocast_available(one) and torch.is_autocast_enabled(one) for one in devices)
