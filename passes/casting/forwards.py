@@ -40,7 +40,7 @@ class RootCast(AroundForward):
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, outputs: Sequence[torch.dtype | None]) -> None:
         self.owner = owner
         self.inner = inner
-        self.dtype = dtype
+        self.dtype = self.computes_in = dtype
         self.outputs = tuple(outputs)
 
     def _given_out(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -62,9 +62,11 @@ class AroundForward(InstanceForward):
 
     Attributes:
         inner: what stood in the module's `__dict__`; None for the forward of its class.
+        computes_in: the half precision that all inside computes in; None where this decides nothing of it.
     """
 
     inner: Any
+    computes_in: torch.dtype | None = None
 
     def around(self, inner: Any) -> AroundForward:
         """The same around another forward."""
@@ -90,6 +92,16 @@ def standing_around(module: nn.Module, kind: type[_Around]) -> _Around | None:
     while isinstance(installed, AroundForward):
         if isinstance(installed, kind):
             return installed
+        installed = installed.inner
+    return None
+
+
+def dtype_inside(root: nn.Module) -> torch.dtype | None:
+    """The half precision that a pass has had the whole compute in; None for none."""
+    installed = root.__dict__.get("forward")
+    while isinstance(installed, AroundForward):
+        if installed.computes_in is not None:
+            return installed.computes_in
         installed = installed.inner
     return None
 

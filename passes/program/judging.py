@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes.casting.forwards import root_cast
+from passes.program.forwards import dtype_inside
 from passes.program.hooks import has_global_hooks, has_hooks, is_parametrized
 from passes.program.matching import (
     BATCH_NORMS,
@@ -213,7 +213,7 @@ class Judge:
         for role, node in (("it", pair.conv.node), (f"the BatchNorm {self.where(pair.affine.node)}", pair.affine.node)):
             dtype = autocast_of(node)
             # One that a pass has put around the whole is what each change is judged under, too.
-            if dtype is not None and dtype is not getattr(root_cast(self.tree.root), "dtype", None):
+            if dtype is not None and dtype is not dtype_inside(self.tree.root):
                 name = str(dtype).removeprefix("torch.")
                 return f"{role} runs under autocast to {name}, where a fold changes what is computed in which dtype"
         return None
