@@ -39,7 +39,7 @@ from passes.program.captured import CapturedGraph, Modules
 from passes.program.fused import FusedUnit
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.pointwise import pointwise_groups
-from passes.torch_private import captured_call
+from passes.torch_private import captured_call, torchscript_fuses
 
 CPU = Context("inference", torch.device("cpu"), example_calls=(((), {}),))
 
@@ -779,7 +779,7 @@ def test_what_overflows_in_between_may_be_either() -> None:
 
 
 def test_a_build_without_the_fuser_refuses_it_before_work() -> None:
-    if kernels.torchscript_fuses(torch.device("cpu")):
+    if torchscript_fuses(torch.device("cpu")):
         JitFusion(backend="torchscript").check(CPU)
         return
     with pytest.raises(RequirementNotMet) as caught:
