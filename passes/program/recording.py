@@ -286,14 +286,26 @@ class Recorder(TorchFunctionMode):
     def _mark_escapes(self) -> None:
         self.recording.outputs = pytree.tree_map_only(torch.Tensor, _strides_alone, self._output)
         returned = {id(leaf) for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)}
-        living = [nodes for key, (held, nodes) in self._values.items() if held() is not None and key not in returned]
-        if any(node.op == "call_function" for nodes in living for node in nodes):
-            # What only a cycle of references holds, as that of an exception, is gone after this.
-            gc.collect()
+        # What only a cycle of references holds, as that of an exception, is gone after this: most are young.
+        with without_torch_function():
+            kept = returned | {id(base) for base in map(_base_of, pytree.tree_leaves(self._output)) if base is not None}
+        for generation in (1, 2):
+            if not any(_is_made_and_lives(*value) for key, value in self._values.items() if key not in kept):
+                break
+            gc.collect(generation)
         for key, (held, nodes) in self._values.items():
             if held() is not None:
                 for node in nodes:
                     node.meta.update(escapes=True, returned=key in returned)
+
+
+def _base_of(leaf: Any) -> torch.Tensor | None:
+    """What a tensor is a view of, which lives as long as that; None for no view."""
+    return leaf._base if isinstance(leaf, torch.Tensor) else None
+
+
+def _is_made_and_lives(held: weakref.ref[torch.Tensor], nodes: Sequence[fx.Node]) -> bool:
+    return held() is not None and any(node.op == "call_function" for node in nodes)
 
 
 def _shape(tensor: torch.Tensor) -> Shape | None:

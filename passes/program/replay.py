@@ -92,6 +92,9 @@ class Replay(Recorder):
                     self._note(wanted[0], number, args, kwargs)
         return node
 
+    def _mark_escapes(self) -> None:
+        """Nothing: the recording that it repeats tells what outlives a run."""
+
     def _note(self, node: Node, number: int, args: Any, kwargs: Any) -> None:
         one, calls = self._pairs[number], self._open.setdefault(number, _Calls())
         # In the containers that a graph has for them.
