@@ -350,18 +350,6 @@ def test_the_copy_is_not_kept_alive():
     assert (kept(), parameter()) == (None, None)
 
 
-def test_restored_attributes_come_from_the_caller():
-    model = Layer()
-    result = working_copy(model)
-    result.root.settings = {"broken": True}
-    result.root.extra = 1
-    result.restore_attribute(result.root, "settings")
-    result.restore_attribute(result.root, "extra")
-    assert result.root.settings == model.settings
-    assert result.root.settings is not model.settings
-    assert not hasattr(result.root, "extra")
-
-
 # --- state --------------------------------------------------------------------------------------------------------------
 
 
