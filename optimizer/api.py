@@ -55,7 +55,7 @@ from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refu
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
 from optimizer.wrong_pass import pass_to_blame
 from passes.base import Context, Pass, device_of
-from passes.casting.forwards import root_cast
+from passes.program.forwards import dtype_inside
 from passes.program.interception import is_compiled
 from passes.program.moved_bias import moved_biases
 from passes.registry import make_passes
@@ -822,7 +822,7 @@ def _request(
         open_dims=dims.of,
         input_names=None if input_names is None else tuple(input_names),
         output_names=None if output_names is None else tuple(output_names),
-        computes_in=None if (cast := root_cast(model)) is None else cast.dtype,
+        computes_in=dtype_inside(model),
     )
 
 

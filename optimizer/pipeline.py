@@ -27,7 +27,7 @@ from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_state
-from passes.base import Context, DeclaredError, Pass, PassResult, Precision
+from passes.base import Context, DeclaredError, Pass, PassResult, Precision, rows_of
 from passes.casting.forwards import AutocastForward, root_cast
 from passes.errors import PassesError, UnseenCall
 from passes.program.changes import Change, Place
@@ -598,10 +598,10 @@ class Pipeline:
         """Calls that no reference is of: each with whether gradients are on, and how a sentence names it."""
         samples = self.samples
         assert samples is not None
-        yield _fresh(min(self._calls, key=_rows)), True, "where gradients are on"
+        yield _fresh(min(self._calls, key=_rows_of)), True, "where gradients are on"
         if not samples.dynamic or samples.batch_size is None:
             return
-        known = {samples.batch_size, *map(_rows, self._calls)}
+        known = {samples.batch_size, *map(_rows_of, self._calls)}
         for size in dict.fromkeys((1, *(self.batch_sizes or ()))):
             if size not in known:
                 with suppress(LoadError):  # the user's function makes no batch of that size: it won't be met then
@@ -853,9 +853,8 @@ def _fresh(call: Call) -> Call:
     return Call(tuple(args), kwargs)
 
 
-def _rows(call: Call) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
-    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+def _rows_of(call: Call) -> int:
+    return rows_of((call.args, call.kwargs))
 
 
 def _is_about(change: Change, error: UnseenCall) -> bool:

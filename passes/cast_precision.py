@@ -23,14 +23,13 @@ from passes.casting.forwards import (
     UnderAutocast,
     dtypes_of,
     masks_of,
-    root_cast,
     takes_one_dtype,
 )
 from passes.casting.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
 from passes.checkpointing.units import units_among
 from passes.errors import RequirementNotMet
 from passes.program.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.program.forwards import is_atom
+from passes.program.forwards import dtype_inside, is_atom
 from passes.program.model_tree import ModelTree
 from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleRewriter
@@ -150,8 +149,8 @@ class CastPrecision(ModulePass):
         """Measure what layers lose, and cast the others."""
         tree, dtype = model.tree, getattr(torch, self.dtype)
         self._refuse(tree)
-        if (done := root_cast(tree.root)) is not None:
-            model.skip("", f"it computes in {str(done.dtype).removeprefix('torch.')} already")
+        if (done := dtype_inside(tree.root)) is not None:
+            model.skip("", f"it computes in {str(done).removeprefix('torch.')} already")
             return
         floats = [tensor for module in tree.modules() for _, tensor in _floats_of(module)]
         if floats and all(tensor.dtype is not torch.float32 for tensor in floats):
@@ -226,7 +225,8 @@ class _Casting:
         self.besides = [module for _, module in self.tree.unregistered]
         self.modules = {id(module): module for module in self.tree.modules()}
         self.installed = {key: module.__dict__.get("forward") for key, module in self.modules.items()}
-        self.repeats = self._repeats()
+        # What autocast alone asks: a run shows it.
+        self.repeats = not weights and self._repeats()
         self.outputs: tuple[torch.dtype | None, ...] = ()
         self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
         # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.

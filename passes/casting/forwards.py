@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from passes.program.forwards import AroundForward, is_atom, standing_around
-from passes.program.seals import SealedOutput, sealed
+from passes.program.seals import SealedOutput, resealed
 from passes.torch_private import AnyNorm, is_tracing
 
 HALF = (torch.bfloat16, torch.float16)
@@ -396,7 +396,7 @@ def cast_leaf(leaf: Any, of: Sequence[torch.dtype], to: torch.dtype) -> Any:
     """A tensor of one of the dtypes in another one, under the seal that it is in; anything else as it is."""
     if isinstance(leaf, SealedOutput):
         value = cast_leaf(leaf.sealed_value, of, to)
-        return leaf if value is leaf.sealed_value else sealed(value, leaf.sealed_by, leaf.sealed_dim)
+        return leaf if value is leaf.sealed_value else resealed(value, leaf)
     return leaf.to(to) if isinstance(leaf, torch.Tensor) and leaf.dtype in of else leaf
 
 

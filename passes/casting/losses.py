@@ -18,7 +18,7 @@ from passes.casting.forwards import HALF, cast_leaf, finite_in, map_leaves, mask
 from passes.casting.random_state import random_state, set_random_state
 from passes.program.interception import intercepted_calls
 from passes.program.model_tree import training_flags
-from passes.program.seals import SealedOutput, sealed
+from passes.program.seals import opened, resealed
 from passes.torch_private import without_torch_function
 
 # Runs a module in the half precision, with what is to stay in float32 below it.
@@ -117,7 +117,7 @@ class LossWatch(_Watch):
                 self._busy = False
         if module is self.root:
             self.outputs = map_leaves(_copied, outputs)
-        for leaf in map(_opened, pytree.tree_leaves(outputs)):
+        for leaf in map(opened, pytree.tree_leaves(outputs)):
             if isinstance(leaf, torch.Tensor):
                 self._makers[id(leaf)] = weakref.ref(leaf), module
         return outputs
@@ -158,7 +158,7 @@ class LossWatch(_Watch):
             self.losses[id(module)] = loss
 
     def _feeder(self, given: Any) -> nn.Module | None:
-        floats = [leaf for leaf in map(_opened, pytree.tree_leaves(given)) if _is_float32(leaf)]
+        floats = [leaf for leaf in map(opened, pytree.tree_leaves(given)) if _is_float32(leaf)]
         if len(floats) != 1:
             return None
         made, maker = self._makers.get(id(floats[0]), (None, None))
@@ -235,7 +235,7 @@ def share_lost(wanted: Any, got: Any) -> float:
 
     Of values that aren't finite in `wanted` nothing can be lost; where only `got` isn't, all is (infinity).
     """
-    mine, theirs = (list(map(_opened, pytree.tree_leaves(tree))) for tree in (wanted, got))
+    mine, theirs = (list(map(opened, pytree.tree_leaves(tree))) for tree in (wanted, got))
     if len(mine) != len(theirs):
         return math.inf
     # Whoever watches the calls of the model has nothing to see in these.
@@ -267,17 +267,12 @@ def by_share(losses: Mapping[int, Loss]) -> Sequence[int]:
 
 def _is_plain(given: Any) -> bool:
     """Whether a call can be made once more: it is given nothing that it may keep something in, such as a cache."""
-    return all(isinstance(_opened(leaf), _PLAIN) for leaf in pytree.tree_leaves(given))
-
-
-def _opened(leaf: Any) -> Any:
-    return leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf
+    return all(isinstance(opened(leaf), _PLAIN) for leaf in pytree.tree_leaves(given))
 
 
 def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, SealedOutput):
-        return sealed(leaf.sealed_value.detach().clone(), leaf.sealed_by, leaf.sealed_dim)
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+    value = opened(leaf)
+    return resealed(value.detach().clone(), leaf) if isinstance(value, torch.Tensor) else leaf
 
 
 def _is_float(leaf: Any) -> bool:

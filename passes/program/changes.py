@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from passes.program.edits import AttributeEdit, Edit, TensorEdit
+from passes.program.edits import AttributeEdit, Edit, TensorEdit, undo_all
 from passes.program.model_tree import ModelTree
 from passes.program.tensors import TensorRef
 
@@ -124,14 +124,14 @@ class ChangeRecord(Generic[_Change]):
         try:
             yield change
         except BaseException:
-            _undo(change.edits)
+            undo_all(change.edits)
             raise
         finally:
             self._open = None
         if reason is None:
             self.changes.append(change)
         else:
-            _undo(change.edits)
+            undo_all(change.edits)
             change.edits.clear()
             self.skips.append(Skip(change.where, reason))
 
@@ -160,14 +160,9 @@ class ChangeRecord(Generic[_Change]):
 
     def roll_back(self) -> None:
         """Take everything back; passes that came later have to be taken back before."""
-        _undo(self.edits)
+        undo_all(self.edits)
         self._installed.clear()
         # The record stays; there is nothing more to be taken back.
         for change in self.changes:
             change.edits = []
         self.tree.refresh()
-
-
-def _undo(edits: Sequence[Edit]) -> None:
-    for edit in reversed(edits):
-        edit.undo()

@@ -245,6 +245,12 @@ class HookEdit(_DictEdit):
         return hooks, self.name
 
 
+def undo_all(edits: Sequence[Edit]) -> None:
+    """Take edits back, the last one first."""
+    for edit in reversed(edits):
+        edit.undo()
+
+
 @contextmanager
 def taken_back(edits: Iterable[Edit]) -> Iterator[None]:
     """The tree as it was before the edits, for the time of the block; afterwards it is as it is now.
@@ -253,8 +259,7 @@ def taken_back(edits: Iterable[Edit]) -> Iterator[None]:
     """
     done = list(edits)
     kept = [edit.keep() for edit in done]
-    for edit in reversed(done):
-        edit.undo()
+    undo_all(done)
     try:
         yield
     finally:
@@ -272,5 +277,4 @@ def in_place(edits: Iterable[Edit]) -> Iterator[None]:
             done.append(edit)
         yield
     finally:
-        for edit in reversed(done):
-            edit.undo()
+        undo_all(done)

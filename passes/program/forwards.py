@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -88,22 +89,19 @@ _Around = TypeVar("_Around", bound=AroundForward)
 
 def standing_around(module: nn.Module, kind: type[_Around]) -> _Around | None:
     """The outermost of this kind that stands around the module's forward; None for none."""
+    return next((one for one in _forwards_around(module) if isinstance(one, kind)), None)
+
+
+def _forwards_around(module: nn.Module) -> Iterator[AroundForward]:
     installed = module.__dict__.get("forward")
     while isinstance(installed, AroundForward):
-        if isinstance(installed, kind):
-            return installed
+        yield installed
         installed = installed.inner
-    return None
 
 
 def dtype_inside(root: nn.Module) -> torch.dtype | None:
     """The half precision that a pass has had the whole compute in; None for none."""
-    installed = root.__dict__.get("forward")
-    while isinstance(installed, AroundForward):
-        if installed.computes_in is not None:
-            return installed.computes_in
-        installed = installed.inner
-    return None
+    return next((one.computes_in for one in _forwards_around(root) if one.computes_in is not None), None)
 
 
 def inner_forward(module: nn.Module) -> Any:

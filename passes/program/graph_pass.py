@@ -18,7 +18,7 @@ from passes.errors import RequirementNotMet
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
 from passes.program.captured import CapturedGraph
 from passes.program.changes import Change, Place, Skip
-from passes.program.edits import AttributeEdit, Edit
+from passes.program.edits import AttributeEdit, Edit, undo_all
 from passes.program.effects import Memory
 from passes.program.graph_rewriting import GraphChange, GraphRewriter
 from passes.program.model_tree import ModelTree
@@ -118,8 +118,7 @@ class _Installed:
 
     def roll_back(self) -> None:
         """Take everything back; what comes next captures anew."""
-        for edit in reversed(self.edits):
-            edit.undo()
+        undo_all(self.edits)
         self.edits.clear()
         if self.changes:
             self.tree.graph_call = self.root.__dict__.get(GRAPH_CALL)

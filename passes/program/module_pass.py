@@ -16,7 +16,7 @@ from passes.base import Context, Pass, PassResult, rows_of
 from passes.program.edits import in_place, taken_back
 from passes.program.model_tree import ModelTree, training_flags
 from passes.program.module_rewriting import ModuleChange, ModuleRewriter
-from passes.program.seals import SealedOutput, opened, sealed
+from passes.program.seals import opened, resealed
 
 
 class ModulePass(Pass):
@@ -93,7 +93,10 @@ class _Check:
             yield
 
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        changes = self._left.pop(module, [])
+        changes = self._left.pop(module, None)
+        if changes is None:
+            # It is called for the comparison itself, or once more in the run.
+            return
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(opened(leaf), torch.Tensor)]
         values = tuple(opened(leaves[place]).detach().clone() for place in places)
@@ -101,7 +104,7 @@ class _Check:
         def call(*values: torch.Tensor) -> Any:
             given = list(leaves)
             for place, value in zip(places, values, strict=True):
-                given[place] = _under_seal_of(leaves[place], value)
+                given[place] = resealed(value, leaves[place])
             own_args, own_kwargs = pytree.tree_unflatten(given, spec)
             with _own_buffers(module):
                 return opened(module(*own_args, **own_kwargs))
@@ -122,11 +125,6 @@ class _Check:
             # What running statistics are for shows in eval alone.
             with training_flags(module, False):
                 yield from self._context.judge(call, changed, values)
-
-
-def _under_seal_of(leaf: Any, value: torch.Tensor) -> Any:
-    """The value as the module is given it."""
-    return sealed(value, leaf.sealed_by, leaf.sealed_dim) if isinstance(leaf, SealedOutput) else value
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes.base import Precision
 from passes.program.changes import Change, ChangeRecord, Place, Remark, Skip
-from passes.program.edits import ClassEdit, FormatEdit, in_format
+from passes.program.edits import ClassEdit, FormatEdit, in_format, undo_all
 from passes.program.model_tree import ModelTree
 from passes.program.tensors import TensorRef
 from passes.program.weights import like_old
@@ -93,8 +93,7 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         """Take back the last change."""
         if self._open is not None or not self.changes or self.changes[-1] is not change:
             raise RuntimeError("only the last change can be withdrawn")
-        for edit in reversed(change.edits):
-            edit.undo()
+        undo_all(change.edits)
         self.changes.pop()
 
 

@@ -243,7 +243,7 @@ class Recorder(TorchFunctionMode):
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
         # What is asked of a value under a seal is asked of the value.
         asks = not made and asks_no_values(func, *fx.node.map_aggregate((args, kwargs), _unsealed))
-        node.meta.update(call=self._calls, asks=asks, autocast=_autocast_dtype(leaf.device.type for leaf in leaves))
+        node.meta.update(call=self._calls, asks=asks, autocast=autocast_dtype(leaf.device.type for leaf in leaves))
         if len(made) == 1:
             node.meta["shape"] = _shape(made[0])
         for leaf in made:
@@ -349,7 +349,8 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
+def autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
+    """The dtype in which autocast has operations on these types of devices computed now; None where it is off for them."""
     for device in devices:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, Pair, arguments_of, layer_arguments
 from passes.program.recording import Node, Recorder, Recording, tensor_of
-from passes.program.seals import SealedOutput
+from passes.program.seals import opened
 from passes.program.tensors import TensorRef
 from passes.torch_private import without_subclasses
 
@@ -98,7 +98,7 @@ class Replay(Recorder):
     def _note(self, node: Node, number: int, args: Any, kwargs: Any) -> None:
         one, calls = self._pairs[number], self._open.setdefault(number, _Calls())
         # In the containers that a graph has for them.
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _unsealed)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), opened)
         calls.given.append((node, args, kwargs))
         if node is not one.pair.second.node:
             return
@@ -176,10 +176,6 @@ def _as_parameters(one: Rewritten, tensors: Tensors) -> Tensors:
     """The tensors, with those of the layer as parameters that anybody may compute with."""
     own = {ref: tensors[ref] for ref in (one.pair.conv.weight, one.bias) if ref is not None and ref in tensors}
     return {**tensors, **{ref: nn.Parameter(held.detach(), requires_grad=False) for ref, held in own.items()}}
-
-
-def _unsealed(leaf: Any) -> Any:
-    return leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf
 
 
 def _plain(function: Any, *args: Any, **kwargs: Any) -> Any:

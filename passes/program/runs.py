@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from passes.base import Context
 from passes.program.model_tree import ModelTree, training_flags
-from passes.program.recording import WHEN, Recorder, Run, Runs
+from passes.program.recording import WHEN, Recorder, Run, Runs, autocast_dtype
 
 
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
@@ -40,5 +39,4 @@ def _states(root: nn.Module, mode: str) -> list[bool | None]:
 
 def is_under_autocast(tree: ModelTree) -> bool:
     """Whether autocast is on for a device that the model has parameters on."""
-    devices = {parameter.device.type for parameter in tree.root.parameters()}
-    return any(torch.amp.is_autocast_available(one) and torch.is_autocast_enabled(one) for one in devices)
+    return autocast_dtype({parameter.device.type for parameter in tree.root.parameters()}) is not None

@@ -306,6 +306,11 @@ def _asks(func: Any, seal: SealedOutput, args: Sequence[Any], kwargs: Mapping[st
     )
 
 
+def resealed(value: torch.Tensor, like: Any) -> Any:
+    """A value under the seal of another one; as it is where that has none."""
+    return sealed(value, like.sealed_by, like.sealed_dim) if isinstance(like, SealedOutput) else value
+
+
 def opened(values: Any) -> Any:
     """The values, in any containers, with the tensors in the place of sealed ones."""
     if not any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves(values)):
