@@ -1,4 +1,4 @@
-"""What a pass is."""
+"""The base class of all passes, and the types that it shares with the optimizer."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from passes.program.model_tree import ModelTree
 
 RunInside = Callable[[AbstractContextManager[Any]], str | None]
 RunEach = Callable[[AbstractContextManager[Any], int], str | None]
-# (old, new, values) -> what was found of them, in the words of `optimizer.parity`: the algebra and, where it counts, the
-# rounding, of each way in which they were compared.
+# (old, new, values) -> one result per comparison, as a pair of `optimizer.parity` measures: the error in exact
+# arithmetic and, if it is relevant, the rounding error.
 Judge = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Sequence[tuple[Any, Any]]]
 Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass may know of the run it is part of.
+    """The settings and services that the optimizer gives to a pass.
 
     Attributes:
         mode: "inference" or "training".
-        device: where the model's parameters are.
-        example_calls: (args, kwargs) at several batch sizes; empty where the user gave no example inputs.
-        left_alone: the changes, of those that an earlier run of the pass made, that it has to leave alone, each with the
-            reason. What a pass writes with sees to that.
-        run_inside: runs the root as it stands, on the first of the calls, inside of a context that watches it, and leaves
-            no trace; gives the clause why it couldn't, or None. None where nothing is run.
-        run_each: the same on the example call of a number.
-        run_compiled: the same on each of the calls, where calls that were set to be compiled are compiled.
-        apart: a context in which a pass may run the root, with gradients, and leaves no trace; it yields the arguments of the
-            first of the calls. None where nothing is run.
-        judge: compares what a part of the model computed with what stands in its place; None where nothing is run.
+        device: the device of the model's parameters.
+        example_calls: (args, kwargs) at several batch sizes; empty if the user gave no example inputs.
+        left_alone: changes that an earlier run of this pass made and that it must not make again, each with the reason.
+            The rewriters enforce this.
+        run_inside: runs the root on the first example call inside a given context, for example a recorder, and restores
+            all state. Returns the error as a clause, or None on success. None if the model must not be run.
+        run_each: the same for the example call with the given index.
+        run_compiled: runs all example calls inside a given context. Unlike `run_inside`, it runs calls that are set up
+            to be compiled as compiled code.
+        apart: a context in which a pass may run the root with gradients; it restores all state and yields the arguments
+            of the first example call. None if the model must not be run.
+        judge: compares the original part of the model with its replacement on given values; None if the model must not
+            be run.
     """
 
     mode: str
@@ -59,19 +61,19 @@ class Context:
 
 
 class Detail(Protocol):
-    """What one pass has to show of its own; as text it is shown to people."""
+    """The pass-specific part of a report; `str()` gives the text for the user."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the detail as JSON-serializable data."""
 
 
 @dataclass(frozen=True)
 class DeclaredError:
-    """The error that a pass brings on purpose.
+    """The error that a pass introduces on purpose.
 
     Attributes:
         by: the name of the pass.
-        max_error: the largest absolute error of an output, as a share of the largest magnitude of that output.
+        max_error: the largest absolute error of an output, relative to the largest magnitude in that output.
     """
 
     by: str
@@ -80,13 +82,13 @@ class DeclaredError:
 
 @dataclass(frozen=True)
 class Precision:
-    """How a result computes that isn't as precise as the original: what its comparison has to allow for.
+    """The reduced precision of a result, which its comparison with the original must allow for.
 
     Attributes:
         dtype: torch.bfloat16 or torch.float16.
-        everywhere: whether weights and all that is made of them are of the dtype, and not just what autocast casts.
-        kept: the paths of the modules that compute in float32, with all below them.
-        bare: those of them whose outputs aren't rounded either.
+        everywhere: whether the weights have this dtype too; False if only autocast casts.
+        kept: the paths of the modules that compute in float32, including their submodules.
+        bare: the paths among `kept` whose outputs are not rounded to `dtype` either.
     """
 
     dtype: torch.dtype
@@ -96,34 +98,34 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """The dtype in a word: "bfloat16"."""
+        """The name of the dtype: "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 class Written(Protocol):
-    """What the changes of a pass were made with."""
+    """The rewriter that made the changes of a pass."""
 
     @property
     def edits(self) -> Sequence[Edit]:
-        """All edits of modules, in the order they were made."""
+        """All edits of modules, in the order in which they were made."""
 
     def roll_back(self) -> None:
-        """Take everything back; passes that came later have to be taken back before."""
+        """Undo all changes; later passes must be rolled back first."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass did.
+    """The record of one run of a pass.
 
     Attributes:
-        changes: the rewrites, in order.
-        skips: the places it left alone.
-        rewriter: what the changes were made with; it can take them back.
-        remarks: places that cost something and that the user may mend.
-        detail: what else there is to show of it; None for nothing.
-        precision: how the result computes, where that is less precise than what the original does: it is judged in kind,
-            by what the original itself is off by where it computes so. None for a result that is as precise.
-        checked: what `Context.judge` found of changes that the pass had it look at.
+        changes: the changes that were made, in order.
+        skips: the candidates that were not changed, each with the reason.
+        rewriter: the object that made the changes; it can undo them.
+        remarks: places that cost performance and that only the user can fix.
+        detail: a pass-specific part of the report; None for nothing.
+        precision: the reduced precision of the result. Its error is then compared with the original's own error at that
+            precision. None if the precision is unchanged.
+        checked: the results of `Context.judge` for the changes that the pass had checked.
     """
 
     changes: tuple[Change, ...]
@@ -137,21 +139,23 @@ class PassResult:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A step of `optimize`: a frozen dataclass, whose fields are its options.
+    """A step of `optimize`: a frozen dataclass whose fields are the options of the pass.
 
     Attributes:
-        name: what it is called on the command line and in reports.
-        modes: the modes that it is made for.
-        needs_graph: whether it works on graphs, and so can't stand behind a barrier.
-        is_barrier: whether what it returns has no graph and can't be exported.
-        plans_calls: whether what it makes is for the calls that the forward makes then, which no later pass may change.
-        is_guarantee: whether a result that it did nothing to isn't what was asked for: where it fails or is rolled back, that
-            is an error, without `strict` too.
-        lowers_precision: whether what it makes may compute less precisely than the original, as `PassResult.precision` says.
-        max_error: the error that the pass brings on purpose: the largest absolute error of an output as a share of the
-            largest magnitude of that output, above 0 and below 1. Each change, and the result, may be off by that and by
-            rounding; None allows for rounding alone.
-        needs_run: what it needs a run of the root for, in a few words; "" where it can do without example inputs.
+        name: the name on the command line and in reports.
+        modes: the modes that the pass supports.
+        needs_graph: whether the pass must run before passes such as `torch-compile`, whose result has no graph any
+            more.
+        is_barrier: whether the result has no graph and can't be exported.
+        plans_calls: whether the pass plans around the forward as it is at that point; no later pass may change the
+            forward.
+        is_guarantee: whether the user relies on the effect of the pass. If it fails or is rolled back, this is an error
+            even without `strict`.
+        lowers_precision: whether the result may compute at a lower precision; see `PassResult.precision`.
+        max_error: the error that the pass introduces on purpose: the largest absolute error of an output, relative to
+            the largest magnitude in that output, between 0 and 1 exclusive. Each change and the final result may have
+            this error plus rounding. None allows rounding only.
+        needs_run: what the pass needs to run the model for, in a few words; "" if it works without example inputs.
     """
 
     name: ClassVar[str]
@@ -166,23 +170,23 @@ class Pass(ABC):
 
     @property
     def declared_error(self) -> DeclaredError | None:
-        """The error that the pass declares; None for rounding alone."""
+        """The error that the pass declares; None if it allows rounding only."""
         return None if self.max_error is None else DeclaredError(self.name, self.max_error)
 
     @abstractmethod
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Rewrite the working copy.
+        """Rewrite the working copy of the model.
 
         Raises:
-            PassesError: with one sentence for the user.
+            PassesError: with a one-sentence message for the user.
         """
 
     def check(self, context: Context) -> None:
-        """Look, before any work, whether the pass can do what it is asked to.
+        """Check before any work that the pass can run with this context.
 
         Raises:
-            RequirementNotMet: it can't.
-            PassOptionError: `max_error` is no share.
+            RequirementNotMet: the pass doesn't support the mode, or needs example inputs and has none.
+            PassOptionError: `max_error` is not between 0 and 1.
         """
         if self.max_error is not None and not 0 < self.max_error < 1:
             raise PassOptionError(
@@ -198,15 +202,15 @@ class Pass(ABC):
             raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: give example inputs.")
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """Whether a run would change something that exported files hold, too; it leaves the program as it was.
+        """Whether the pass would change something that exported files also contain; leaves the model unchanged.
 
-        Asked of passes that the user didn't name, where the named ones changed nothing. False where only a run tells.
+        Used for passes that the user didn't select, if the selected ones changed nothing. The default is False.
         """
         return False
 
     @property
     def options(self) -> dict[str, Any]:
-        """The fields with their values."""
+        """The fields and their values."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
@@ -216,10 +220,10 @@ class Pass(ABC):
 
     @classmethod
     def from_options(cls, options: dict[str, str]) -> Pass:
-        """Make the pass from options as text, as the command line has them.
+        """Create the pass from options given as text on the command line.
 
         Raises:
-            PassOptionError: an option that the pass doesn't have, or a value that doesn't fit it.
+            PassOptionError: an unknown option, or a value of the wrong type.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values = {}
@@ -235,10 +239,10 @@ class Pass(ABC):
 
     @classmethod
     def made_with(cls, values: dict[str, Any]) -> Pass:
-        """Make the pass with values for its fields.
+        """Create the pass with values for its fields.
 
         Raises:
-            PassOptionError: a field without a default is missing, or the pass refuses a value with a ValueError.
+            PassOptionError: a field without a default is missing, or the class rejects a value with a ValueError.
         """
         needed = [field for field in dataclasses.fields(cls) if not has_default(field) and field.name not in values]
         if needed:
@@ -250,7 +254,7 @@ class Pass(ABC):
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether an option may be left out."""
+    """Whether the option can be omitted."""
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
@@ -279,7 +283,7 @@ def _parse_union(owner: str, name: str, text: str, kind: Any) -> Any:
     if type(None) in kinds and text.lower() == "none":
         return None
     wanted = [one for one in kinds if one is not type(None)]
-    # Text is what every value is at first: the narrower kinds are tried before it.
+    # Any text is a valid str, so str is tried last.
     for one in sorted(wanted, key=lambda one: one is str):
         try:
             return _parse(owner, name, text, one)
@@ -290,13 +294,13 @@ def _parse_union(owner: str, name: str, text: str, kind: Any) -> Any:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter or buffer; the CPU where there is none."""
+    """The device of the first parameter or buffer; the CPU if there is none."""
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def rows_of(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    """The rows of the first tensor among the arguments of a call; 0 for none."""
+    """The batch size of a call: the first dim of its first tensor that has dims; 0 if there is none."""
     tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)

@@ -1,9 +1,11 @@
-"""Graph passes as one backend of torch.compile's front end, in the place of a module's call.
+"""Run the graph passes of a model as one torch.compile backend, installed as the module's call.
 
-torch.compile captures the module's forward as graphs, guards each by what it was made of, and captures anew where that
-changes: other attributes, hooks, dtypes, kinds of arguments, shapes. Each captured graph is rewritten by the passes, in
-order, and run by eager kernels. What looks at single operations (a tracer, an exporter, the user's own torch.compile, vmap)
-gets the plain forward; `whole_graph` makes what exporters are given.
+torch.compile's front end captures the module's forward as one or more graphs and guards each of them. It captures again
+when a guard fails: changed attributes, hooks, dtypes, argument types or shapes. The passes rewrite each captured graph
+in order, and eager kernels run the result.
+
+Tracers, exporters, the user's own torch.compile and vmap must see single operations, so they get the plain forward.
+`whole_graph` makes the version for exporters.
 """
 
 from __future__ import annotations
@@ -26,26 +28,26 @@ from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
 from passes.torch_private import COMPILED_CALL, captured_call, is_watched
 
-# The name in a module's `__dict__` under which its call goes with copies and pickles.
+# A second attribute that holds the GraphCall, because copies and pickles of a module leave out its compiled call.
 GRAPH_CALL = "_graph_call"
 _numbers = itertools.count()
 
 
 class Step(Protocol):
-    """A pass in the list of a call."""
+    """One pass in the list of passes of a `GraphCall`."""
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """The graph as the pass makes it; the given one stays as it is."""
+        """Return the graph as rewritten by the pass; the given graph is not changed."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A pass whose changes were found to be right.
+    """A pass whose changes were checked and found correct.
 
     Attributes:
         item: the pass.
-        context: the settings that it was run in.
-        kept: the places of its changes; none is made anywhere else.
+        context: the settings with which it was run.
+        kept: the places of the accepted changes; the pass makes no other change.
     """
 
     item: Any
@@ -53,11 +55,11 @@ class Applied:
     kept: frozenset[Place]
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """As said there."""
+        """See `Step.rewrite`."""
         return self.rewriter(captured).captured
 
     def rewriter(self, captured: CapturedGraph) -> GraphRewriter:
-        """What the graph was rewritten with, once it is."""
+        """Rewrite the graph, and return the rewriter with the new graph and the record."""
         graph = GraphRewriter(captured, self._why_not)
         self.item.rewrite(graph, self.context)
         return graph
@@ -67,13 +69,14 @@ class Applied:
 
 
 class GraphCall:
-    """Stands in the slot of a module's call, as `Module.compile()` sets it; class, tree and attributes stay.
+    """Replaces a module's call the way `Module.compile()` does; the module's class, tree and attributes stay the same.
 
-    It goes with deep copies and pickles of the module, which capture anew. A shallow copy has the plain call of its class.
+    Deep copies and pickles of the module include it, and capture again. A shallow copy uses the plain call of its
+    class.
 
     Attributes:
         owner: the module.
-        passes: what rewrites its graphs, in order.
+        passes: the steps that rewrite its graphs, in order.
     """
 
     def __init__(self, owner: nn.Module, passes: tuple[Step, ...] = ()) -> None:
@@ -101,7 +104,7 @@ class GraphCall:
 
 
 def rewritten(call: GraphCall, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """A graph that another backend of torch.compile was given, as the passes of a call make it."""
+    """Rewrite, with the passes of a call, a graph that torch.compile gave to another backend."""
     captured = CapturedGraph(graph.graph, Modules(call.owner), None, inputs)
     for step in call.passes:
         captured = step.rewrite(captured, inputs)
@@ -110,7 +113,7 @@ def rewritten(call: GraphCall, graph: fx.GraphModule, inputs: Sequence[Any]) -> 
 
 @contextmanager
 def without_graph_call(root: nn.Module) -> Iterator[GraphCall | None]:
-    """Inside, the root is called as its class says; gives what stands in the slot otherwise, None for nothing of ours."""
+    """Restore the plain call of the root's class for the block; yields the `GraphCall` that was removed, or None."""
     call = root.__dict__.get(COMPILED_CALL)
     if not isinstance(call, GraphCall):
         yield None
@@ -123,12 +126,12 @@ def without_graph_call(root: nn.Module) -> Iterator[GraphCall | None]:
 
 
 class Compilation:
-    """What was captured for one call.
+    """The captured graphs of one `GraphCall`.
 
     Attributes:
-        compiled: f(module, args, kwargs), the call by captured graphs.
-        graphs: them, in the order of their capture.
-        error: what a pass raised while it rewrote one.
+        compiled: f(module, args, kwargs), which runs the call by its captured graphs.
+        graphs: the captured graphs, in the order of their capture.
+        error: the last error that a pass raised while it rewrote a graph; None if there was none.
     """
 
     def __init__(self, call: GraphCall) -> None:
@@ -144,7 +147,7 @@ class Compilation:
         self.compiled = captured_call(entry_of(type(call.owner)), capture)
 
     def why_nothing(self) -> str:
-        """A clause why no graph was captured."""
+        """The reason why no graph was captured, as a clause."""
         error = self.compiled.error
         if error is None:
             return "torch.compile captures no graph of it: its forward runs no operation of torch that can be captured"
@@ -161,7 +164,7 @@ class Compilation:
 
 
 class _Program:
-    """One captured graph as it runs: rewritten by the passes that the call has at the time."""
+    """One captured graph in its runnable form; rewritten again whenever the passes of the call change."""
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class _Program:
         self._call = call
         self._compilation = compilation
         self._lock = threading.Lock()
-        # The passes, and what they made.
+        # The passes, and the function that their rewritten graph compiled to.
         self._made: tuple[tuple[Step, ...], Callable[..., Any]] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -192,7 +195,7 @@ class _Program:
                     captured = step.rewrite(captured, inputs)
                 captured.graph.lint()
                 function = fx.GraphModule(self.origin, captured.graph).forward
-            except Exception as error:  # noqa: BLE001 - a pass may be anybody's: without it the graph is right all the same
+            except Exception as error:  # # noqa: BLE001 - a pass may be anyone's code; the original graph is correct
                 if (compilation := self._compilation()) is not None:
                     compilation.error = error
                 function = self.origin.forward
@@ -200,13 +203,13 @@ class _Program:
             return self._made
 
 
-# Not in the calls themselves: whoever copies or puts back what modules hold sees nothing of it.
+# Kept outside of the calls, so that code which copies or restores the state of modules doesn't touch the captures.
 _compilations: weakref.WeakKeyDictionary[GraphCall, Compilation] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def compilation_of(call: GraphCall) -> Compilation:
-    """What was captured for a call, so far."""
+    """The compilation that belongs to a call; created at the first request."""
     found = _compilations.get(call)
     if found is None:
         with _lock:
@@ -219,9 +222,10 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def entry_of(cls: type[nn.Module], call: Any = _call) -> Callable[..., Any]:
-    """A function with a code of its own, by which torch.compile keeps what it captures, and counts it."""
+    """Make a function with its own code object, so that torch.compile caches and counts its captures separately."""
     code = call.__code__.replace(co_name=f"call_{next(_numbers)}_of_{cls.__name__}")
-    # Names are found by importing the module that they are in, which needn't be possible, but for those of the function's.
+    # torch.compile resolves global names by importing their module, which may be impossible. The globals of the
+    # function itself need no import.
     around = getattr(inspect.unwrap(cls.forward), "__globals__", _call.__globals__)
     return types.FunctionType(code, around)
 

@@ -1,7 +1,7 @@
-"""A forward as torch.compile captured it: one flat graph of torch's operations, with the parameters among its inputs.
+"""A forward captured by torch.compile: one flat graph of torch operations, with the parameters among its inputs.
 
-Children are inlined: a call of a linear layer is one call of `torch._C._nn.linear`. Each node says which module made it, and
-holds an example of its value without numbers (a FakeTensor, or a symbolic size).
+Submodules are inlined: a call of a linear layer is one call of `torch._C._nn.linear`. Each node records which module
+made it, and holds an example of its value without data: a FakeTensor or a symbolic size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from torch import fx, nn
 
 from passes.torch_private import OpOverload, enter_autocast, module_id_of
 
-# In the `meta` of a node: an example of its value; torch's own name.
+# torch's own key in `node.meta` for the example of a node's value.
 EXAMPLE = "example_value"
 
 
 class Modules:
-    """The paths of a tree's modules and tensors, by identity."""
+    """Look-up tables for the modules and tensors of a tree, keyed by `id`.
+
+    Attributes:
+        paths: the path of each module.
+        stock: the ids of the layers whose class torch.nn defines.
+        tensors: the path of each parameter and buffer.
+    """
 
     def __init__(self, root: nn.Module) -> None:
-        # By identity alone: what was captured doesn't hold the module.
+        # Stored as ids, so that captured graphs keep no module alive.
         self.paths = {id(module): path for path, module in root.named_modules()}
         self.stock = {
             id(module) for module in root.modules() if type(module).__module__.startswith("torch.nn.modules.")
@@ -36,9 +42,9 @@ class CapturedGraph:
     """One captured graph, which passes read and rewrite.
 
     Attributes:
-        graph: the nodes.
-        names: for each node that an earlier pass or torch's capture made of another one, that of the graph as captured.
-        tensors: by the placeholders that stand for parameters and buffers, the path of each: "layer1.0.weight".
+        graph: the torch.fx graph.
+        modules: the look-up tables of the root module.
+        tensors: for each placeholder that is a parameter or buffer, its path, such as "layer1.0.weight".
     """
 
     def __init__(self, graph: fx.Graph, modules: Modules, around: nn.Module | None, inputs: Sequence[Any]) -> None:
@@ -51,13 +57,13 @@ class CapturedGraph:
             for node, value in zip(placeholders, inputs, strict=True)
             if id(value) in modules.tensors
         }
-        # A folded parameter is used as what is under its seal.
+        # Computations use a folded parameter through an alias node that unwraps it; treat that node as the parameter.
         self.tensors |= {
             node: self.tensors[under] for node in graph.nodes if (under := under_seal(node)) in self.tensors
         }
 
     def copied(self) -> tuple[CapturedGraph, dict[fx.Node, fx.Node]]:
-        """The same in nodes of its own, and these by the nodes here."""
+        """Copy the graph; also returns the mapping from the old nodes to the new ones."""
         nodes: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         for node in self.graph.nodes:
@@ -76,62 +82,62 @@ class CapturedGraph:
         return self._around
 
     def is_of_layer(self, node: fx.Node) -> bool:
-        """Whether a layer of torch.nn made the node."""
+        """Whether a torch.nn layer made the node."""
         return any(module_id_of(key) in self.modules.stock for key in node.meta.get("nn_module_stack") or ())
 
     def where(self, node: fx.Node) -> str:
-        """The place of the node, for people: "encoder.act", or "encoder (mul)" where no layer of torch.nn made it."""
+        """The location of the node for reports: "encoder.act", or "encoder (mul)" if no torch.nn layer made it."""
         path = self.path_of(node)
         return path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
 
 
 def under_seal(node: fx.Node) -> fx.Node:
-    """The placeholder of a folded parameter, for the node that takes its seal off; any other node itself."""
+    """The placeholder of a folded parameter, given the node that unwraps it; any other node unchanged."""
     is_alias = node.op == "call_function" and node.target is torch.ops.aten.alias.default
     source = node.args[0] if is_alias else node
     return source if isinstance(source, fx.Node) and source.op == "placeholder" else node
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the node's function or method: `relu` of F.relu, torch.relu and Tensor.relu."""
+    """The name of the node's function or method: "relu" for F.relu, torch.relu and Tensor.relu."""
     name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
-    # An operator that is called by its overload: `alias.default`.
+    # An operator called by its overload is named, for example, `alias.default`.
     return name.partition(".")[0] if isinstance(node.target, OpOverload) else name
 
 
 def example_of(node: fx.Node) -> Any:
-    """An example of the node's value; None where there is none."""
+    """An example of the node's value without data; None if there is none."""
     return node.meta.get(EXAMPLE)
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether the node's value is a tensor."""
+    """Whether the argument is a node whose value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(example_of(node), torch.Tensor)
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of the node's call, given by its place or its name."""
+    """An argument of the node's call, by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def propagate(node: fx.Node) -> None:
-    """Give a new node an example of its value, computed of those of its arguments; none where that raises."""
+    """Set the example value of a new node, computed from the examples of its arguments; sets nothing if that fails."""
     try:
         value = value_with(node, {})
-    except Exception:  # noqa: BLE001 - a function that takes no tensors without numbers: nothing is known of its value
+    except Exception:  # # noqa: BLE001 - the function may not support fake tensors; the node then has no example
         return
     if value is not None:
         node.meta[EXAMPLE] = value
 
 
 def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
-    """An example of the node's value, computed of those of its arguments; None where one of them has none.
+    """Compute an example of the node's value from the examples of its arguments; None if one of them has no example.
 
     Args:
-        examples: of some of its arguments, in the place of their own.
+        examples: examples to use for some of the arguments instead of their own.
 
     Raises:
-        Exception: what the node's function raises on these.
+        Exception: any error of the node's function.
     """
     values: list[Any] = []
 
@@ -152,25 +158,25 @@ def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
 
 @contextmanager
 def _autocast_at(node: fx.Node) -> Iterator[None]:
-    """The autocasts that the graph is in at the node; those around the whole are on while it is rewritten."""
+    """Enter the autocasts that the graph itself opens around the node; outer ones are active already."""
     with ExitStack() as stack:
         for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
-            # Whoever uses its value leaves it.
+            # The user of an enter node's value is the matching exit node.
             if enter < node and all(node < user for user in enter.users):
                 stack.enter_context(torch.autocast(*enter.args))
         yield
 
 
 def computing(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that call something."""
+    """The nodes that call a function, method or module."""
     return (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
 
 
 def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node]) -> fx.Graph:
-    """The graph from some values to others: its placeholders are the first, its output a tuple of the second.
+    """Copy the nodes that compute `wanted` from `stops`; the stops become placeholders, the output is a tuple.
 
     Raises:
-        KeyError: a value is made of an input that isn't among the stops.
+        KeyError: a value depends on an input of the graph that isn't in `stops`.
     """
     graph = fx.Graph()
     nodes = {stop: graph.placeholder(f"value_{number}") for number, stop in enumerate(stops)}
@@ -181,7 +187,7 @@ def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node]) -> fx.Graph:
 
 
 def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:
-    """The nodes that make some values of others, the wanted ones with them."""
+    """The nodes that compute `wanted` from `stops`, including `wanted` and excluding `stops`."""
     found: set[fx.Node] = set()
     waiting = [node for node in wanted if node not in stops]
     while waiting:

@@ -1,4 +1,4 @@
-"""The record of what one pass changed and left alone, and how it is taken back."""
+"""The record of what one pass changed and skipped, and how it is rolled back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from passes.program.tensors import TensorRef
 
 @dataclass(frozen=True)
 class Skip:
-    """A place that a pass looked at and left alone.
+    """A candidate that a pass checked and did not change.
 
     Attributes:
         where: the module path.
-        reason: a sentence without its full stop.
+        reason: a sentence without the full stop.
     """
 
     where: str
@@ -27,11 +27,11 @@ class Skip:
 
 
 class Place(NamedTuple):
-    """What tells one change of a pass from its others, also when the pass is run again.
+    """Identifies one change of a pass, also across repeated runs of the pass.
 
     Attributes:
-        where, what: those of the change.
-        number: of the changes with these words, counted from 0.
+        where, what: as in the change.
+        number: the index of the change among those with the same `where` and `what`.
     """
 
     where: str
@@ -41,11 +41,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Remark:
-    """A place that costs something and that the user may mend.
+    """A place that costs performance and that only the user can fix.
 
     Attributes:
-        where: the module path, with the operation where one is meant: "encoder.layer1 (view)".
-        text: a sentence without its full stop.
+        where: the module path, with the operation if the remark is about one: "encoder.layer1 (view)".
+        text: a sentence without the full stop.
     """
 
     where: str
@@ -59,11 +59,11 @@ class Change:
     Attributes:
         where: the module path.
         what: what was done, in a few words.
-        number: of the changes of the pass with these words, counted from 0.
-        edits: what was done to the modules.
-        sources: the tensors of the caller's module that new ones were computed from, each with its owner and name.
-        left_alone: whether nothing of it is written.
-        between: the paths of the two that it folds together, in the order of the run; None where it folds nothing.
+        number: the index of the change among those with the same `where` and `what`.
+        edits: the edits of the modules.
+        sources: the tensors of the caller's module that new tensors were computed from.
+        left_alone: whether this change is excluded, so that nothing of it is kept.
+        between: the paths of the two folded modules, in the order of execution; None if nothing is folded.
     """
 
     where: str
@@ -76,7 +76,7 @@ class Change:
 
     @property
     def place(self) -> Place:
-        """What tells the change from the others of the pass."""
+        """The key that identifies the change among those of the pass."""
         return Place(self.where, self.what, self.number)
 
 
@@ -84,17 +84,19 @@ _Change = TypeVar("_Change", bound=Change)
 
 
 class ChangeRecord(Generic[_Change]):
-    """Base of what passes write to modules with: it keeps the record, and takes changes back.
+    """Base of the rewriters that passes use: keeps the record of changes and rolls them back.
 
     Attributes:
         tree: the model's modules and tensors.
         changes, skips: the record.
-        edits: all edits of modules, in the order they were made.
+        edits: all edits of modules, in the order in which they were made.
     """
 
     def __init__(self, tree: ModelTree, left_alone: Mapping[Place, str] | None = None) -> None:
-        """Args: `left_alone` are the changes of which nothing is written, each with the reason: a sentence without a full
-        stop.
+        """Start an empty record.
+
+        Args:
+            left_alone: the changes that must not be made, each with the reason: a sentence without the full stop.
         """
         self.tree = tree
         self.changes: list[_Change] = []
@@ -106,12 +108,12 @@ class ChangeRecord(Generic[_Change]):
 
     @contextmanager
     def _recorded(self, change: _Change) -> Iterator[_Change]:
-        """Record what is written in the block as one change; one that is to be left alone is noted as a skip instead.
+        """Record the edits of the block as one change; an excluded change is undone and recorded as a skip.
 
-        An error in the block takes back what was written in it.
+        An error in the block undoes its edits.
 
         Raises:
-            RuntimeError: inside of another change.
+            RuntimeError: another change is open.
         """
         if self._open is not None:
             raise RuntimeError("a change is opened inside of another one")
@@ -150,19 +152,19 @@ class ChangeRecord(Generic[_Change]):
         change = self._changing()
         edit.apply()
         change.edits.append(edit)
-        # What runs of it were seen to do may be otherwise by now.
+        # The recorded runs may no longer match the edited model.
         self.tree.runs = None
 
     @property
     def edits(self) -> list[Edit]:
-        """All edits of modules, in the order they were made."""
+        """All edits of modules, in the order in which they were made."""
         return [edit for change in self.changes for edit in change.edits] + self._installed
 
     def roll_back(self) -> None:
-        """Take everything back; passes that came later have to be taken back before."""
+        """Undo all edits; later passes must be rolled back first."""
         undo_all(self.edits)
         self._installed.clear()
-        # The record stays; there is nothing more to be taken back.
+        # The record is kept, but there is nothing left to undo.
         for change in self.changes:
             change.edits = []
         self.tree.refresh()

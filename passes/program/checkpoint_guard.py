@@ -1,4 +1,4 @@
-"""Weights from before a fold would meet those that took them in: modules that gave tensors away refuse to load them."""
+"""Refuse checkpoints for weights that were folded: the loaded values would meet weights that already contain them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def refuse_checkpoint(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """A hook of a module that has given parameters away; `load_state_dict` calls it, and raises what it notes."""
+    """Report an error for each load of a tensor that was folded away; a `load_state_dict` pre-hook.
+
+    `load_state_dict` calls it and raises the messages in `error_msgs`.
+    """
     registered = {**module._parameters, **module._buffers}
     found = next(
         (prefix + name for name, held in registered.items() if held is None and prefix + name in state_dict), None

@@ -1,4 +1,4 @@
-"""What stands in containers and plain objects, read past whatever methods their classes have."""
+"""Read the contents of containers and plain objects without calling methods that their classes override."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import numpy
 import torch
 from torch import nn
 
-# What torch.nn.Module keeps its tensors and children in.
+# The dicts in which torch.nn.Module keeps its tensors and children.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-# Values of these types are no containers, and what their attributes lead to is none of theirs.
+# Values of these types are not containers, and their attributes are not part of whatever holds them.
 _OPAQUE = (
     nn.Module,
     torch.Tensor,
@@ -35,19 +35,19 @@ _OPAQUE = (
     types.BuiltinFunctionType,
     functools.partial,
 )
-# What objects of these packages hold belongs to other threads as well.
+# Objects of these packages may be shared with other threads.
 _SHARED = frozenset({"threading", "queue", "logging", "concurrent", "multiprocessing", "asyncio"})
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What values of one type are; an object itself may raise when it is asked for its class.
+    """How values of one type can be read. The type is inspected, because an object may raise when asked for its class.
 
     Attributes:
-        base: the container; None for other values.
-        is_opaque: whether there is nothing to look into.
-        attributes: reads the `__dict__` past whatever the class makes of it; None where there is none.
-        slots: the attributes that aren't in the `__dict__`, each with what reads it.
+        base: the built-in container class; None for other values.
+        is_opaque: whether the contents must not be read.
+        attributes: reads the `__dict__`, bypassing any override; None if there is none.
+        slots: the attributes in `__slots__`, each with its reader.
     """
 
     base: Any
@@ -73,7 +73,7 @@ def _kind(value: Any) -> _Kind:
 
 
 def contents_of(value: Any) -> Any:
-    """The container itself, or the attributes of a plain object; None where there is nothing to look into."""
+    """The container itself, or the `__dict__` of a plain object; None for values that are not inspected."""
     kind = _kind(value)
     if kind.base is not None:
         return value
@@ -82,7 +82,7 @@ def contents_of(value: Any) -> Any:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """The attributes of a plain object that its class has slots for, as far as they are set."""
+    """The attributes of a plain object that are stored in `__slots__` and are set."""
     kind = _kind(value)
     found = {}
     for name, read in () if kind.is_opaque else kind.slots:
@@ -92,7 +92,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """What stands in a container, in its order; of a mapping the keys, then the values."""
+    """The items of a container in order; for a mapping the keys, then the values."""
     base = _kind(container).base
     items = list(base.__iter__(container))
     if base is dict:
@@ -101,15 +101,15 @@ def items_of(container: Any) -> list[Any]:
 
 
 def held_by(value: Any) -> Iterable[Any]:
-    """What a function, method, partial or weak reference holds, as far as it shows without a look at any code.
+    """The values that a function, method, partial or weak reference holds, without inspecting code.
 
-    Of a function these are the variables that it closes over, its defaults and its attributes.
+    For a function these are its closure variables, defaults and attributes.
     """
     kind = type(value)
     if kind is types.FunctionType:
         cells = []
         for cell in value.__closure__ or ():
-            # A variable may have no value yet.
+            # A closure variable may not be set yet.
             with suppress(ValueError):
                 cells.append(cell.cell_contents)
         named = (*(value.__kwdefaults__ or {}).values(), *value.__dict__.values())
@@ -122,8 +122,10 @@ def held_by(value: Any) -> Iterable[Any]:
 
 
 def numbers_in(value: Any) -> Any:
-    """What a value keeps inside itself, where no container shows it, to be compared by `==`; None where it keeps nothing so,
-    or nobody can write to it."""
+    """A copy of the internal state of a value such as an array or a random generator, to be compared by `==`.
+
+    None for other values, and for arrays that are read-only or memory-mapped.
+    """
     read = next((read for base, read in _NUMBERS.items() if issubclass(type(value), base)), None)
     return None if read is None else _frozen(read(value))
 
@@ -133,7 +135,7 @@ def _array(value: Any) -> Any:
 
 
 def _is_mapped(value: Any) -> bool:
-    """Whether an array is a file that is mapped into the memory: data, which may be larger than the memory."""
+    """Whether an array is a memory-mapped file, which may be larger than the memory."""
     while value is not None:
         if isinstance(value, numpy.memmap | mmap.mmap):
             return True

@@ -1,4 +1,4 @@
-"""Tensors that are made of parameters and buffers alone, made once and not at every call."""
+"""Tensors computed from parameters and buffers only, cached between calls."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from passes.torch_private import has_autocast, is_capturing_cuda, is_watched, wi
 
 
 class Derived:
-    """A call in a graph: the value of a function of tensors, kept as long as these are what they were.
+    """A call in a graph that computes a tensor from parameters and buffers and caches it while they stay unchanged.
 
-    A tensor that was written to, moved, cast or replaced is seen at the next call; only a write by its `.data` isn't, which
-    torch doesn't count. The value is computed anew, and not kept, where gradients go to the tensors, and under autocast.
+    A source that was written to, moved, cast or replaced is noticed at the next call. The exception is a write through
+    `.data`, which torch doesn't count. If gradients flow to the sources, or under autocast, the value is computed at
+    each call and not cached.
 
     Args:
-        kept: the function for a value that is kept, through which no gradients go; `function` itself by default.
-        in_autocast: whether the function is part of the forward, and computes under autocast as that says; else it never
-            is run under it, and its value is kept there too.
+        function: computes the value; differentiable.
+        what: a description of the value for reports.
+        kept: an alternative function for the cached value, which needs no gradients; by default `function`.
+        in_autocast: whether the function is part of the forward and follows an active autocast. If False, it is always
+            run without autocast, and its value is cached under autocast too.
     """
 
-    # As torch.fx asks of what a graph calls.
+    # torch.fx requires a name for functions in a graph.
     __name__ = "derived"
     takes_and_gives = True
 
@@ -43,7 +46,7 @@ class Derived:
         self.what = what
         self.in_autocast = in_autocast
         self._lock = threading.Lock()
-        # By the identity of the tensors: one captured graph serves all equal modules that are called one by one.
+        # Keyed by the ids of the sources: one captured graph can serve several equal modules.
         self._kept: dict[tuple[int, ...], _Kept] = {}
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
@@ -61,17 +64,17 @@ class Derived:
         kept = self._kept.get(key)
         if kept is None or not kept.holds_for(sources):
             with self._lock, torch.inference_mode(False), torch.no_grad(), without_subclasses():
-                # What was replaced goes with what was made of it.
+                # Drop the values of sources that no longer exist.
                 self._kept = {each: one for each, one in self._kept.items() if one.is_alive}
                 self._kept[key] = kept = _Kept(sources, self.function_of_kept(*sources).detach())
             if kept.value.is_cuda:
-                # Whoever uses it on another stream finds it done.
+                # The value may be used on another stream, so it must be complete.
                 torch.cuda.current_stream(kept.value.device).synchronize()
         return kept.value
 
 
 def function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """The function of a graph that gives one value, or a tuple of several."""
+    """The Python function of a graph; it returns one value, or a tuple of several."""
     function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
     (outputs,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
     if isinstance(outputs, tuple) and len(outputs) == 1:
@@ -80,22 +83,22 @@ def function_of(graph: fx.Graph) -> Callable[..., Any]:
 
 
 class _Kept:
-    """A value with what it was computed from."""
+    """A cached value with the state of its sources."""
 
     def __init__(self, sources: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
         self.value = value
         self._sources = tuple(map(weakref.ref, sources))
         self.dtype = torch.get_default_dtype()
-        # Holds the memory, so that no other tensor comes to lie there.
+        # Keeps the memory alive, so that no other tensor can get the same address.
         self.then = tuple((source.detach(), source._version) for source in sources)
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody has these tensors still."""
+        """Whether all source tensors still exist."""
         return all(source() is not None for source in self._sources)
 
     def holds_for(self, sources: tuple[torch.Tensor, ...]) -> bool:
-        """Whether these are the tensors that it was computed from, and have their values of then."""
+        """Whether these are the source tensors, unchanged since the value was computed."""
         if torch.get_default_dtype() is not self.dtype:
             return False
         for source, known, (then, version) in zip(sources, self._sources, self.then, strict=True):
