@@ -1,4 +1,7 @@
-"""The forwards of stock layers and BatchNorms that were folded together: what the first gives out, the second alone opens."""
+"""The forwards of torch.nn layers and BatchNorms that were folded together.
+
+The first of the two seals its output, and only the second can open it (see `seals`).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ linear = nn.functional.linear
 
 
 class FoldedConvForward(InstanceForward):
-    """The forward of a layer that was folded together with a BatchNorm after it, before it, or both.
+    """The forward of a layer that was folded with the BatchNorm after it, the one before it, or both.
 
     Attributes:
-        pair: it and the BatchNorm after it; None without.
-        front: it and the BatchNorm before it; None without.
+        pair: the pair with the BatchNorm after the layer; None if there is none.
+        front: the pair with the BatchNorm before the layer; None if there is none.
     """
 
     is_atom = True
@@ -41,11 +44,11 @@ class FoldedConvForward(InstanceForward):
         self.pair = pair
         self.front = front
         self.has_bias = owner._parameters.get("bias") is not None
-        # What a stock forward does at once, with the tensors that it looks up.
+        # These layers compute with their parameters directly, so the fast path can do the same.
         self.is_plain = isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
 
     def __call__(self, input: Any, *size: Any, **named: Any) -> Any:
-        # Every call of every pair comes here: as few steps as there can be.
+        # This is the hot path: every call of every pair comes here.
         pair = self.pair
         if pair is None or not self.is_plain or size or named or self.front is not None or is_captured():
             return self.through(None, input, *size, **named)
@@ -73,7 +76,7 @@ class FoldedConvForward(InstanceForward):
         return seal
 
     def through(self, layer: Any, input: Any, *size: Any, **named: Any) -> Any:
-        """The layer as `layer(owner, input, …)` computes it, with the checks of where its values go; None for its own."""
+        """Compute `layer(owner, input, …)` with the checks of the seals; None means the layer's own forward."""
         owner, pair, front = self.owner, self.pair, self.front
         if front is not None:
             input = opened_from(input, front, front.dims)
@@ -90,12 +93,12 @@ class FoldedConvForward(InstanceForward):
             output = self._traced(layer, input, *size, **named)
         else:
             with without_subclasses():
-                # Transposed ones may be given an output size.
+                # Transposed convolutions take an optional output size.
                 output = (layer or type(owner).forward)(owner, input, *size, **named)
         return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
 
     def _traced(self, layer: Any, input: Any, *size: Any, **named: Any) -> torch.Tensor:
-        """The same by tensors without a seal, as the graph that comes of it runs elsewhere."""
+        """Compute the layer with unsealed tensors, because the captured graph runs without the checks."""
         owner: Any = self.owner
         with without_subclasses():
             if layer is not None:
@@ -120,7 +123,7 @@ class FoldedConvForward(InstanceForward):
             return transposed
 
     def compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The layer alone, with nobody looking where its output goes."""
+        """Compute the layer alone, without checks and without a seal on the output."""
         with without_subclasses():
             output: torch.Tensor = self._class_forward(*args, **kwargs)
         return output
@@ -131,11 +134,11 @@ def _pads(owner: Any) -> bool:
 
 
 class FoldedNormForward(InstanceForward):
-    """The forward of a BatchNorm that was folded together with the layer before it, or after it.
+    """The forward of a BatchNorm that was folded with the layer before or after it.
 
     Attributes:
-        carried: whether the layer does the BatchNorm's work, and nothing is left of it but the check.
-        eps: the BatchNorm's, when it was folded.
+        carried: whether the layer does the BatchNorm's work, so that this forward only checks and returns its input.
+        eps: the BatchNorm's `eps` at the time of the fold.
     """
 
     is_atom = True
@@ -151,7 +154,7 @@ class FoldedNormForward(InstanceForward):
         if pair.leads:
             self._check_norm()
             return sealed_for(input if pair.farther is None else opened_from(input, pair.farther, None), pair, None)
-        # Every call of every pair comes here, too.
+        # Also a hot path: compare the seal inline, before the full check.
         is_seal = (
             type(input) is SealedTensor
             and input.sealed_by is pair
@@ -168,7 +171,7 @@ class FoldedNormForward(InstanceForward):
         return output
 
     def _check_norm(self) -> None:
-        # `functional_call` and the like put tensors in place that no hook sees.
+        # `functional_call` and similar functions replace tensors without calling any hook.
         owner, pair = self.owner, self.pair
         parameters, buffers = owner._parameters, owner._buffers
         if (
@@ -184,18 +187,18 @@ class FoldedNormForward(InstanceForward):
             raise pair.in_training()
 
     def _is_frozen(self) -> bool:
-        """Whether the running mean is what is taken off, in code that runs as it is written."""
+        """Whether the BatchNorm uses its running mean, in eager code."""
         frozen = not self.owner.training and self.owner._buffers.get("running_mean") is not None
         return frozen and not torch.compiler.is_compiling()
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
-        """The BatchNorm alone, wherever the input comes from."""
+        """Compute the BatchNorm alone, without checks."""
         if self.carried:
             return input
         owner: Any = self.owner
         with without_subclasses():
             if torch.compiler.is_dynamo_compiling() and not owner.training and owner.running_mean is not None:
-                # The graph that comes of it runs elsewhere, by tensors without a seal.
+                # The captured graph runs without the checks, on unsealed tensors.
                 mean = unsealed(owner.running_mean)
                 return nn.functional.batch_norm(
                     input, mean, owner.running_var, owner.weight, owner.bias, False, 0.0, owner.eps
@@ -205,16 +208,16 @@ class FoldedNormForward(InstanceForward):
 
 
 def is_carried(module: nn.Module) -> bool:
-    """Whether the module is a BatchNorm that its layer does the work of, and that gives its input as it is."""
+    """Whether the module is a BatchNorm whose work a layer does, so that it returns its input."""
     forward = inner_forward(module)
     return isinstance(forward, FoldedNormForward) and forward.carried
 
 
 class NoSealsLeave(AroundForward):
-    """The forward of the root around whatever it is: a value that is under a seal isn't given to the caller.
+    """The outermost forward of the root: raises if an output is still sealed.
 
     Attributes:
-        is_root: false where the root of an earlier result is a part of another one now, whose root sees to that.
+        is_root: False if the module has become part of a larger result, whose own root does the check.
     """
 
     def __init__(self, owner: nn.Module, inner: Any) -> None:
@@ -230,7 +233,7 @@ class NoSealsLeave(AroundForward):
 
 
 def _refuse_seals(value: Any, depth: int) -> None:
-    """See that no seal is in a value, its containers or its dataclasses."""
+    """Raise if a value, its containers or its dataclasses contain a seal."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, SealedOutput):
             raise leaf.sealed_by.went_astray()

@@ -1,4 +1,4 @@
-"""A graph pass: one rewrite of the graphs that torch.compile captures."""
+"""The base class of graph passes, which rewrite the graphs that torch.compile captures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from passes.torch_private import COMPILED_CALL
 class GraphPass(Pass):
     """A pass that rewrites captured graphs.
 
-    `rewrite` is called for each graph that is captured, at later calls of other kinds too, and then makes the changes that
-    were found to be right, and no others.
+    `rewrite` is first tried on the graphs of the example inputs. Later it is called for each newly captured graph, and
+    makes only the changes that were accepted in the trial.
 
     Attributes:
-        in_files: whether exported files hold what it does, where the forward is one graph.
+        in_files: whether exported files contain the changes, provided that the forward is a single graph.
     """
 
     needs_run: ClassVar[str] = "rewrites what runs of the model show"
@@ -40,10 +40,10 @@ class GraphPass(Pass):
 
     @abstractmethod
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
-        """Find the places, skip or change each."""
+        """Find the candidates, and change or skip each."""
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """As `Pass.would_apply`; the examples are run for it, as nothing else shows a graph."""
+        """See `Pass.would_apply`. Runs the example inputs, because only a run yields graphs."""
         if not self.in_files:
             return False
         result = self.run(tree, replace(context, judge=None))
@@ -51,7 +51,7 @@ class GraphPass(Pass):
         return bool(result.changes)
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Rewrite what runs of the example inputs show, and check each change on the values that flow there.
+        """Rewrite the graphs of the example inputs, and check each change on real activations.
 
         Raises:
             RequirementNotMet: there are no example inputs.
@@ -76,7 +76,7 @@ class GraphPass(Pass):
 
 
 class _Installed:
-    """The passes of one root's call as edits that can be taken back."""
+    """Installs the list of passes in the root's `GraphCall`, as edits that can be undone."""
 
     def __init__(self, tree: ModelTree) -> None:
         self.tree = tree
@@ -87,28 +87,28 @@ class _Installed:
 
     @property
     def call(self) -> GraphCall:
-        """What stands in the slot of the root's call."""
+        """The `GraphCall` of the root."""
         call = self.root.__dict__[GRAPH_CALL]
         assert isinstance(call, GraphCall)
         return call
 
     @property
     def passes(self) -> tuple[Step, ...]:
-        """The graph passes before this one."""
+        """The graph passes that were installed before this one."""
         call = self.root.__dict__.get(GRAPH_CALL)
         return call.passes if isinstance(call, GraphCall) else ()
 
     def install(self, passes: tuple[Step, ...]) -> None:
-        """Have the root's graphs rewritten by these."""
+        """Make these the passes that rewrite the root's graphs."""
         if GRAPH_CALL not in self.root.__dict__:
-            # What was captured for a pass that changed nothing serves the next one.
+            # Reuse the captures of an earlier pass that changed nothing.
             call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root)
             self._do(AttributeEdit(self.root, GRAPH_CALL, call))
             self._do(AttributeEdit(self.root, COMPILED_CALL, call))
         self._do(AttributeEdit(self.call, "passes", passes))
 
     def install_instead(self, passes: tuple[Step, ...]) -> None:
-        """The same in the place of the last ones."""
+        """Replace the list of the last `install`."""
         self.edits.pop().undo()
         self._do(AttributeEdit(self.call, "passes", passes))
 
@@ -117,7 +117,7 @@ class _Installed:
         self.edits.append(edit)
 
     def roll_back(self) -> None:
-        """Take everything back; what comes next captures anew."""
+        """Undo everything; the next pass captures new graphs."""
         undo_all(self.edits)
         self.edits.clear()
         if self.changes:
@@ -125,24 +125,27 @@ class _Installed:
 
 
 class _Tried:
-    """A trial as a step of the call; whoever keeps what modules hold during a run, to put it back, doesn't see its record."""
+    """A trial as a step of the call.
+
+    The reference is weak, so that code which saves and restores the state of modules doesn't reach the trial's record.
+    """
 
     def __init__(self, trial: _Trial) -> None:
         self._trial = weakref.ref(trial)
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """As `Step.rewrite`."""
+        """See `Step.rewrite`."""
         trial = self._trial()
         return captured if trial is None else trial.rewrite(captured, inputs)
 
 
 @dataclass(eq=False)
 class _Trial:
-    """A pass while it is tried: it makes all changes but those to be left alone, and notes them.
+    """A trial run of a pass: makes all changes that are not excluded, and records them.
 
     Attributes:
-        changes: by their places.
-        skips: without those that two captures of one place both give.
+        changes: the changes by place.
+        skips: the skips without duplicates, since one place may be captured more than once.
     """
 
     item: GraphPass
@@ -153,15 +156,15 @@ class _Trial:
 
     @property
     def settings(self) -> Context:
-        """The context without what is of this run alone: it is kept with the result."""
+        """The part of the context that outlives this run and is stored with the result."""
         return Context(self.context.mode, self.context.device)
 
     def run(self, call: GraphCall) -> None:
-        """Run the model on the examples.
+        """Run the model on the example inputs.
 
         Raises:
-            RequirementNotMet: there are none.
-            Exception: what the pass raised.
+            RequirementNotMet: there are no example inputs.
+            Exception: any error of the pass.
         """
         if self.context.run_compiled is None:
             raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: give example inputs.")
@@ -176,7 +179,7 @@ class _Trial:
             self.skips[Skip("", compilation.why_nothing())] = None
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """As `Step.rewrite`."""
+        """See `Step.rewrite`."""
         graph = GraphRewriter(captured, self.context.left_alone.get)
         self.item.rewrite(graph, self.settings)
         self.skips.update(dict.fromkeys(graph.skips))
@@ -188,7 +191,7 @@ class _Trial:
         return graph.captured
 
     def checked(self) -> Iterator[tuple[Change, Any]]:
-        """Each change with what was found where its place is computed with it and without it."""
+        """Compare the old and the new subgraph of each change; yields the change with the result."""
         for one in self._to_check:
             for change, values in one.flow():
                 assert change.check is not None
@@ -200,14 +203,14 @@ class _Trial:
 
 @dataclass
 class _ToCheck:
-    """Changes of one graph, and the inputs that the graph was called with."""
+    """The changes of one graph, and the inputs with which the graph was called."""
 
     captured: CapturedGraph
     changes: Sequence[GraphChange]
     inputs: Sequence[Any]
 
     def flow(self) -> Iterator[tuple[GraphChange, tuple[Any, ...]]]:
-        """Each change with the values that flow into its place, as soon as they are there."""
+        """Run the graph, and yield each change with its input values as soon as they are computed."""
         waiting: dict[fx.Node, list[GraphChange]] = {}
         order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
         for change in self.changes:
@@ -245,13 +248,13 @@ class _Uses:
                     self.left[source] = self.left.get(source, 0) + 1
 
     def done(self, source: fx.Node) -> bool:
-        """One use less; whether it was the last."""
+        """Count one use as done; returns whether it was the last."""
         self.left[source] -= 1
         return self.left[source] == 0
 
 
 def _own_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, and copies of those that the graph may write to."""
+    """The inputs, cloned if the graph may write to one of them."""
     memory = Memory(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     written = memory.may_be_written(placeholders)

@@ -1,4 +1,4 @@
-"""Watching the calls of the modules of one tree while it runs."""
+"""Intercept the forwards of all modules of a tree during a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 class _WatchedForward(AroundForward):
-    """The forward of a module that is watched; what another thread calls goes by unseen."""
+    """The wrapped forward of an intercepted module; calls from other threads are not intercepted."""
 
     def __init__(self, owner: nn.Module, inner: Any, around: Around, thread: int) -> None:
         self.owner = owner
@@ -35,10 +35,13 @@ class _WatchedForward(AroundForward):
 
 @contextmanager
 def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Run `around(module, forward, args, kwargs)` instead of the forward of every module of `root`, by this thread.
+    """In the block, run `around(module, forward, args, kwargs)` instead of the forward of each module, in this thread.
 
-    `besides` are modules that `root` calls and doesn't register. `forward(*args, **kwargs)` is what the module would run;
-    its hooks run around both. The watch stands in the `__dict__` of each module for the time of the block.
+    Args:
+        root: the tree; all its modules are intercepted.
+        around: the replacement. It may call `forward(*args, **kwargs)`, the module's own forward. The module's hooks
+            run around the replacement.
+        besides: further modules that `root` calls but doesn't register.
     """
     thread = threading.get_ident()
     modules = {id(module): module for module in (*root.modules(), *besides)}
@@ -52,9 +55,10 @@ def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Modu
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """What the module runs; None for the forward of its class.
+    """The module's current forward; None for the forward of its class.
 
-    What `torch.compile(module)` gives runs the module as it is, for compiled code calls nothing that could be watched.
+    The result of `torch.compile(module)` runs the original module instead, because compiled code makes no module calls
+    that can be intercepted.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return module.forward
@@ -64,5 +68,5 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module is what `torch.compile` made of another one."""
+    """Whether `torch.compile` made the module from another one."""
     return isinstance(module, compiled_module_types())

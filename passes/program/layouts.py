@@ -1,4 +1,4 @@
-"""How a value lies in memory, and who sees it: most operations don't, and give the same for any strides."""
+"""Find out whether the strides of a value matter to anything that uses it; most operations accept any strides."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from passes.program.captured import example_of, name_of, value_with
 
 
 def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
-    """A clause why the value can't lie in memory as another one does; None where nobody sees the difference.
+    """The reason why a value can't have other strides, as a clause; None if nothing depends on its strides.
 
-    What is made of the value is computed without numbers, as far as it lies otherwise for it: operations that give a view
-    do, and most others don't.
+    The users of the value are recomputed on fake tensors, as far as the strides differ. Views pass on the new strides;
+    most other operations don't.
 
     Args:
-        instead: an example of the same shape, in the other strides.
+        node: the node of the value.
+        instead: an example of the same shape with the other strides.
     """
     known: dict[fx.Node, Any] = {node: instead}
     waiting = dict.fromkeys(node.users) if _strides(instead) != _strides(example_of(node)) else {}
     while waiting:
-        # In the order of the run: all that it is made of is known then.
+        # In the order of execution, so that all inputs of a node are up to date.
         user = min(waiting)
         del waiting[user]
         name = name_of(user)

@@ -1,4 +1,4 @@
-"""A module pass: it changes how modules hold their tensors and how they run, and none of what they compute."""
+"""The base class of module passes, which change how modules store tensors and run, but not what they compute."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from passes.program.seals import opened, resealed
 
 
 class ModulePass(Pass):
-    """A pass that changes formats, dtypes, classes and forwards of the modules of the working copy.
+    """A pass that changes memory formats, dtypes, classes and forwards of the modules of the working copy.
 
-    `rewrite` finds the places, skips or changes each. What it changes is compared where the modules are called, and then as a
-    whole.
+    `rewrite` finds the candidates, and changes or skips each. Each change is then checked at the calls of its module,
+    and finally on the whole model.
     """
 
     @abstractmethod
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
-        """Find the places, skip or change each."""
+        """Find the candidates, and change or skip each."""
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Rewrite the modules, and compare each change on what flows into its module in a run."""
+        """Rewrite the modules, and compare each changed module with the original on its inputs in a run."""
         writer = ModuleRewriter(tree, context.left_alone)
         try:
             self.rewrite(writer, context)
@@ -51,7 +51,7 @@ class ModulePass(Pass):
         )
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """As `Pass.would_apply`: rewrite, without any run of the model, and take that back."""
+        """See `Pass.would_apply`. Rewrites without running the model, and rolls that back."""
         runless = replace(context, run_inside=None, run_each=None, run_compiled=None, apart=None, judge=None)
         result = self.run(tree, runless)
         result.rewriter.roll_back()
@@ -59,7 +59,7 @@ class ModulePass(Pass):
 
 
 def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleChange, Sequence[tuple[Any, Any]]]]:
-    """Each change with what was found where its module is called as it was, and as it is now, on the fewest rows."""
+    """Compare each module with and without its change, on the example call with the smallest batch."""
     changes = [change for change in writer.changes if change.module is not None]
     if context.judge is None or context.run_each is None or not changes:
         return
@@ -74,7 +74,7 @@ def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleC
 
 
 class _Check:
-    """Compares each change at the first call of its module in a run of the tree as it was before the pass."""
+    """Compares each change at the first call of its module, in a run of the tree without the changes of the pass."""
 
     def __init__(self, changes: Iterable[ModuleChange], context: Context) -> None:
         self.found: list[tuple[ModuleChange, Sequence[tuple[Any, Any]]]] = []
@@ -86,7 +86,7 @@ class _Check:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context around the run."""
+        """Hook the modules for the time of the run."""
         with ExitStack() as stack:
             for module in self._left:
                 stack.callback(module.register_forward_pre_hook(self._compare, with_kwargs=True).remove)
@@ -95,7 +95,7 @@ class _Check:
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         changes = self._left.pop(module, None)
         if changes is None:
-            # It is called for the comparison itself, or once more in the run.
+            # The call is part of the comparison itself, or the module is called again in the same run.
             return
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(opened(leaf), torch.Tensor)]
@@ -122,14 +122,14 @@ class _Check:
         assert self._context.judge is not None
         yield from self._context.judge(call, changed, values)
         if self._context.mode == "training" and module.training:
-            # What running statistics are for shows in eval alone.
+            # Errors in running statistics show only in eval.
             with training_flags(module, False):
                 yield from self._context.judge(call, changed, values)
 
 
 @contextmanager
 def _own_buffers(module: nn.Module) -> Iterator[None]:
-    """The module on copies of its buffers, which it may write to."""
+    """In the block, give the module copies of its buffers, to which it may write."""
     homes = [(one._buffers, dict(one._buffers)) for one in module.modules()]
     try:
         for home, held in homes:

@@ -1,6 +1,7 @@
-"""Operations that move values and change none: where the channels of a convolution's output stand behind them.
+"""Operations that only move or reshape data, and the position of the channels after them.
 
-The matcher asks it of the nodes of a graph, and the seal of a folded convolution's output of what is really called.
+The matcher applies these rules to the nodes of a recorded graph. The seal of a folded layer's output applies them to
+the actual calls.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Channels:
-    """Which dim of a tensor holds the channels.
+    """The dim of a tensor that holds the channels.
 
     Attributes:
-        rank: the number of the tensor's dims.
-        dim: the one of the channels, from 0.
-        count: how many channels there are.
+        rank: the number of dims of the tensor.
+        dim: the channel dim, counted from 0.
+        count: the number of channels.
     """
 
     rank: int
@@ -28,11 +29,11 @@ class Channels:
     count: int
 
     def behind(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Channels | None:
-        """Where they are behind an operation of `MOVES`; None where it mixes them with others, or may.
+        """The channels after an operation of `_MOVES`; None if the operation may mix them with other values.
 
         Args:
-            name: the method of a tensor, as which functions are known too (`move_named`).
-            args, kwargs: what it is given beside the tensor.
+            name: the name of the tensor method; `move_named` gives it for functions.
+            args, kwargs: the arguments other than the tensor.
         """
         return _MOVES[name](self, [*args, *kwargs.values()] if name not in _BY_NAME else [dict(kwargs), *args])
 
@@ -42,7 +43,7 @@ def _as_they_are(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _without_draws(channels: Channels, arguments: list[Any]) -> Channels | None:
-    """Dropout that leaves all as it is: (input, p, training, inplace)."""
+    """Dropout that is switched off: (input, p, training, inplace)."""
     named, *others = arguments
     training = named.get("training", others[1] if len(others) > 1 else True)
     return channels if training is False else None
@@ -86,7 +87,7 @@ def _unsqueezed(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _regrouped(channels: Channels, arguments: list[Any]) -> Channels | None:
-    """`view` and `reshape` keep what is last if it is as large as before, whatever becomes of the dims in front."""
+    """`view` and `reshape` keep the channels if these are the last dim and that keeps its size."""
     sizes = _listed(arguments)
     is_last = channels.dim == channels.rank - 1
     if not is_last or not sizes or type(sizes[-1]) is not int or sizes[-1] != channels.count:
@@ -95,12 +96,12 @@ def _regrouped(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _listed(arguments: list[Any]) -> list[Any]:
-    """Dims or sizes, which may be given one by one or as one sequence."""
+    """Dims or sizes given one by one or as one sequence."""
     return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
 
 
 def _dims(arguments: Sequence[Any], rank: int) -> list[int] | None:
-    """The dims counted from 0; None where they aren't all numbers of dims that there are."""
+    """The dims counted from 0; None if one of them is not a valid dim number."""
     if any(type(dim) is not int or not -rank <= dim < rank for dim in arguments):
         return None
     return [dim % rank for dim in arguments]
@@ -111,9 +112,9 @@ _MOVES: dict[str, Any] = {
     "transpose": _swapped, "swapaxes": _swapped, "swapdims": _swapped, "permute": _permuted,
     "flatten": _flattened, "unsqueeze": _unsqueezed, "view": _regrouped, "reshape": _regrouped,
 }  # fmt: skip
-# What may be left out by default is looked up by its name.
+# Operations with optional arguments, which are looked up by name.
 _BY_NAME = frozenset({"dropout", "flatten"})
-# The methods of a tensor among them.
+# Those that are tensor methods.
 METHODS = frozenset(_MOVES) - {"dropout"}
 _FUNCTIONS: dict[Any, str] = {
     **{getattr(torch, name): name for name in METHODS - {"contiguous", "view"}},
@@ -121,7 +122,7 @@ _FUNCTIONS: dict[Any, str] = {
     F.feature_alpha_dropout: "dropout",
     torch.dropout: "dropout",
 }  # fmt: skip
-# Methods that use the shape of their further argument, and none of its values.
+# Methods that use only the shape of their second argument.
 SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 
 

@@ -1,4 +1,4 @@
-"""What torch says of its own operations, by name: from the schemas that it has of them."""
+"""Query torch's operator schemas by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from passes.torch_private import OpOverloadPacket, has_kernel
 
-# Methods that are `to` with a dtype.
+# Tensor methods that are `to` with a fixed dtype.
 _CASTS = frozenset({
     "bfloat16", "bool", "byte", "cdouble", "cfloat", "chalf", "char", "double", "float", "half", "int", "long", "short",
 })  # fmt: skip
@@ -17,9 +17,9 @@ _CASTS = frozenset({
 
 @functools.lru_cache(maxsize=4096)
 def schemas(name: str) -> tuple[Any, ...] | None:
-    """The operations that torch has under the name; None where one of them writes to what it is given, or for no operation.
+    """torch's operators of that name; None if there are none, or if one of them writes to an input.
 
-    Those that write to an `out` argument, and those on plain numbers that TorchScript has, are left out.
+    Variants with an `out` argument, and TorchScript's variants on plain numbers, are left out.
     """
     name = "to" if name in _CASTS else name
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
@@ -39,5 +39,5 @@ def schemas(name: str) -> tuple[Any, ...] | None:
 
 @functools.lru_cache(maxsize=4096)
 def draws_numbers(name: str) -> bool:
-    """Whether an operation of the name may draw random numbers."""
+    """Whether an operator of that name may draw random numbers."""
     return any(torch.Tag.nondeterministic_seeded in operation.tags for operation in schemas(name) or ())

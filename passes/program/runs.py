@@ -1,4 +1,4 @@
-"""Recorded runs of a working copy, made once for all passes that read them."""
+"""Record runs of a working copy once, for all passes that read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.program.recording import WHEN, Recorder, Run, Runs, autocast_dtype
 
 
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
-    """What the example calls do in the tree as it is now; None where nothing is run."""
+    """The recordings of the example calls on the current tree; None if the model must not be run."""
     if tree.runs is None and context.run_each is not None:
         tree.runs = _record(tree, context)
     return tree.runs
@@ -38,5 +38,5 @@ def _states(root: nn.Module, mode: str) -> list[bool | None]:
 
 
 def is_under_autocast(tree: ModelTree) -> bool:
-    """Whether autocast is on for a device that the model has parameters on."""
+    """Whether autocast is on for a device that holds parameters of the model."""
     return autocast_dtype({parameter.device.type for parameter in tree.root.parameters()}) is not None

@@ -1,4 +1,4 @@
-"""Where the numbers of tensors lie: in strides, or not, as those of sparse and nested ones and of mkldnn's own layout."""
+"""Where the values of a tensor are stored: with strides, or in sparse, nested or mkldnn layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_INDICES = {
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
-    """What a tensor without strides is, as in "it is sparse"; None for one that has them."""
+    """The layout of a tensor without strides, as in "it is sparse"; None for a tensor with strides."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout is torch.strided:
@@ -28,14 +28,15 @@ def kind_of(tensor: torch.Tensor) -> str | None:
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
-    """Whether dims and strides can be asked for and rearranged; those of one quantized per channel can't."""
+    """Whether the tensor has dims and strides that can be rearranged; tensors quantized per channel don't."""
     return kind_of(tensor) is None and not (tensor.is_quantized and tensor.qscheme() in _PER_CHANNEL)
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors with strides that hold all its numbers, and for a sparse one their places; nothing becomes dense by it.
+    """The strided tensors that hold all values of a tensor and, if it is sparse, their indices.
 
-    Those of a sparse or nested tensor lie in its own memory. A tensor with strides is its only part.
+    The parts of a sparse or nested tensor are views of its memory; a sparse tensor is not made dense. A strided tensor
+    is its own only part.
     """
     tensor = tensor.detach()
     if tensor.is_nested:
@@ -48,10 +49,10 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class Extent(NamedTuple):
-    """The bytes of a storage from the first to behind the last that a tensor reaches.
+    """The byte range [start, end) of a storage that a tensor spans.
 
     Attributes:
-        storage: tells storages apart for as long as they live.
+        storage: identifies the storage for as long as it lives.
     """
 
     storage: int
@@ -60,21 +61,21 @@ class Extent(NamedTuple):
 
 
 def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The storages of `extents_of`, which most tensors have one of."""
+    """The storages of `extents_of(tensor)`; most tensors have one."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested:
         return () if tensor.is_meta else (tensor.untyped_storage()._cdata,)
     return tuple(extent.storage for extent in extents_of(tensor))
 
 
 def extents_of(tensor: torch.Tensor) -> tuple[Extent, ...]:
-    """The bytes that the numbers of a tensor lie in, one extent for each of its parts.
+    """The byte ranges that hold the values of a tensor, one for each of its parts.
 
-    None for a tensor that has no numbers, keeps them where torch doesn't show them (mkldnn's layout), or leaves them to
-    other tensors, as a class with a dispatch of its own may.
+    Empty if the tensor has no values, is in mkldnn layout, or is of a class that may keep its values in other tensors
+    (one with its own `__torch_dispatch__`).
     """
     if is_lazy(tensor) or tensor.is_meta:
         return ()
-    # A nested tensor may be of such a class; its rows are tensors of their own.
+    # A nested tensor may be of such a class, but its rows are ordinary tensors.
     dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if not tensor.is_nested and (dispatches or tensor.is_mkldnn):
         return ()
@@ -88,9 +89,9 @@ def _extent_of(tensor: torch.Tensor) -> Extent:
 
 
 def same_values(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN in the same places, in the same layout, shape and dtype.
+    """Whether two tensors have equal values, with NaN equal to NaN, and the same layout, shape and dtype.
 
-    Tensors on the meta device hold none, and are the same where their shapes are.
+    Tensors on the meta device have no values; they are equal if their shapes are.
     """
     if mine.dtype != theirs.dtype or mine.layout is not theirs.layout or mine.is_nested is not theirs.is_nested:
         return False
@@ -108,6 +109,6 @@ def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     same = mine == theirs
     if bool(same.all()):
         return True
-    # NaN differs from itself.
+    # NaN != NaN.
     is_inexact = mine.is_floating_point() or mine.is_complex()
     return is_inexact and bool((same | ((mine != mine) & (theirs != theirs))).all())
