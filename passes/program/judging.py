@@ -1,7 +1,7 @@
-"""When a layer and the affine operation that it makes a pair with may become one.
+"""Decide whether a layer and its affine operation can be folded together.
 
-What is asked here holds for every rewrite of a pair: that nothing else uses the value between the two, and that their
-tensors are theirs alone. It is asked of what recorded runs show; what they don't show, the seals refuse when it happens.
+The conditions here hold for every fold: nothing else uses the value between the two, and nothing else uses their
+tensors. They are checked on recorded runs. Calls that no recorded run showed are refused by the seals when they happen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from passes.program.tensors import TensorRef
 from passes.program.weights import PLAIN_TENSORS
 from passes.torch_private import AnyBatchNorm, AnyConvolution
 
-# `y += x` is `y.__iadd__(x)`.
+# The in-place operators, such as `iadd`: `y += x` calls `y.__iadd__(x)`.
 _WRITES = frozenset(
     name[2:-2] for name in dir(torch.Tensor) if name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")
 )
@@ -52,7 +52,7 @@ _WRITES |= {"setitem"}
 
 @dataclass(frozen=True)
 class Judge:
-    """Answers for the pairs of one model, in the words of the report. "It" is the first of the two, whose output goes on.
+    """Checks the pairs of one model. In the reasons, "it" is the first of the two, whose output the second takes.
 
     Attributes:
         tree: the model's modules and tensors.
@@ -71,10 +71,11 @@ class Judge:
         return f"{path or 'the root'} ({operation_name(node)})"
 
     def why_not(self, found: Sequence[Pair], recording: Recording) -> str | None:
-        """The reason why the two can't be rewritten together, as a clause; None where they can.
+        """The reason why the two can't be folded together, as a clause; None if they can.
 
         Args:
-            found: the pair as often as it is called in the run.
+            found: the pair, once for each of its calls in the run.
+            recording: the run.
         """
         if has_global_hooks():
             return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
@@ -90,7 +91,7 @@ class Judge:
         return next(filter(None, reasons), None)
 
     def why_alone(self, node: Node) -> str | None:
-        """Why a BatchNorm behind a layer makes no pair with it, as a clause; None for other calls."""
+        """The reason why a BatchNorm after a layer makes no pair with it, as a clause; None for other calls."""
         names = BATCH_NORMS.get(node.target) if node.op == "call_function" else None
         if names is None:
             return None
@@ -147,7 +148,7 @@ class Judge:
             if reason := self._why_not_tensor(ref, recording, own):
                 return f"{self.tree.path_of(ref)} {reason}"
         if self.mode == "training":
-            # The other tensors stay the caller's.
+            # In training, the other tensors stay those of the caller.
             mean = pair.affine.mean if isinstance(pair.affine, BatchNorm) else None
             moved = [ref for ref in (pair.conv.bias, mean) if ref is not None]
         else:
@@ -184,7 +185,7 @@ class Judge:
         return self._why_not_dims(pair)
 
     def _why_not_dtype(self, pair: Pair) -> str | None:
-        """Another dtype would be that of the product."""
+        """Refuse a factor of another dtype than the weight, because it would change the dtype of the product."""
         assert isinstance(pair.affine, ChannelScale)
         weight, tensor = pair.conv.weight.value, pair.affine.tensor.value
         assert weight is not None
@@ -194,7 +195,7 @@ class Judge:
         return f"{self.tree.path_of(pair.affine.tensor)} is of another dtype than its weight"
 
     def _why_not_dims(self, pair: Pair) -> str | None:
-        """BatchNorm takes the second dim for the channels: on other ranks these are not the layer's inputs or outputs."""
+        """Refuse ranks at which dim 1, BatchNorm's channel dim, is not the layer's channel dim."""
         conv, norm = pair.conv, pair.affine
         channels = channels_at_end(pair)
         way = f"its output passes {', '.join(map(self.where, norm.moves))}, " if norm.moves else ""
@@ -212,7 +213,7 @@ class Judge:
     def _why_not_autocast(self, pair: Pair) -> str | None:
         for role, node in (("it", pair.conv.node), (f"the BatchNorm {self.where(pair.affine.node)}", pair.affine.node)):
             dtype = autocast_of(node)
-            # One that a pass has put around the whole is what each change is judged under, too.
+            # An autocast that a pass set for the whole model is allowed: each change is also checked under it.
             if dtype is not None and dtype is not dtype_inside(self.tree.root):
                 name = str(dtype).removeprefix("torch.")
                 return f"{role} runs under autocast to {name}, where a fold changes what is computed in which dtype"
@@ -220,25 +221,25 @@ class Judge:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether it is a module of torch's own, whose call is one operation to people."""
+    """Whether the module is a torch.nn layer without submodules, which reports treat as one operation."""
     return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
 
 def _layer_around(node: Node) -> nn.Module | None:
-    """The layer in whose forward the call is made, where it isn't a stock one."""
+    """The layer in whose forward the call is made, if it is a subclass with a forward of its own."""
     module = call_of(node).module
     return module if isinstance(module, AnyConvolution | AnyBatchNorm | nn.Linear) else None
 
 
 def _leads_to(user: Node, following: Node) -> bool:
-    """Whether the user is the next one on the way, or a call that the next one makes of its input first (padding)."""
+    """Whether the user is the next call on the path, or a call that pads the input of the next one."""
     if user is following:
         return True
     return call_of(user) is call_of(following) and following.args[:1] == (user,)
 
 
 def _modules_between(pair: Pair) -> Iterator[nn.Module]:
-    """The modules whose output, or input, the value is on its way."""
+    """The modules that the value enters or leaves between the two calls."""
     own = {id(module) for module in (pair.conv.module, pair.affine.module) if module is not None}
     for one, other in itertools.pairwise(pair.way):
         before, behind = _calls_around(one), _calls_around(other)
@@ -256,7 +257,7 @@ def _calls_around(node: Node) -> list[ModuleCall]:
 
 
 def _what_hooks_set(module: nn.Module) -> str:
-    """What the hooks of a module do to its tensors, as a clause: the older weight_norm and spectral_norm are such hooks."""
+    """The tensor that a module's hooks set, as a clause; the older weight_norm and spectral_norm are such hooks."""
     names = [name for name in ("weight", "bias") if isinstance(module.__dict__.get(name), torch.Tensor)]
     return f", which set its {names[0]} at every call" if names else ""
 
@@ -273,6 +274,6 @@ def _writes(recording: Recording) -> bool:
 
 
 def _is_write(node: Node) -> bool:
-    """By its name: `add_`, `__iadd__`, `__setitem__`."""
+    """Whether the name says so: `add_`, `__iadd__`, `__setitem__`."""
     name = operation_name(node)
     return name.endswith("_") or name in _WRITES or "out" in node.kwargs

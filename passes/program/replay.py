@@ -1,7 +1,7 @@
-"""Checks a rewritten pair where it is: on the values that flow into it in a run of the model as it was.
+"""Check each folded pair on the values that flow into it in a run of the original model.
 
-The run is the one that was recorded, once more. When it has made the calls of a pair, these are made again on the same
-values, with the tensors of before and with the new ones, and the judge compares what comes out.
+The recorded run is repeated. As soon as it has made the calls of a pair, these calls are computed again on the same
+values, once with the old tensors and once with the new ones, and the judge compares the results.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from passes.program.tensors import TensorRef
 from passes.torch_private import without_subclasses
 
 Tensors = Mapping[TensorRef, torch.Tensor]
-# Of the pair of a number: how it is computed without the rewrite and with it, and the value that both take.
+# compare(number of the pair, old function, new function, the values that both functions take)
 Compare = Callable[[int, Callable[..., Any], Callable[..., Any], tuple[Any, ...]], None]
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A pair with its tensors before and after.
+    """A pair with its tensors before and after the rewrite.
 
     Attributes:
-        pair: as the recording shows it.
-        old, new: by their places; a place that was left without a tensor is missing.
-        bias: where the layer's bias is, also one that the rewrite made; None for none.
-        carried: whether the affine operation is left out by the rewrite.
-        passed: affine operations on the way that the layer does already, before and after.
+        pair: the pair in the recording.
+        old, new: the tensors before and after; a tensor that was removed is missing.
+        bias: the layer's bias, including one that the rewrite added; None if there is none.
+        carried: whether the rewrite makes the layer do the affine operation's work.
+        passed: the affine operations between the two whose work the layer does already, before and after.
     """
 
     pair: Pair
@@ -48,13 +48,13 @@ class Rewritten:
 
 @dataclass
 class _Calls:
-    """The calls of a pair that the run has made, with what they were given."""
+    """The calls of a pair that the run has made so far, with their arguments."""
 
     given: list[tuple[Node, Any, Any]] = field(default_factory=list)
 
 
 class Replay(Recorder):
-    """Makes the run that a recording shows once more, and compares each pair as soon as it has been called."""
+    """Repeats a recorded run, and compares each pair as soon as the run has called it."""
 
     def __init__(
         self,
@@ -66,19 +66,27 @@ class Replay(Recorder):
         *,
         in_eval_too: bool,
     ) -> None:
-        """Args: as `record` and `Compare` say; `in_eval_too` compares BatchNorms on batch statistics in eval as well."""
+        """Prepare the replay.
+
+        Args:
+            root, modules: as for `Recorder`.
+            recording: the run to repeat.
+            pairs: the rewritten pairs by number.
+            compare: is called for each pair that was reached.
+            in_eval_too: whether to compare BatchNorms on batch statistics in eval as well.
+        """
         super().__init__(root, modules)
         self._pairs = pairs
         self._compare = compare
         self._in_eval_too = in_eval_too
         self._ways = {number: _way_of(one.pair) for number, one in pairs.items()}
-        # A layer may be of several pairs, in a row.
+        # A layer may belong to several pairs, for example to a chain of affine operations.
         pairs_of: dict[Node, list[int]] = defaultdict(list)
         for number, way in self._ways.items():
             for node in way:
                 pairs_of[node].append(number)
         calls = [node for node in recording.graph.nodes if node.op == "call_function"]
-        # By how many calls are made before.
+        # Keyed by the position of the call in the run.
         self._wanted = {place: (node, pairs_of[node]) for place, node in enumerate(calls) if node in pairs_of}
         self._open: dict[int, _Calls] = {}
         self._place = 0
@@ -93,11 +101,11 @@ class Replay(Recorder):
         return node
 
     def _mark_escapes(self) -> None:
-        """Nothing: the recording that it repeats tells what outlives a run."""
+        """Do nothing: the original recording already knows which values outlive the run."""
 
     def _note(self, node: Node, number: int, args: Any, kwargs: Any) -> None:
         one, calls = self._pairs[number], self._open.setdefault(number, _Calls())
-        # In the containers that a graph has for them.
+        # map_aggregate gives the same container types as the graph, so that the leaves match those of the node.
         args, kwargs = fx.node.map_aggregate((args, kwargs), opened)
         calls.given.append((node, args, kwargs))
         if node is not one.pair.second.node:
@@ -115,7 +123,7 @@ class Replay(Recorder):
         if self._in_eval_too and norm.target in BATCH_NORMS:
             named = arguments_of(norm, BATCH_NORMS[norm.target])
             flags += [False] * bool(named.get("training") and named.get("running_mean") is not None)
-        # Made out here: the judge computes in float64, and takes large parameters row by row.
+        # Created outside of `old` and `new`, because the judge raises the parameters to float64, large ones row by row.
         before, after = _as_parameters(one, one.old), _as_parameters(one, one.new)
         for flag in flags:
 
@@ -139,7 +147,7 @@ def _run(
     *,
     left_out: frozenset[Node],
 ) -> Any:
-    """What the calls give on another input, with the pair's tensors as said, without those left out."""
+    """Compute the calls on another input, with the given tensors of the pair and without the calls in `left_out`."""
     values: dict[Node, Any] = {source: input}
     result: Any = input
     for node, args, kwargs in calls.given:
@@ -149,7 +157,7 @@ def _run(
                 held = tensors.get(ref)  # type: ignore[arg-type]
                 if held is None or node is one.pair.conv.node:
                     return held
-                # A BatchNorm moves its statistics: these are another run's.
+                # Cloned, because a BatchNorm updates its statistics in place.
                 return held.detach().clone()
             return values.get(leaf, given) if isinstance(leaf, fx.Node) else given
 
@@ -173,7 +181,7 @@ def _run(
 
 
 def _as_parameters(one: Rewritten, tensors: Tensors) -> Tensors:
-    """The tensors, with those of the layer as parameters that anybody may compute with."""
+    """The tensors, with the layer's weight and bias as plain parameters without seals."""
     own = {ref: tensors[ref] for ref in (one.pair.conv.weight, one.bias) if ref is not None and ref in tensors}
     return {**tensors, **{ref: nn.Parameter(held.detach(), requires_grad=False) for ref, held in own.items()}}
 
@@ -188,7 +196,7 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _input_of(node: Node) -> Node:
-    """The node of what a call of a pair computes on, which may be a tensor of the model."""
+    """The node of the value that a call of a pair computes on, which may be a tensor of the model."""
     target: Any = node.target
     names = layer_arguments(target) if target in CONVOLUTIONS else BATCH_NORMS.get(target)
     if names is not None:
@@ -200,7 +208,7 @@ def _input_of(node: Node) -> Node:
 
 
 def _way_of(pair: Pair) -> Sequence[Node]:
-    """The calls from the first to the second, in order: padding that a layer does by a call of its own is one of them."""
+    """The calls from the first to the second, in order, including a padding call that the second makes itself."""
     *nodes, last = pair.way
     source = last.args[0] if last.args else None
     is_padded = isinstance(source, fx.Node) and source is not nodes[-1] and nodes[-1] in source.all_input_nodes

@@ -1,10 +1,11 @@
-"""Seals: the output of the first of a folded pair can only be used by the second, whatever branch a forward takes.
+"""Seals: only the second of a folded pair can use the output of the first, whichever branch the forward takes.
 
-A folded layer gives out a tensor subclass that holds its output. Shape and kind can be asked for, operations that only
-move values give a sealed value again, the second of the pair opens it, and anything else raises `UnseenCall`. The subclass
-has no values of its own: code that goes around `__torch_function__` finds an empty tensor and raises.
+The first of the pair returns its output inside a tensor subclass, the seal. Shape and dtype can be read from it.
+Operations that only move data return a sealed value again. The second of the pair opens it. Anything else raises
+`UnseenCall`. The subclass itself has no values, so code that bypasses `__torch_function__` finds an empty tensor and
+raises too.
 
-While torch traces or compiles, the seal is a plain object instead, which leaves nothing in the graph.
+While torch traces or compiles, the seal is a plain Python object, which leaves nothing in the graph.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class SealedOutput:
     Attributes:
         sealed_value: the output.
         sealed_by: the pair.
-        sealed_dim: the dim that holds the channels.
-        sealed_grad: whether gradients were on when it was made: a value that is made under an autograd function, as a
-            reentrant checkpoint is one, and opened outside would lose its gradient.
+        sealed_dim: the channel dim.
+        sealed_grad: whether gradients were on when it was made. A value that is made inside an autograd function, such
+            as a reentrant checkpoint, and opened outside would lose its gradient.
     """
 
     __slots__ = ()
@@ -44,7 +45,7 @@ class SealedOutput:
 
 
 class SealedTensor(SealedOutput, torch.Tensor):
-    """The seal in code that runs as it is written: a tensor to whoever asks."""
+    """The seal in eager code: a tensor subclass."""
 
     __slots__ = ("sealed_by", "sealed_dim", "sealed_grad", "sealed_value")
 
@@ -65,7 +66,7 @@ class SealedTensor(SealedOutput, torch.Tensor):
         raise self.sealed_by.went_astray()
 
 
-# Shape and kind, as attributes and methods that the value answers while torch traces.
+# The attributes and methods that a sealed value answers while torch traces.
 SHAPE_AND_KIND = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point",
     "is_complex", "size", "dim", "ndimension", "numel", "nelement", "element_size", "itemsize", "nbytes", "get_device",
@@ -73,7 +74,7 @@ SHAPE_AND_KIND = frozenset({
 
 
 class TracedOutput(SealedOutput):
-    """The seal while torch traces or compiles: no tensor, so that nothing of it comes into a graph."""
+    """The seal while torch traces or compiles: not a tensor, so that it doesn't appear in the graph."""
 
     def __init__(self, value: torch.Tensor, pair: FoldedPair, dim: int) -> None:
         self.sealed_value = value
@@ -82,7 +83,7 @@ class TracedOutput(SealedOutput):
         self.sealed_grad = is_grad_enabled()
 
     def __getattr__(self, name: str) -> Any:
-        # While it is being copied, it has nothing yet.
+        # During a copy, the attributes are not set yet.
         if name.startswith("__") or name.startswith("sealed_"):
             raise AttributeError(name)
         if name in SHAPE_AND_KIND:
@@ -123,12 +124,12 @@ is_grad_enabled = torch.is_grad_enabled
 
 
 def is_captured() -> bool:
-    """Whether torch traces or compiles the code that runs."""
+    """Whether torch is tracing or compiling the running code."""
     return is_compiling() or is_tracing()
 
 
 def sealed(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
-    """The output of the first of a pair, whose channels are in a dim, under its seal."""
+    """Seal the output of the first of a pair; `dim` is its channel dim."""
     if type(value) is not torch.Tensor or is_captured():
         return TracedOutput(value, pair, dim)
     seal: Any = make_subclass(SealedTensor, NOTHING)
@@ -140,15 +141,15 @@ def sealed(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
 
 
 def sealed_for(value: torch.Tensor, pair: FoldedPair, behind: int | None) -> Any:
-    """What the first of a pair gives out, under its seal.
+    """Check the output of the first of a pair and seal it.
 
     Args:
         value: the output.
-        pair: the two.
-        behind: how many dims there are after that of the channels; None for a BatchNorm, which has them in dim 1.
+        pair: the pair.
+        behind: the number of dims after the channel dim; None if the channel dim is 1, as for a BatchNorm.
 
     Raises:
-        UnseenCall: it has other dims than in the recorded runs.
+        UnseenCall: the output has another number of dims than in the recorded runs, or is sealed by another pair.
     """
     if isinstance(value, SealedOutput):
         raise value.sealed_by.went_astray()
@@ -158,15 +159,16 @@ def sealed_for(value: torch.Tensor, pair: FoldedPair, behind: int | None) -> Any
 
 
 def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
-    """The value that the second of a pair is given.
+    """Open the input of the second of a pair.
 
     Args:
         value: the sealed value.
-        pair: the two.
-        behind: how many dims there are after that of the channels; None for a BatchNorm, which takes dim 1 for it.
+        pair: the pair.
+        behind: the number of dims after the channel dim that the second expects; None if it expects dim 1, as a
+            BatchNorm does.
 
     Raises:
-        UnseenCall: it isn't what the first one gave out, or its channels are in another dim.
+        UnseenCall: the value isn't the output of the first, or its channels are in another dim.
     """
     if not isinstance(value, SealedOutput):
         return _exported(value, pair, behind)
@@ -182,11 +184,13 @@ def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tenso
 
 
 def _exported(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
-    """A value without a seal: torch.export puts other tensors in the place of folded weights, so that a function that
-    computes with them seals nothing.
+    """Accept an unsealed value during torch.export, which replaces folded weights by plain fake tensors.
+
+    A functional layer with such a weight doesn't seal its output, and lacks the bias that the fold added, which is
+    added here.
 
     Raises:
-        UnseenCall: nothing is being exported.
+        UnseenCall: torch.export isn't running, or the layer isn't functional.
     """
     is_fake = isinstance(value, torch.Tensor) and type(value) is not torch.Tensor
     if not (is_fake and pair.convolves and not pair.leads and torch.compiler.is_exporting()):
@@ -197,15 +201,16 @@ def _exported(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
 
 
 def given_on(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
-    """What comes out of a second of a pair that the first does the work of: for the next one, or free."""
+    """The output of a second whose work the first does: sealed for the farther pair if there is one, else open."""
     return value if pair.farther is None else sealed(value, pair.farther, dim)
 
 
 def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call of torch with a sealed value gives.
+    """Handle a torch call that has a sealed value among its arguments.
 
     Raises:
-        UnseenCall: it isn't the second of the pair, no move, and no question about shape and kind.
+        UnseenCall: the call is not the second of the pair, doesn't just move data, and doesn't just read shape or
+            dtype.
     """
     seals = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SealedOutput)]
     seal = seals[0]
@@ -230,13 +235,13 @@ def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _normalised(func: Any, seal: SealedOutput, given: dict[str, Any]) -> Any:
-    """The functional BatchNorm of a pair, which its running mean names."""
+    """Handle a functional BatchNorm, which its running mean identifies."""
     pair = seal.sealed_by
     if given.get("input") is not seal:
         raise pair.went_astray()
     nearer = getattr(given.get("running_mean"), "sealed_pair", None)
     if pair.leads and nearer is not None and nearer.farther is pair and nearer.is_named_by(given):
-        # Another BatchNorm before the same layer.
+        # A second BatchNorm before the same layer.
         check_function(nearer, given)
         return sealed(opened_from(seal, pair, None), nearer)
     if pair.leads or pair.operation != "batch_norm" or not pair.is_named_by(given):
@@ -245,7 +250,7 @@ def _normalised(func: Any, seal: SealedOutput, given: dict[str, Any]) -> Any:
     if not pair.carried:
         with without_subclasses():
             if torch.compiler.is_dynamo_compiling():
-                # The graph that comes of it runs elsewhere, by tensors without a seal.
+                # The captured graph runs without the checks, on unsealed tensors.
                 mean = given[pair.argument]
                 given = {**given, pair.argument: torch.ops.aten.alias.default(mean)}
             output: torch.Tensor = F.batch_norm(**{**given, "input": opened})
@@ -258,10 +263,10 @@ def _normalised(func: Any, seal: SealedOutput, given: dict[str, Any]) -> Any:
 
 
 def check_function(pair: FoldedPair, given: Mapping[str, Any]) -> None:
-    """See that a functional BatchNorm that a layer does the work of is called as it was when it was folded.
+    """Check that a functional BatchNorm whose work a layer does is called as it was at the time of the fold.
 
     Raises:
-        UnseenCall: it isn't.
+        UnseenCall: its tensors, training flag or `eps` have changed.
     """
     if pair.is_given_back:
         raise pair.other_tensors(pair.norm_path)
@@ -307,12 +312,12 @@ def _asks(func: Any, seal: SealedOutput, args: Sequence[Any], kwargs: Mapping[st
 
 
 def resealed(value: torch.Tensor, like: Any) -> Any:
-    """A value under the seal of another one; as it is where that has none."""
+    """Seal a value like another one; returned as is if that one has no seal."""
     return sealed(value, like.sealed_by, like.sealed_dim) if isinstance(like, SealedOutput) else value
 
 
 def opened(values: Any) -> Any:
-    """The values, in any containers, with the tensors in the place of sealed ones."""
+    """Replace the sealed values in any containers by the tensors inside."""
     if not any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves(values)):
         return values
     return pytree.tree_map(lambda leaf: leaf.sealed_value if isinstance(leaf, SealedOutput) else leaf, values)

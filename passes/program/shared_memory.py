@@ -1,4 +1,4 @@
-"""Which tensors of a tree of modules lie in each other's memory without being one: ties by `.data`, views, flat buffers."""
+"""Find distinct tensors of a tree that share memory: ties through `.data`, views, flat buffers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from passes.program.weights import PLAIN_TENSORS
 
 
 class Place(NamedTuple):
-    """Where a module holds a tensor: by registering it, as an attribute, or in a container, partial or function among them.
+    """Where a module holds a tensor: registered, as an attribute, or inside a container, partial or function.
 
     Attributes:
-        stands_apart: whether who reads it here is seen to read no registered tensor, though it may be the same object.
+        path: the path, for reports.
+        tensor: the tensor.
+        stands_apart: whether a read here is not recognized as a read of a registered tensor, even if it is the same
+            object.
     """
 
     path: str
@@ -27,13 +30,18 @@ class Place(NamedTuple):
 
 
 class SharedMemory:
-    """For each of some tensors, another one that lies in the same bytes."""
+    """For each tensor, find another one that overlaps it in memory."""
 
     def __init__(
         self, places: Iterable[Place], *, counts: Callable[[torch.Tensor], bool] = lambda tensor: True
     ) -> None:
-        """Compare the places, which may name a tensor more than once; those that `counts` leaves out are never told of."""
-        # They are held, else the id of one could name another tensor later.
+        """Compare the places, which may name a tensor more than once.
+
+        Args:
+            places: the tensors to compare.
+            counts: whether a tensor may be returned by `beside`.
+        """
+        # Keeps the tensors alive, so that their ids stay unique.
         self._places = tuple(places)
         self._groups: dict[int, list[Place]] = {}
         by_storage: dict[int, list[Place]] = defaultdict(list)
@@ -41,14 +49,14 @@ class SharedMemory:
             for storage in storages_of(place.tensor):
                 by_storage[storage].append(place)
         for storage, places in by_storage.items():
-            # Most storages have one tensor.
+            # Most storages hold one tensor.
             if len(places) > 1:
                 extents = ((extent, place) for place in places for extent in extents_of(place.tensor))
                 self._group([found for found in extents if found[0].storage == storage], counts)
 
     def _group(self, found: list[tuple[Extent, Place]], counts: Callable[[torch.Tensor], bool]) -> None:
         end, group = 0, list[Place]()
-        # The widest first of those that start together: it is the one to name.
+        # Of tensors with the same start, the widest comes first, as the best one to name.
         for extent, place in sorted(found, key=lambda item: (item[0].start, -item[0].end)):
             if extent.start >= end:
                 group = []
@@ -58,16 +66,16 @@ class SharedMemory:
                 group.append(place)
 
     def beside(self, tensor: torch.Tensor) -> Place | None:
-        """Another tensor in the bytes of this one, or in those of one that is; None where it is alone there.
+        """Another tensor that overlaps this one, directly or through a third one; None if there is none.
 
-        One that is an attribute besides, or a scripted module's, is beside itself.
+        A tensor that is also held as a plain attribute, or by a scripted module, counts as overlapping itself.
         """
         group = self._groups.get(id(tensor), ())
         return next((place for place in group if place.tensor is not tensor or place.stands_apart), None)
 
 
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors, each once, in groups that share no bytes with each other; most are alone."""
+    """Group the tensors, each once, so that different groups share no bytes; most groups have one tensor."""
     distinct = {id(tensor): tensor for tensor in tensors}
     shared = SharedMemory(Place("", tensor) for tensor in distinct.values())
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -77,19 +85,19 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def copied_together(group: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Copies of tensors that share what they shared: what is written to one shows in the others.
+    """Copy tensors so that the copies overlap like the originals: a write to one shows in the others.
 
-    Those of other classes than torch's own, and those that don't lie in strides, are copied each for itself.
+    If one of them has no strides or is of a foreign class, all are copied separately.
 
     Args:
-        group: as `groups_of` gives it.
-        dtype: that of the copies; the tensors of the group have one dtype then. None keeps each one's own.
+        group: one of the groups of `groups_of`.
+        dtype: the dtype of the copies; the tensors of the group must then have one common dtype. None keeps the dtypes.
     """
     if len(group) == 1 or not all(map(_can_be_laid_anew, group)):
         own = [tensor.detach().clone() for tensor in group]
         return own if dtype is None else [tensor.to(dtype) for tensor in own]
     extents = [extent for tensor in group for extent in extents_of(tensor)]
-    # Numbers of every dtype may start there.
+    # A multiple of the alignment of every dtype.
     first = min(extent.start for extent in extents) // 16 * 16
     one = group[0].dtype if all(tensor.dtype is group[0].dtype for tensor in group) else torch.uint8
     size = max(extent.end for extent in extents) - first
@@ -116,21 +124,24 @@ def _over(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """A tensor over a storage: no view of another, so that a forward may write to it as to any."""
+    """Make a tensor over a storage. It is not a view, so that a forward may write to it."""
     return torch.empty(0, dtype=dtype, device=like.device).set_(storage, offset, tuple(shape), tuple(strides))
 
 
 def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
-    """The tensors that modules, each with its path, hold: registered, as attributes, and in what is in `Place`.
+    """Yield the tensors that modules hold: registered, as attributes, and in the containers named in `Place`.
 
-    Modules may share a container, a vocabulary, say: it is looked through once.
+    A container that several modules share, such as a vocabulary, is searched once.
+
+    Args:
+        modules: (path, module) of each module.
     """
-    # By identity: from how many levels above the last one it was looked into.
+    # The remaining depth with which each container was searched, by id.
     seen: dict[int, int] = {}
     for path, module in modules:
         prefix = f"{path}." if path else ""
         if isinstance(module, torch.jit.ScriptModule):
-            # It has no more than these, and may give them out anew at each look, over the same memory.
+            # A scripted module has only these, and may create them anew at each access, over the same memory.
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             yield from (Place(prefix + name, tensor, stands_apart=True) for name, tensor in own)
             continue
@@ -142,7 +153,7 @@ def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
 
 
 def _inside(path: str, value: object, seen: dict[int, int], depth: int) -> Iterator[Place]:
-    """The tensors in a container; in functions and the like, what these hold."""
+    """The tensors in a container, function, partial or other holder, down to the given depth."""
     if isinstance(value, torch.Tensor):
         yield Place(path, value, stands_apart=True)
         return

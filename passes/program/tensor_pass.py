@@ -1,4 +1,4 @@
-"""A tensor pass: it changes parameters and buffers by what recorded runs show, and the model's own forward goes on running."""
+"""The base class of tensor passes, which change weights and keep the model's own forward."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from passes.program.tensor_rewriting import TensorChange, TensorRewriter
 class TensorPass(Pass):
     """A pass that changes parameters and buffers of the working copy.
 
-    `rewrite` finds the places in recorded runs of the example inputs, skips or changes each. What it changes is guarded by
-    seals, in branches too that no run took, and checked on the values of a run. Without example inputs nothing is known of
-    the model, and it is left as it is.
+    `rewrite` finds the candidates in recorded runs of the example inputs, and changes or skips each. Seals guard the
+    changed tensors in branches that no run took. Each change is checked on the values of a run. Without example inputs,
+    the pass changes nothing.
     """
 
     @abstractmethod
     def rewrite(self, model: TensorRewriter, context: Context) -> None:
-        """Find the places, skip or change each."""
+        """Find the candidates, and change or skip each."""
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """As `Pass.would_apply`; the examples are run for it."""
+        """See `Pass.would_apply`. Runs the example inputs."""
         result = self.run(tree, replace(context, judge=None))
         result.rewriter.roll_back()
         return bool(result.changes)
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Record the example calls, rewrite what they show, and check each change on the values that flow there."""
+        """Record the example calls, rewrite the pairs found there, and check each change on real activations."""
         recorded = recorded_runs(tree, context)
         runs = () if recorded is None else recorded.runs
         writer = TensorRewriter(tree, context.mode, {run.recording: run.when for run in runs}, context.left_alone)
@@ -71,7 +71,7 @@ def _result(writer: TensorRewriter, checked: Sequence[tuple[Any, Any]]) -> PassR
 def _checked(
     tree: ModelTree, context: Context, writer: TensorRewriter, runs: Sequence[Run]
 ) -> list[tuple[TensorChange, Any]]:
-    """Each change with what was found where its pair is computed with it and without it, in the run of the fewest rows."""
+    """Compare each pair with and without its change, in the run with the smallest batch that reaches it."""
     judge, run_each = context.judge, context.run_each
     if judge is None or run_each is None:
         return []

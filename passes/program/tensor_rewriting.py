@@ -1,7 +1,7 @@
-"""The one way to change the tensors of a working copy.
+"""The only way to change tensors of a working copy.
 
-Whatever is changed here gets its seal and its guard on checkpoints with it: the values between the two of a pair can be used
-by these alone, and so can the tensors that were changed. All of it can be taken back.
+Each change also installs its guards. Seals make the values between the two of a pair, and the changed tensors, unusable
+for anything else. Checkpoint hooks handle the loading of old weights. Everything can be rolled back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from passes.program.replay import Rewritten
 from passes.program.tensors import TensorRef
 from passes.program.weights import FoldedLayer, folded_parameter, folded_tensor
 
-# A pair by the layer's weight, what names the affine operation, and which of the two leads.
+# Identifies a pair: the layer's weight, the tensor that identifies the affine operation, and whether that one leads.
 _Key = tuple[int, str, int, str, bool]
 
 
@@ -48,19 +48,19 @@ class TensorChange(Change):
     """One rewrite of tensors.
 
     Attributes:
-        rewritten: the pairs that it is about, as each run shows them, with their tensors before and after.
+        rewritten: for each run, the rewritten pair with its tensors before and after.
     """
 
     rewritten: Mapping[Recording, Rewritten]
 
 
 class TensorRewriter(ChangeRecord[TensorChange]):
-    """Finds the pairs that recorded runs show, and rewrites their tensors, for one pass.
+    """Finds the pairs in recorded runs and rewrites their tensors, for one pass.
 
     Attributes:
         mode: "inference" or "training".
-        recordings: the runs that are rewritten for: one for each example call, in each state that a result can be in, with
-            the state as "in eval" or "in training"; "" for the one that the model was given in.
+        recordings: the recorded runs, one for each example call and each training state of the result. The value says
+            which state: "in eval", "in training", or "" for the model's own flags.
     """
 
     def __init__(
@@ -70,17 +70,21 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         self.mode = mode
         self.recordings = recordings
         self._judge = Judge(tree, mode)
-        # By the tensor that names an affine operation, or a layer's weight: the calls with it.
+        # The calls of each recording, keyed by a layer's weight or the tensor that identifies an affine operation.
         self._calls = {recording: _calls_in(recording) for recording in recordings}
-        # The affine operations that their layers do by now, in all recordings.
+        # The affine operations, in all recordings, whose work their layers do by now.
         self._folded: set[Node] = set()
 
     # Find -------------------------------------------------------------------------------------------------------------
 
     def pairs(self, *, in_front: bool = False) -> Iterator[Pair]:
-        """Each pair once, in the order of the runs: those with the affine operation behind the layer, or in front of it.
+        """Yield each pair once, in the order of the runs.
 
-        What is folded meanwhile makes the next operation in a row a part of a pair.
+        A fold during the iteration makes the next affine operation in a row part of a new pair.
+
+        Args:
+            in_front: yield the pairs whose BatchNorm comes before the layer; by default those whose affine operation
+                follows it.
         """
         seen: set[_Key] = set()
         known = -1
@@ -93,11 +97,11 @@ class TensorRewriter(ChangeRecord[TensorChange]):
                         yield pair
 
     def where(self, place: Convolution | Affine) -> str:
-        """The place, for people: a layer's path, or that of the module around it with the operation's name."""
+        """The location for reports: a layer's path, or that of the surrounding module with the operation's name."""
         return self._judge.where(place.node)
 
     def skip_the_rest(self) -> None:
-        """Leave alone, with the reason, the BatchNorms behind a layer that make no pair with it."""
+        """Skip, with the reason, the BatchNorms after a layer that make no pair with it."""
         for recording in self.recordings:
             for node in recording.nodes():
                 if reason := self._judge.why_alone(node):
@@ -107,7 +111,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
     # Judge ------------------------------------------------------------------------------------------------------------
 
     def why_not(self, pair: Pair) -> str | None:
-        """The reason why the two can't be rewritten together, as a clause; None where they can in all of the runs."""
+        """The reason why the pair can't be folded, as a clause; None if it can be folded in all runs."""
         for recording, when in self.recordings.items():
             found = self._found_in(recording, pair)
             if found:
@@ -121,7 +125,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         return None
 
     def runs_of(self, pair: Pair) -> list[Pair]:
-        """The pair as each of the runs shows it."""
+        """The pair in each of the runs."""
         return [one for recording in self.recordings for one in self._found_in(recording, pair)]
 
     def _found_in(self, recording: Recording, pair: Pair) -> list[Pair]:
@@ -134,18 +138,18 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         for node in nodes:
             pair = (pair_in_front if in_front else pair_behind)(node, self._folded)
             if pair is not None:
-                # A function that is called without a bias gets the one that a fold has made.
+                # A functional layer without a bias uses the bias that a fold added.
                 yield replace(pair, conv=replace(pair.conv, bias=self._bias_of(pair)))
 
     def _inputs_of(self, pair: Pair) -> Iterator[Node]:
         return (one.first.input for one in self.runs_of(pair))
 
     def is_as_given(self, affine: Affine) -> bool:
-        """Whether it is of a run in the state of the training flags that the model was given in."""
+        """Whether the operation is from a run with the model's own training flags."""
         return any(affine.node.graph is recording.graph and not when for recording, when in self.recordings.items())
 
     def is_tied(self, affine: Affine) -> bool:
-        """Whether it does its own work, and is right only behind the one layer that it was folded together with."""
+        """Whether the operation still does its own work, but is only correct after the layer it was folded with."""
         named = affine.named_by
         pair = getattr(None if named is None else named.value, "sealed_pair", None)
         forward = None if affine.module is None else inner_forward(affine.module)
@@ -153,16 +157,16 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         return pair is not None and not pair.carried
 
     def skip(self, place: Convolution | Affine, reason: str) -> None:
-        """Leave a place alone, for a reason that is a sentence without its full stop."""
+        """Skip a candidate; the reason is a sentence without the full stop."""
         self.skips.append(Skip(self.where(place), reason))
 
     # Rewrite ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def change(self, place: Convolution | Affine, what: str, pair: Pair) -> Iterator[TensorChange]:
-        """Record what is written in the block as one change; one that is to be left alone is noted as a skip instead.
+        """Record the edits of the block as one change; an excluded change is undone and recorded as a skip.
 
-        An error in the block takes back what was written in it.
+        An error in the block undoes its edits.
         """
         change = TensorChange(self.where(place), what, between=(self.where(pair.first), self.where(pair.second)))
         old, passed = self._tensors_of(pair), frozenset(self._folded)
@@ -177,10 +181,10 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             }
 
     def fold(self, pair: Pair, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        """Give the layer this weight and bias, with which it does the affine operation's work too.
+        """Give the layer a new weight and bias, with which it also does the affine operation's work.
 
         Args:
-            weight: in the shape and dtype of the one of now.
+            weight: in the shape and dtype of the current weight.
             bias: (out,).
         """
         conv, affine = pair.conv, pair.affine
@@ -201,16 +205,16 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._folded |= done
 
     def move_bias(self, pair: Pair, mean: torch.Tensor | None, *, trained: bool) -> None:
-        """Leave the layer without its bias, which the BatchNorm's running mean holds from now on.
+        """Remove the layer's bias, which the BatchNorm's running mean contains from now on.
 
         Args:
-            mean: (channels,); None for a BatchNorm that keeps none.
-            trained: whether the bias would be trained where the BatchNorm takes running statistics.
+            mean: the new running mean, (channels,); None for a BatchNorm without running statistics.
+            trained: whether the original trains the bias when the BatchNorm uses its running statistics.
         """
         conv, norm = pair.conv, pair.affine
         assert conv.bias is not None
         assert isinstance(norm, BatchNorm)
-        # What is trained on may be written to: there the values are the result's own.
+        # In training, the tensors may be written to, so the result gets its own values.
         sources = [conv.bias, *([norm.mean] if norm.mean else [])]
         if self.mode != "training":
             self._changing().sources += sources
@@ -225,7 +229,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         weight = conv.weight.value
         assert weight is not None
         if self.mode != "training":
-            # The layer is right without its bias in this place alone.
+            # Without its bias, the layer is only correct as part of this pair.
             self._put(conv.weight, folded_parameter(weight.detach(), layer, requires_grad=weight.requires_grad))
         if norm.module is not None:
             self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
@@ -238,7 +242,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         return {ref: value for ref in refs if (value := ref.value) is not None}
 
     def _bias_of(self, pair: Pair) -> TensorRef | None:
-        """Where the layer has its bias by now."""
+        """The current place of the layer's bias."""
         layer = getattr(pair.conv.weight.value, "sealed_layer", None)
         return pair.conv.bias if pair.conv.bias is not None or layer is None else layer.bias
 
@@ -265,7 +269,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         return folded
 
     def _rank_of(self, pair: Pair) -> int | None:
-        """The dims of the layer's input, where the channels depend on them and nothing else tells."""
+        """The number of dims of the layer's input if the channel dim depends on it; None if it doesn't."""
         conv, affine = pair.conv, pair.affine
         if affine.leads or self._is_beyond(pair):
             return None
@@ -284,11 +288,11 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         return channels.rank - channels.dim - 1
 
     def _is_beyond(self, pair: Pair) -> bool:
-        """Whether what was folded before lies between the two."""
+        """Whether an operation that was folded before lies between the two."""
         return any(node in self._folded for node in pair.affine.moves)
 
     def _layer_of(self, pair: Pair, folded: FoldedPair) -> FoldedLayer:
-        """The layer with the pair in its place: next to it, or beyond what it was folded together with before."""
+        """The folded layer with the pair added: next to the layer, or beyond the pairs that were folded before."""
         conv = pair.conv
         earlier = getattr(conv.weight.value, "sealed_layer", None)
         forward = None if conv.module is None else inner_forward(conv.module)
@@ -309,7 +313,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         return layer
 
     def _moved(self, mean: torch.Tensor, folded: FoldedPair) -> torch.Tensor:
-        # In training the buffers stay plain ones, as optimizers, wrappers and checkpoints handle them.
+        # In training, buffers stay plain tensors, as optimizers, wrappers and checkpoints expect.
         return mean if self.mode == "training" else folded_tensor(mean, pair=folded)
 
     def _take_norm_away(self, affine: Affine, folded: FoldedPair) -> None:
@@ -318,7 +322,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             held = ref.value
             self._take_away(ref)
             if held is not None:
-                # What it was like can be asked for; the values are in the layer's.
+                # Shape, dtype and device can still be read; the values are in the layer.
                 empty = torch.zeros((), dtype=held.dtype, device=held.device).expand(held.shape)
                 self._set(ref.owner, ref.name, folded_tensor(empty, pair=folded))
         if norm is None:
@@ -330,7 +334,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._put(TensorRef(norm, "num_batches_tracked"), None)
 
     def _take_away(self, ref: TensorRef) -> None:
-        """Leave the name without a tensor, and make loading one an error in any case."""
+        """Remove the tensor, and make each attempt to load it an error."""
         self._put(ref, None)
         hooks = ref.owner._load_state_dict_pre_hooks
         if not any(getattr(hook, "hook", None) is refuse_checkpoint for hook in hooks.values()):
@@ -338,7 +342,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             ref.owner.register_load_state_dict_pre_hook(refuse_checkpoint)
 
     def _keep_in_checkpoints(self, pair: Pair) -> None:
-        """Have checkpoints go on holding the bias, as zero: what is saved loads into the original, and the reverse."""
+        """Keep the bias in checkpoints, as zeros, so that they load into the original and the reverse."""
         conv, norm = pair.conv, pair.affine
         assert conv.bias is not None
         assert conv.bias_value is not None
@@ -355,17 +359,17 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._do(HookEdit(self.tree.root.get_submodule(owner_path), registry, moved.key, hook))
 
     def _set_forward(self, module: nn.Module, forward: InstanceForward) -> None:
-        """Give one module another forward, within what is around the one of now."""
+        """Replace the forward of a module, inside of the wrappers around the current one."""
         self._set(module, "forward", in_place_of(module.__dict__.get("forward"), forward))
 
     @property
     def made(self) -> Iterator[nn.Parameter]:
-        """The parameters that were made, which nobody but the working copy holds."""
+        """The new parameters, which only the working copy holds."""
         tensors = (edit.new for edit in self.edits if isinstance(edit, TensorEdit))
         return (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
 
     def finish(self) -> None:
-        """Have the root refuse to give out a value that is under a seal: nobody behind it could tell what it is."""
+        """Make the root raise if it would return a sealed value, which no caller could use."""
         root = self.tree.root
         if not self.changes:
             return
@@ -400,7 +404,7 @@ def _calls_in(recording: Recording) -> dict[tuple[int, str], list[Node]]:
 
 
 def _argument_of(affine: Affine) -> str:
-    """By which of its arguments a functional BatchNorm is known."""
+    """The name of the argument that identifies a functional BatchNorm."""
     named = affine.named_by
     if not isinstance(affine, BatchNorm) or named is None:
         return "running_mean"
@@ -410,7 +414,7 @@ def _argument_of(affine: Affine) -> str:
 
 
 def _free_name(weight: TensorRef) -> str:
-    """A name for a bias beside the weight."""
+    """An unused name for a new bias next to the weight."""
     registered: Mapping[str, nn.Parameter | None] = weight.owner._parameters
     if weight.name == "weight" and "bias" in registered and registered["bias"] is None:
         return "bias"

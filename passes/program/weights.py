@@ -1,8 +1,8 @@
-"""Folded parameters and buffers: the layer that they belong to computes with them, and nothing else can.
+"""Folded parameters and buffers: tensor subclasses that only the layer they belong to can compute with.
 
-They are subclasses of `nn.Parameter` and `torch.Tensor`. What only moves or copies them works: `state_dict`, `detach`,
-`to`, `deepcopy`, saving, writing to them. An operation that computes a tensor from them raises `UnseenCall`. Which those
-are is read from torch's schemas: operators that return a tensor which aliases no input.
+They are subclasses of `nn.Parameter` and `torch.Tensor`. Moving, copying and writing work: `state_dict`, `detach`,
+`to`, `deepcopy`, saving. An operation that computes a tensor from them raises `UnseenCall`. torch's schemas tell which
+operations do: those that return a tensor which doesn't alias an input.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from passes.torch_private import make_subclass, without_subclasses
 
 
 class FoldedLayer:
-    """A layer whose tensors were changed when it was folded together with others; they hold it.
+    """A layer whose tensors were changed by a fold; the tensors refer to it.
 
     Attributes:
-        weight, bias: where its tensors are; `bias` is None for a functional call without one.
-        dims: its spatial dims.
-        module: whether a stock layer computes with the tensors, in its own forward. Otherwise a function does.
-        pair, front: it and the affine operation after it, and before it; None without.
+        weight, bias: the places of its tensors; `bias` is None for a functional call without one.
+        dims: the number of spatial dims; 0 for a linear layer.
+        module: whether a torch.nn layer computes with the tensors, in its own forward; otherwise a function does.
+        pair: the pair with the affine operation after the layer; None if there is none.
+        front: the pair with the BatchNorm before the layer; None if there is none.
     """
 
     def __init__(self, weight: TensorRef, bias: TensorRef | None, dims: int, *, module: bool) -> None:
@@ -45,16 +46,16 @@ class FoldedLayer:
 
     @property
     def any_pair(self) -> FoldedPair:
-        """One of the pairs, for a sentence."""
+        """One of the pairs, for error messages."""
         pair = self.pair or self.front
         assert pair is not None
         return pair
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the function gives in place of the layer, under the seal of the pair.
+        """Compute a functional layer with its folded tensors, and seal the output.
 
         Raises:
-            UnseenCall: the layer is a module, or is given something else than in the recorded runs.
+            UnseenCall: the layer is a module, or has other arguments than in the recorded runs.
         """
         names = layer_arguments(func)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -88,17 +89,17 @@ class FoldedLayer:
 
 
 def unsealed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one without a seal, in a graph that torch compiles, whose calls would meet it."""
+    """An unsealed alias of the tensor, for a graph that torch compiles, where calls would meet the seal."""
     alias: torch.Tensor = torch.ops.aten.alias.default(tensor) if _is_folded(tensor) else tensor
     return alias
 
 
 class _Folded:
-    """What all folded tensors do.
+    """The common part of all folded tensors.
 
     Attributes:
-        sealed_layer: the layer that computes with it; None for a tensor of an affine operation.
-        sealed_pair: the pair that it is part of, for a tensor of an affine operation.
+        sealed_layer: the layer that computes with the tensor; None for a tensor of an affine operation.
+        sealed_pair: for a tensor of an affine operation, its pair.
     """
 
     sealed_layer: FoldedLayer | None = None
@@ -129,7 +130,7 @@ class FoldedParameter(_Folded, nn.Parameter):
 
 
 class FoldedTensor(_Folded, torch.Tensor):
-    """A tensor whose values are in others now, or a view of a folded parameter."""
+    """A placeholder for a tensor whose values are now in other tensors, or a view of a folded parameter."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) in memo:
@@ -146,7 +147,7 @@ class FoldedTensor(_Folded, torch.Tensor):
             return _made, (FoldedTensor, values, self.requires_grad), dict(self.__dict__), None, None, _set_state
 
 
-# The classes of tensors whose numbers torch's own operations read as they are.
+# The tensor classes whose stored values torch's operations use unchanged.
 PLAIN_TENSORS: frozenset[type[torch.Tensor]] = frozenset({torch.Tensor, nn.Parameter, FoldedParameter, FoldedTensor})
 
 
@@ -165,7 +166,7 @@ def _copy_state(tensor: Any, twin: Any, memo: Any) -> None:
 
 
 def folded_parameter(values: torch.Tensor, layer: FoldedLayer, *, requires_grad: bool) -> FoldedParameter:
-    """A parameter with the values that only the layer computes with."""
+    """Make a parameter that only the given layer can compute with."""
     parameter: FoldedParameter = _made(FoldedParameter, values, requires_grad)
     parameter.sealed_layer = layer
     return parameter
@@ -174,7 +175,7 @@ def folded_parameter(values: torch.Tensor, layer: FoldedLayer, *, requires_grad:
 def folded_tensor(
     values: torch.Tensor, *, pair: FoldedPair | None = None, layer: FoldedLayer | None = None
 ) -> FoldedTensor:
-    """What stands under the name of a tensor whose values are in others now; it says that to whoever computes with it."""
+    """Make the placeholder for a tensor whose values are now in others; computing with it raises `UnseenCall`."""
     tensor: FoldedTensor = _made(FoldedTensor, values, False)
     tensor.sealed_pair = pair
     tensor.sealed_layer = layer
@@ -182,19 +183,19 @@ def folded_tensor(
 
 
 def over_values(source: FoldedParameter, values: torch.Tensor) -> FoldedParameter:
-    """A parameter like a folded one over other values, which `sealed_like` gives its seal."""
+    """A folded parameter with other values and no seal yet; `sealed_like` adds the seal."""
     parameter: FoldedParameter = _made(FoldedParameter, values, source.requires_grad)
     return parameter
 
 
 def sealed_like(source: torch.Tensor, twin: torch.Tensor, memo: dict[int, Any]) -> None:
-    """Give a copy of a folded parameter the seal of its source, over what the memo has copied."""
+    """Give the copy of a folded parameter a copy of its source's seal, using a deepcopy memo."""
     if isinstance(source, FoldedParameter):
         _copy_state(source, twin, memo)
 
 
 def like_old(old: torch.Tensor | None, new: nn.Parameter) -> nn.Parameter:
-    """New values for a parameter, folded as the old one was."""
+    """Make the new parameter a folded one if the old one was."""
     layer = getattr(old, "sealed_layer", None)
     if layer is None or not isinstance(old, FoldedParameter) or isinstance(new, FoldedParameter):
         return new
@@ -206,16 +207,16 @@ def _is_folded(leaf: Any) -> bool:
 
 
 def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call of torch with folded tensors gives.
+    """Handle a torch call that has folded tensors among its arguments.
 
     Raises:
-        UnseenCall: it computes a tensor, and isn't that of the layer or the affine operation.
+        UnseenCall: the call computes a tensor, and is not that of the layer or of the affine operation.
     """
     if any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
-        # Torch asks the class of the first argument: in a product that may be this one's.
+        # torch asks the class of the first argument, which may be this one in a product with a sealed value.
         return answer_of_seal(func, args, kwargs)
     if getattr(func, "namespace", "") in ("aten", "prims"):
-        # A graph that torch captured calls operators, and no forward that somebody wrote.
+        # Graphs that torch captured call operators directly; code in a forward doesn't.
         with without_subclasses():
             return func(*args, **kwargs)
     if func in CONVOLUTIONS:
@@ -249,7 +250,7 @@ def _read_elsewhere(args: Any, kwargs: Any) -> UnseenCall:
 
 
 def _normalised(pair: FoldedPair, given: dict[str, Any]) -> Any:
-    """A functional BatchNorm on a value without a seal: one before its layer, which gives its input on under a seal."""
+    """Handle a functional BatchNorm on an unsealed value: one before its layer, which returns its input sealed."""
     input = given["input"]
     if not pair.is_named_by(given):
         raise pair.read_elsewhere(pair.norm_path)
@@ -259,20 +260,22 @@ def _normalised(pair: FoldedPair, given: dict[str, Any]) -> Any:
     return sealed_for(input if pair.farther is None else opened_from(input, pair.farther, None), pair, None)
 
 
-# Copies, which no schema tells from what is computed; they are sealed as well.
+# Operations that copy. Their schemas look like those of computations; the copies are sealed as well.
 _COPIES = frozenset({
     "clone", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory", "__getitem__", "__iter__", "__get__",
     "__set__", "__deepcopy__",
 })  # fmt: skip
-# What takes the values out, as a state dict does, or makes a tensor without them.
+# Operations that take the values out, as a state dict does, or make a tensor without them.
 _FREE = frozenset(
     {"detach", "alias", "grad", "_base", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
 )
 
 
 def _kind(func: Any) -> str:
-    """Whether a function of torch gives "aliases" of its inputs, "writes" to one, "computes" a tensor, or "answers"; a
-    function that is no operator, as one written in Python, is "unknown"."""
+    """Classify a torch function: "aliases" inputs, "writes" to one, "computes" a tensor, or "answers" without one.
+
+    Functions that are not operators, such as those written in Python, are "unknown".
+    """
     name = _name_of(func)
     return "aliases" if name in _COPIES or name in _FREE else _kind_of_operator(name)
 
@@ -296,14 +299,14 @@ def _name_of(func: Any) -> str:
 
 
 def _writes_elsewhere(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the values are written into another tensor, which has no seal."""
+    """Whether the call writes the values into another tensor, which has no seal."""
     if _kind(func) != "writes" and _name_of(func) != "__setitem__":
         return False
     return not args or not _is_folded(args[0]) or any(map(_is_folded, pytree.tree_leaves((args[1:], dict(kwargs)))))
 
 
 def _sealed_again(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """Tensors that alias or copy a folded one are sealed as it is."""
+    """Seal the results that alias or copy a folded tensor like that tensor."""
     name = _name_of(func)
     if name == "__get__":
         name = str(getattr(getattr(func, "__self__", None), "__name__", ""))

@@ -1,9 +1,9 @@
-"""The forward of a module as one rewritten graph, for tracers and exporters.
+"""Capture the forward of a module as one rewritten graph, for tracers and exporters.
 
-What graph passes do to a call is nothing that a tracer sees: it gets the plain forward. Here the forward is captured once
-more, as a whole, with the sizes open that are open in the file, and rewritten by the same passes. The graph then stands in
-the place of the forward: parameters and buffers are read from the module under their own names, values that were derived of
-them are buffers, inputs and outputs are those of the forward.
+Tracers see the plain forward of a module, not the graphs that graph passes rewrite. Here the whole forward is captured
+once more as a single graph, with the same dynamic sizes as in the file, and rewritten by the same passes. This graph
+replaces the forward. Parameters and buffers are read from the module under their own names, derived tensors become
+buffers, and inputs and outputs stay those of the forward.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ from passes.torch_private import (
 )
 
 Place = tuple[int, int]
-# What torch says where a capture takes an open size for a number, and of the lines that led there.
+# torch's message when a capture specializes a dynamic size, and the lines of its traceback.
 _FIXED = re.compile(r"your code specialized it to be a constant \((\d+)\)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-# Reads one tensor or size: of the module, or of the flat tensors of a call.
+# Reads one tensor or size from the module or from the flat tensors of a call.
 _Read = Callable[[Sequence[torch.Tensor]], Any]
 
 
 class NoWholeGraph(PassesError):
-    """There is no one graph of a forward; the message is a clause that says why."""
+    """The forward can't be captured as one graph; the message is a clause with the reason."""
 
 
 @dataclass(frozen=True)
 class FlatCall:
-    """One call of a module, and how calls like it are flattened.
+    """One call of a module, and the functions that flatten calls like it.
 
     Attributes:
-        args, kwargs: its arguments.
-        inputs: the tensors among the arguments of such a call.
-        outputs: the tensors in what the module gives for it.
-        rebuild: puts such tensors together to what the module gives.
-        sizes: the open dims, (number of the input, dim), each with the first of those that have the same size in all calls.
+        args, kwargs: the arguments.
+        inputs: returns the tensors among the arguments of such a call.
+        outputs: returns the tensors in the module's output for such a call.
+        rebuild: builds the module's output from these tensors.
+        sizes: the dynamic dims, (number of the input, dim), each with the first dim that has the same size in all
+            calls.
     """
 
     args: tuple[Any, ...]
@@ -71,23 +72,25 @@ class FlatCall:
 
 
 def steps_for_files(module: nn.Module) -> list[Applied]:
-    """The graph passes of a module's call whose changes files can hold."""
+    """The graph passes of a module's call whose changes files can contain."""
     call = module.__dict__.get(GRAPH_CALL)
     steps = call.passes if isinstance(call, GraphCall) else ()
     return [step for step in steps if isinstance(step, Applied) and step.item.in_files]
 
 
 def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> list[str]:
-    """Set the rewritten graph as the module's forward; gives the names of the passes that changed it.
+    """Install the rewritten graph as the module's forward; returns the names of the passes that changed it.
 
-    Tensors that only derived values were made of are taken out of the module.
+    Tensors that only derived tensors used are removed from the module.
 
     Args:
-        module: has the graph passes; it is the caller's to write to.
-        plain: an equal module, which answers where no graph is wanted.
+        module: has the graph passes; it is modified.
+        plain: an equal module, used for calls that the graph doesn't cover.
+        call: an example call.
 
     Raises:
-        NoWholeGraph: there is none, or no pass changes it; the module is of no use then.
+        NoWholeGraph: the forward can't be captured as one graph, or no pass changes that graph. The module must not be
+            used then.
     """
     capture = _Capture(module, call)
     captured, names = capture.run(), []
@@ -95,7 +98,7 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
         try:
             rewriter = step.rewriter(captured)
         except Exception as error:
-            # A pass may be anybody's.
+            # A pass may be third-party code.
             raise NoWholeGraph(f"{step.item.name} raises on it ({type(error).__name__}: {error})") from error
         captured = rewriter.captured
         if rewriter.changes:
@@ -117,9 +120,9 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
 
 
 class WholeForward(InstanceForward):
-    """The graph where a tracer or exporter looks, at sizes that it holds for; else the forward of the plain module.
+    """Runs the graph for tracers and exporters, at sizes for which it is valid; otherwise the plain forward.
 
-    So whoever compares a file with the module compares it with what stands in the user's code.
+    A comparison of a file with the module is therefore a comparison with the user's own code.
     """
 
     def __init__(self, owner: nn.Module, plain: nn.Module, capture: _Capture, graph: fx.Graph) -> None:
@@ -151,7 +154,7 @@ def _entry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # What has one size in all calls has one symbol in the graph.
+    # This check makes sizes that are equal in all calls share one symbol in the graph.
     for (one, dim), (other, its_dim) in equal:
         if inputs[one].size(dim) != inputs[other].size(its_dim):
             raise ValueError
@@ -159,14 +162,14 @@ def _entry(
 
 
 class _Capture:
-    """One capture of a module's forward, run on the call.
+    """One capture of a module's forward on the example call.
 
     Attributes:
-        origin: the graph as torch.compile gives it, with what it refers to.
-        conditions: what it assumes of the open sizes.
-        reads: by the name of each placeholder, how it is read from the inputs of a call.
-        outputs: how each output is read from the inputs and the values of the graph.
-        given: the identities of the parameters and buffers among the outputs.
+        origin: the graph from torch.compile, with the objects that it refers to.
+        conditions: the conditions on dynamic sizes under which the graph is valid.
+        reads: for each placeholder name, a function that reads its value, given the inputs of a call.
+        outputs: for each output, a function that reads it, given the inputs and the values of the graph.
+        given: the ids of the parameters and buffers among the outputs.
     """
 
     origin: fx.GraphModule
@@ -183,10 +186,10 @@ class _Capture:
         self._values: Sequence[Any] = ()
 
     def run(self) -> CapturedGraph:
-        """Capture.
+        """Capture the forward.
 
         Raises:
-            NoWholeGraph: the forward isn't one graph.
+            NoWholeGraph: the forward can't be captured as one graph.
         """
         for number, dim in self.call.sizes:
             mark_open(self._inputs[number], dim)
@@ -198,7 +201,7 @@ class _Capture:
         except NoWholeGraph:
             raise
         except Exception as error:
-            # The front end may raise anything on foreign code, and so may that.
+            # torch.compile's front end may raise anything on third-party code, and so may that code.
             raise NoWholeGraph(_why(error)) from error
         self.conditions = SizeConditions(self._environment)
         if not self.conditions.are_of_dims:
@@ -231,7 +234,7 @@ class _Capture:
         if numbers:
             return lambda inputs: inputs[numbers[0]]
         if held and isinstance(value, torch.Tensor):
-            # No parameter or buffer: it is a constant of any file.
+            # A tensor that is neither a parameter nor a buffer becomes a constant of the file.
             return lambda inputs: value
         raise NoWholeGraph(f"its graph takes {node.name}, which is neither an input nor a tensor of the model's")
 
@@ -252,7 +255,7 @@ def _reader(module: nn.Module, path: str) -> _Read:
 
 
 def _keep(node: fx.Node, module: nn.Module, capture: _Capture) -> None:
-    """Make the value of a derived node a buffer."""
+    """Turn the value of a derived node into a buffer."""
     assert isinstance(node.target, Derived)
     sources = [capture.reads[source.name](()) for source in node.args if isinstance(source, fx.Node)]
     with torch.no_grad(), without_subclasses():
@@ -265,7 +268,7 @@ def _keep(node: fx.Node, module: nn.Module, capture: _Capture) -> None:
 class _Buffer:
     """A call in a graph that reads a buffer."""
 
-    # As torch.fx asks of what a graph calls.
+    # torch.fx requires a name for functions in a graph.
     __name__ = "buffer"
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -294,12 +297,13 @@ def _exit_autocast(context: torch.autocast) -> None:
     context.__exit__(None, None, None)
 
 
-# As a forward says it: what a captured graph calls is recorded by torch.export, and not done.
+# torch.export records the autocast functions of a captured graph but doesn't run them. These replacements enter and
+# exit the autocast, as the code of a forward does.
 _AUTOCAST = {"_enter_autocast": _enter_autocast, "_exit_autocast": _exit_autocast}
 
 
 def _why(error: Exception) -> str:
-    """A clause why torch.compile has no one graph."""
+    """The reason why torch.compile doesn't capture one graph, as a clause."""
     stack = getattr(error, "real_stack", None)
     found = GraphBreak.of(str(error), list(stack or ()))
     file, _, line = found.where.rpartition(":")
