@@ -1,1 +1,1 @@
-"""What `passes.cast_precision` puts around forwards, and how it measures what a layer loses."""
+"""The forward wrappers of `passes.cast_precision`, and the measurement of each layer's precision loss."""

@@ -1,4 +1,4 @@
-"""Forwards that compute in a half precision, and in float32 where that loses too much, around whatever else they are."""
+"""Forward wrappers that compute in a half precision, or in float32 where half precision loses too much."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from passes.torch_private import AnyNorm, is_tracing
 
 HALF = (torch.bfloat16, torch.float16)
 _CAST = (torch.float32, *HALF)
-# As tuples, for torch.compile knows no unions of classes.
+# Tuples, because torch.compile doesn't support isinstance checks with a union of classes.
 _ROWS = (list, deque)
 _OPENED = (tuple, list, deque, ValuesView)
 
 
 class RootCast(AroundForward):
-    """Base of the forwards of a root that computes in a half precision.
+    """Base of the wrappers for a root that computes in a half precision.
 
-    What goes in is as it was, and lists and dicts are those of the caller: what the forward leaves in them has the dtype
-    that it had, as outputs have.
+    Inputs are passed on unchanged, and lists and dicts stay the caller's objects. Tensors that the forward stores in
+    them get the dtype that they have in the original, like the outputs.
 
     Attributes:
         dtype: the half precision.
-        outputs: the dtype of each leaf of the output; None for what was no float tensor in the call that was seen. What
-            comes in the half precision in its place is cast to float32, and so is all that calls give which have more or
-            fewer leaves.
+        outputs: the original dtype of each leaf of the output; None if it was not a float tensor in the recorded call.
+            A half-precision tensor at such a position is cast to float32. If the number of leaves differs from the
+            recorded call, all half-precision tensors are.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, outputs: Sequence[torch.dtype | None]) -> None:
@@ -44,13 +44,13 @@ class RootCast(AroundForward):
         self.outputs = tuple(outputs)
 
     def _given_out(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call returns, and leaves in what it was given, in the dtypes that this had."""
+        """Run the call, and cast its outputs, and the tensors that it stored in its arguments, to their dtypes."""
         held = list(_containers_in((args, kwargs.values())))
         before = {id(leaf) for leaf in _tensors_in(held)} if held else set()
         outputs = call(*args, **kwargs)
         leaves = pytree.tree_leaves(outputs, is_leaf=_is_size)
         known = self.outputs if len(leaves) == len(self.outputs) else (None,) * len(leaves)
-        # Of each tensor, as often as it is given out: the same one may come in two dtypes.
+        # A list for each tensor, because the same one may be returned in two dtypes.
         casts: dict[int, list[torch.Tensor]] = {}
         for leaf, want in zip(leaves, known, strict=True):
             if self._is_ours(leaf) and not any(leaf is own for own in _tensors_in((args, kwargs.values()))):
@@ -74,15 +74,15 @@ class RootCast(AroundForward):
 
 
 class AutocastForward(RootCast):
-    """The forward of a root, under autocast; what it returns has the dtypes that it had without.
+    """Runs a root under autocast, and casts the outputs to their original dtypes.
 
-    Where each weight is used once, its cast is made there and kept for nothing else: a cache would hold them all until the
-    end of the call. One that is used again is cast once in a call, but for a trace, which would take a cast that was made
-    before, under an autocast around both, for a constant. Once the parameters are of another dtype, as somebody cast
-    them, it computes in that.
+    If each weight is used once, autocast's cache is off: it would keep the casts of all weights until the end of the
+    call. If weights are used repeatedly, the cache is on, except in a trace, which would record a cast made earlier,
+    under an outer autocast, as a constant. If the user has cast the parameters to another dtype, the forward runs
+    without autocast.
 
     Attributes:
-        repeats: whether weights are used more than once in a call.
+        repeats: whether a call uses some weights more than once.
     """
 
     def __init__(
@@ -110,8 +110,9 @@ class AutocastForward(RootCast):
 
 
 class CastForward(RootCast):
-    """The forward of a root whose layers have weights of a half precision; what it returns has the dtypes that it had
-    without. What goes in is cast by the layers that take it: anything else computes with it as it is.
+    """Runs a root whose layers have half-precision weights, and casts the outputs to their original dtypes.
+
+    Inputs are cast by the layers that need it; everything else computes on them unchanged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +120,9 @@ class CastForward(RootCast):
 
 
 class UnderAutocast(AroundForward):
-    """The forward of a module with weights of a half precision below it that mixes what they give with float32, by what
-    takes one dtype alone: under autocast, which casts it there.
+    """Runs under autocast a module that mixes half-precision outputs of its layers with float32 tensors.
+
+    Operations that accept only one dtype would raise there; autocast casts their inputs.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype) -> None:
@@ -134,10 +136,11 @@ class UnderAutocast(AroundForward):
 
 
 class InFloat32(AroundForward):
-    """The forward of a module that computes in float32, in the midst of others in a half precision.
+    """Runs a module in float32 inside a model that computes in a half precision.
 
     Attributes:
-        gives: the dtype that its float32 outputs come in; None leaves them as they are, as autocast casts them itself.
+        gives: the dtype to which its float32 outputs are cast; None leaves them, because autocast casts them where
+            needed.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, gives: torch.dtype | None, *, is_atom: bool) -> None:
@@ -148,7 +151,7 @@ class InFloat32(AroundForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _dtype_of(self.owner) in HALF:
-            # Somebody cast it.
+            # The user has cast the module.
             return self._inner_forward(*args, **kwargs)
         loan = Loan(lambda leaf: cast_leaf(leaf, HALF, torch.float32))
         with torch.autocast(_device_type(self.owner), enabled=False):
@@ -165,15 +168,17 @@ class InFloat32(AroundForward):
 
 
 class LoweredInput(AroundForward):
-    """The forward of a layer with weights of a half precision, which takes nothing else: what comes to it is cast.
+    """Casts the inputs of a layer with half-precision weights, which accepts no other dtype.
 
-    It goes by the dtype that its weights have at the call, so that the layer goes on working once they are cast or
-    replaced. A mask stays finite where it was: the least number of float32 is beyond both half precisions.
+    The dtype of the weights is read at each call, so the layer keeps working after they are cast or replaced. Finite
+    values of a mask stay finite: the lowest float32 number is out of the range of float16, and rounds to infinity in
+    bfloat16.
 
     Attributes:
-        dtype: that of the weights; at a call, only where the layer has none itself, but layers below.
-        weight: the name of one of its own; "" where it has none.
-        masks: as `masks_of`.
+        dtype: the dtype of the weights; used for a layer without weights of its own if those of its submodules are not
+            floats.
+        weight: the name of one of its own weights; "" if there is none.
+        masks: see `masks_of`.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, *, is_atom: bool) -> None:
@@ -186,7 +191,7 @@ class LoweredInput(AroundForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            # By far the most calls, in few steps.
+            # A fast path for the most common kind of call.
             held = self.owner._parameters.get(self.weight)
             (value,) = args
             if held is None or value.dtype is not held.dtype:
@@ -197,7 +202,7 @@ class LoweredInput(AroundForward):
         return Loan(self.lowered).call(self._inner_forward, args, kwargs)
 
     def lowered(self, leaf: Any) -> Any:
-        """A tensor as the layer takes it."""
+        """Cast a float tensor to the dtype of the weights; anything else is returned as is."""
         return cast_leaf(leaf, _CAST, self._dtype)
 
     @property
@@ -207,10 +212,10 @@ class LoweredInput(AroundForward):
 
 
 class FiniteMasks(AroundForward):
-    """The forward of a layer of torch.nn that is given masks, under autocast: they stay finite where they were.
+    """Keeps the finite values of masks finite, for a torch.nn layer with mask arguments under autocast.
 
     Attributes:
-        dtype: what they are cast to inside.
+        dtype: the dtype to which autocast casts the masks.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, *, is_atom: bool) -> None:
@@ -226,12 +231,12 @@ class FiniteMasks(AroundForward):
 
 
 def root_cast(root: nn.Module) -> RootCast | None:
-    """What casts in the root's forward already; None for nothing."""
+    """The cast that is already installed around the root's forward; None if there is none."""
     return standing_around(root, RootCast)
 
 
 def takes_one_dtype(module: nn.Module) -> bool:
-    """Whether it is a layer of torch.nn that takes floats of the dtype of its weights alone, or a class made of one."""
+    """Whether the module is a torch.nn layer, or a subclass of one, that accepts only inputs of its weights' dtype."""
     if isinstance(module, AnyNorm | nn.Embedding | torch.jit.ScriptModule):
         return False
     if not any(map(_is_float, module._parameters.values())):
@@ -242,19 +247,19 @@ def takes_one_dtype(module: nn.Module) -> bool:
 
 
 def dtypes_of(outputs: Any) -> tuple[torch.dtype | None, ...]:
-    """The dtype of each leaf of an output; None for what is no float tensor."""
+    """The dtype of each leaf of an output; None for a leaf that is not a float tensor."""
     leaves = pytree.tree_leaves(outputs, is_leaf=_is_size)
     return tuple(leaf.dtype if _is_float(leaf) else None for leaf in leaves)
 
 
 class Loan:
-    """What a call is given in place of its own tensors, each once.
+    """Replaces the tensors in the arguments of a call by casts, each tensor once.
 
-    Tuples are made anew; lists and dicts stay the objects that they are, as the call may write to them: they hold what is
-    lent while it runs, and their own behind it.
+    Tuples are rebuilt. Lists and dicts stay the same objects, because the call may write to them: they hold the casts
+    during the call and their own tensors again afterwards.
 
     Attributes:
-        lent: what was given instead of a tensor, with the tensor, by the identity of the tensor.
+        lent: (cast, original tensor) by the id of the original tensor.
     """
 
     def __init__(self, cast: Callable[[Any], Any]) -> None:
@@ -263,7 +268,7 @@ class Loan:
         self._cast = cast
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, with what is lent."""
+        """Make the call with the casts."""
         try:
             return forward(*changed_in_place(args, self._lend), **changed_in_place(kwargs, self._lend))
         finally:
@@ -271,7 +276,7 @@ class Loan:
                 changed_in_place((args, kwargs), self.own)
 
     def own(self, leaf: Any) -> Any:
-        """The tensor instead of which this one was lent; itself, where it wasn't."""
+        """The original tensor of a cast; any other value is returned as is."""
         return self._owners.get(id(leaf), leaf)
 
     def _lend(self, leaf: Any) -> Any:
@@ -286,7 +291,7 @@ class Loan:
 
 
 def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with other tensors: written into the lists and dicts that hold them, and tuples made anew."""
+    """Replace the tensors in a value: lists and dicts are written to, tuples are rebuilt."""
     if isinstance(value, SealedOutput | torch.Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -305,7 +310,7 @@ def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def changed(value: Any, change: Callable[[Any], Any], own: Sequence[Any] = ()) -> Any:
-    """The value with other tensors, made anew where it holds one of them; what is in `own` stays as it is."""
+    """Replace the tensors in a value, and rebuild their containers; containers in `own` are kept as is."""
     if isinstance(value, SealedOutput | torch.Tensor):
         return change(value)
     if any(value is each for each in own):
@@ -357,13 +362,13 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def with_masks(
     change: Callable[[Any], Any], masks: frozenset[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with other masks, of which `masks_of` tells."""
+    """Apply `change` to the mask arguments of a call; `masks` comes from `masks_of`."""
     positional = tuple(change(each) if place in masks else each for place, each in enumerate(args))
     return positional, {name: change(each) if name in masks else each for name, each in kwargs.items()}
 
 
 def masks_of(module: nn.Module) -> frozenset[int | str]:
-    """The names of the arguments of a module that are masks by these, and their places among the positional ones."""
+    """The arguments of a module's forward that have "mask" in their name, each by name and by position."""
     try:
         names = inspect.signature(types.MethodType(type(module).forward, module)).parameters
     except (TypeError, ValueError):
@@ -372,7 +377,10 @@ def masks_of(module: nn.Module) -> frozenset[int | str]:
 
 
 def finite_in(mask: Any, dtype: torch.dtype) -> Any:
-    """A mask of floats that a half precision holds, infinite where it was and nowhere else: other numbers may be added."""
+    """Clamp the finite values of a float32 mask to half the range of `dtype`, so that sums with it stay finite.
+
+    Infinite values are kept.
+    """
     if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.float32 or dtype not in HALF:
         return mask
     most = torch.finfo(dtype).max / 2
@@ -384,7 +392,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    # Put together again from its numbers, it would be a tuple.
+    # pytree would rebuild a torch.Size as a plain tuple.
     return isinstance(value, torch.Size)
 
 
@@ -393,7 +401,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def cast_leaf(leaf: Any, of: Sequence[torch.dtype], to: torch.dtype) -> Any:
-    """A tensor of one of the dtypes in another one, under the seal that it is in; anything else as it is."""
+    """Cast a tensor, or the value inside a seal, if its dtype is one of `of`; anything else is returned as is."""
     if isinstance(leaf, SealedOutput):
         value = cast_leaf(leaf.sealed_value, of, to)
         return leaf if value is leaf.sealed_value else resealed(value, leaf)
@@ -401,13 +409,13 @@ def cast_leaf(leaf: Any, of: Sequence[torch.dtype], to: torch.dtype) -> Any:
 
 
 def _dtype_of(owner: nn.Module) -> torch.dtype | None:
-    """That of the first parameter of floats."""
+    """The dtype of the first floating-point parameter."""
     return next((parameter.dtype for parameter in owner.parameters() if parameter.is_floating_point()), None)
 
 
 def _device_type(owner: nn.Module) -> str:
-    """Where the module is now, which may be another place than where it was made."""
+    """The current device type of the module, which may have been moved."""
     for parameter in owner.parameters():
-        # There is no autocast on meta, where nothing is computed.
+        # Autocast doesn't exist for meta, where nothing is computed.
         return "cpu" if parameter.is_meta else parameter.device.type
     return "cpu"

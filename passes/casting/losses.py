@@ -1,4 +1,4 @@
-"""What a module, and each of its layers, loses in a half precision: measured on what flows through it in a run."""
+"""Measure the precision loss of a module and its layers in a half precision, on their activations in a run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from passes.program.model_tree import training_flags
 from passes.program.seals import opened, resealed
 from passes.torch_private import without_torch_function
 
-# Runs a module in the half precision, with what is to stay in float32 below it.
+# A context in which a module runs in the half precision, except for the submodules that stay in float32.
 Lowered = Callable[[nn.Module], AbstractContextManager[None]]
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What one module loses.
+    """The precision loss of one module.
 
     Attributes:
-        share: the root mean square of its error, by that of its output; infinite where that isn't finite any more.
-        by_input: the same where it computes in float32, and only what it is given is rounded; 0 where the share is small.
-        error: why it doesn't run in the half precision; "" where it does.
-        feeder: the module whose output it was given as it is; None where that is more than one, or none.
+        share: the root mean square of the error, relative to that of the output; infinite if the output is no longer
+            finite.
+        by_input: the same if the module computes in float32 and only its input is rounded; 0 if `share` is small.
+        error: the reason why the module doesn't run in the half precision; "" if it does.
+        feeder: the module whose output was its only float input; None if there is none or several.
     """
 
     share: float
@@ -44,7 +45,7 @@ class Loss:
 
 
 class _Watch(ABC):
-    """A context in which every call below a root goes through `_around`, with all of it in eval."""
+    """A context in which every module call below a root goes through `_around`, with all modules in eval."""
 
     def __init__(self, root: nn.Module, besides: Iterable[nn.Module]) -> None:
         self.root = root
@@ -66,14 +67,14 @@ class _Watch(ABC):
 
 
 class LossWatch(_Watch):
-    """A context in which the calls of layers are made once more, in a half precision, and compared.
+    """A context that repeats each call of a layer in a half precision and compares the results.
 
-    Everything is in eval meanwhile: the same call then gives the same. The calls themselves are left as they are. How much
-    of a loss comes by the input is measured of those that are more than `most`.
+    All modules are in eval meanwhile, so that equal calls give equal results. The results of the run itself don't
+    change. For losses above `most`, the part that comes from rounding the input is measured too.
 
     Attributes:
-        losses: the largest loss of each of the layers that was called, by its identity, in the order of the first calls.
-        outputs: what the root gave; None before it did.
+        losses: the largest loss of each layer that was called, by its id, in the order of the first calls.
+        outputs: the output of the root; None until it returns.
     """
 
     def __init__(
@@ -123,7 +124,10 @@ class LossWatch(_Watch):
         return outputs
 
     def _rounded(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Copies of what a module is given, in the dtype but for what the root was given: only a layer casts that."""
+        """Copy the arguments of a module in the half precision.
+
+        Inputs of the root keep their dtype, unless the module is a layer that casts its inputs.
+        """
         is_cast = takes_one_dtype(module)
 
         def is_own(leaf: Any) -> bool:
@@ -139,11 +143,11 @@ class LossWatch(_Watch):
 
     def _measure(self, module: nn.Module, rounded: Any, outputs: Any, feeder: nn.Module | None) -> None:
         try:
-            # With gradients, for which some kernels are others, and fewer.
+            # With gradients on, because torch may then choose other kernels, of which fewer support half precision.
             with self._lowered(module), torch.enable_grad():
                 args, kwargs = map_leaves(_copied, rounded)
                 lost = share_lost(outputs, module(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - kernels that there are none of raise in many ways
+        except Exception as error:  # # noqa: BLE001 - missing kernels raise many kinds of errors
             self._note(module, Loss(math.inf, error=_first_line(error), feeder=feeder))
             return
         by_input = 0.0
@@ -166,11 +170,11 @@ class LossWatch(_Watch):
 
 
 class TrialWatch(_Watch):
-    """A context in which the root runs in a half precision, and modules that raise there are tried in other ways.
+    """A context that runs the root in a half precision, and retries modules that raise in other ways.
 
     Attributes:
-        outputs: what the root gave; None before it did.
-        mended: the modules that raised, by identity, each with the way that it doesn't raise in and the error.
+        outputs: the output of the root; None until it returns.
+        mended: the modules that raised, by id, each with the name of the way in which it works, and the error.
     """
 
     def __init__(
@@ -179,7 +183,7 @@ class TrialWatch(_Watch):
         super().__init__(root, besides)
         self.mended: dict[int, tuple[nn.Module, str, str]] = {}
         self._ways = ways
-        # Those that are called in another way, in which they may call what is watched of them again.
+        # Modules that are being retried; a retry may call a watched forward of the same module again.
         self._tried: set[int] = set()
 
     def _around(
@@ -205,10 +209,10 @@ class TrialWatch(_Watch):
             try:
                 stack.enter_context(way)
                 outputs = module(*args, **kwargs)
-            except Exception:  # noqa: BLE001 - the next way is tried, and the first error raised in the end
+            except Exception:  # # noqa: BLE001 - the next way is tried; at the end the first error is raised
                 stack.close()
                 continue
-            # The rest of the run goes that way too.
+            # Keep this way for the rest of the run.
             self._stack.push(stack)
             self.mended[id(module)] = (module, name, _first_line(error))
             return outputs
@@ -216,13 +220,13 @@ class TrialWatch(_Watch):
         raise error
 
 
-# A name, and a context in which a module runs that way.
+# A name, and a context in which a module runs in that way.
 Way = tuple[str, AbstractContextManager[None]]
 
 
 @contextmanager
 def in_eval(root: nn.Module) -> Iterator[None]:
-    """Everything in eval for the time of the block."""
+    """Set all modules to eval for the block."""
     if not any(module.training for module in root.modules() if "training" in module.__dict__):
         yield
         return
@@ -231,14 +235,14 @@ def in_eval(root: nn.Module) -> Iterator[None]:
 
 
 def share_lost(wanted: Any, got: Any) -> float:
-    """The largest share of an output that is lost: the root mean square of the error by that of the output.
+    """The largest loss among the outputs: the root mean square of the error, relative to that of the output.
 
-    Of values that aren't finite in `wanted` nothing can be lost; where only `got` isn't, all is (infinity).
+    Positions where `wanted` isn't finite are ignored. The loss is infinite if only `got` isn't finite.
     """
     mine, theirs = (list(map(opened, pytree.tree_leaves(tree))) for tree in (wanted, got))
     if len(mine) != len(theirs):
         return math.inf
-    # Whoever watches the calls of the model has nothing to see in these.
+    # Hide these operations from modes that watch the calls of the model.
     with without_torch_function(), torch.no_grad():
         return max((_lost(*pair) for pair in zip(mine, theirs, strict=True)), default=0.0)
 
@@ -261,12 +265,12 @@ def _lost(wanted: Any, got: Any) -> float:
 
 
 def by_share(losses: Mapping[int, Loss]) -> Sequence[int]:
-    """The modules, by identity, the one that loses most first; of those that lose alike the one called first."""
+    """The ids of the modules, those with the largest loss first, and among equals those called first."""
     return sorted(losses, key=lambda key: -losses[key].share)
 
 
 def _is_plain(given: Any) -> bool:
-    """Whether a call can be made once more: it is given nothing that it may keep something in, such as a cache."""
+    """Whether a call can be repeated: it has no argument that may hold state, such as a cache."""
     return all(isinstance(opened(leaf), _PLAIN) for leaf in pytree.tree_leaves(given))
 
 

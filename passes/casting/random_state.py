@@ -1,4 +1,4 @@
-"""The global generators of random numbers, kept and put back."""
+"""Save and restore the global random number generators."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def random_state() -> tuple[Any, ...]:
-    """The states of the global generators of torch (CPU), Python and numpy."""
+    """The states of the global generators of torch (CPU), Python and NumPy."""
     return torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
-    """Put the generators back."""
+    """Restore the generators to states from `random_state`."""
     torch.random.set_rng_state(state[0])
     random.setstate(state[1])
     numpy.random.set_state(state[2])

@@ -1,1 +1,1 @@
-"""How modules are compiled: which of them, by what code, and what became of it."""
+"""Compile modules: choose which ones, install the compiled code, and record the result."""

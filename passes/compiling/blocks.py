@@ -1,4 +1,4 @@
-"""Modules of one tree that are built alike, such as the blocks of a transformer."""
+"""Find repeated blocks in a model, such as the blocks of a transformer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from passes.program.forwards import AroundForward
 from passes.program.hooks import has_hooks
 
-# Fewer than that spare too little compiling for what it costs to call each by itself.
+# With fewer blocks, the saved compile time doesn't make up for the cost of separate calls.
 FEWEST = 3
 
-# Torch's own name for what a call of a module runs; `Module.compile` sets it.
+# The attribute in which torch stores the compiled call of a module; `Module.compile` sets it.
 COMPILED_CALL = "_compiled_call_impl"
 
 Block = tuple[str, nn.Module]
@@ -27,13 +27,11 @@ Blocks = Sequence[Block]
 
 
 def repeated_blocks(root: nn.Module) -> list[Blocks]:
-    """Groups of modules that are built alike and stand beside each other, the outermost ones, in the order of the tree.
+    """Find groups of siblings that are built alike: the outermost ones, in the order of the tree.
 
-    None of them has a hook inside: compiled code doesn't look whether there is one.
-
-    Alike are modules of the same classes all through, with tensors of the same shapes and dtypes under the same names, whose
-    forwards are those of the classes. Their other attributes aren't compared: what is compiled for
-    one looks by itself whether it is right for another.
+    Blocks are alike if they have the same classes at all levels, tensors of the same names, shapes and dtypes, and no
+    forwards other than those of their classes. Other attributes are not compared, because the guards of compiled code
+    check them. Blocks with hooks are left out, because compiled code doesn't check for hooks.
     """
     search = _Search()
     search.below("", root)
@@ -42,7 +40,7 @@ def repeated_blocks(root: nn.Module) -> list[Blocks]:
 
 @contextmanager
 def calls_set(calls: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside, each of the modules, which has no compiled call, is called by what is beside it."""
+    """Install a compiled call on each module for the block; the modules must have none."""
     with ExitStack() as stack:
         for module, call in calls:
             stack.callback(module.__dict__.pop, COMPILED_CALL)
@@ -51,12 +49,12 @@ def calls_set(calls: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator
 
 
 class FusibleWork(TorchDispatchMode):
-    """Counts, in an eager run, the elements that operations write other than products: what compiling can spare.
+    """Count, in an eager run, the elements written by all operations except matrix products and convolutions.
 
-    A product of matrices and a convolution are the same kernels in compiled code.
+    This is the work that compiling can save: products and convolutions use the same kernels in compiled code.
 
     Args:
-        groups: the blocks whose share is asked for.
+        groups: the blocks whose share is wanted.
     """
 
     def __init__(self, groups: Iterable[Blocks]) -> None:
@@ -68,7 +66,7 @@ class FusibleWork(TorchDispatchMode):
 
     @property
     def share(self) -> float:
-        """That of the blocks, 0 to 1."""
+        """The share of the blocks in all elements written, 0 to 1."""
         return self.in_blocks / self.total if self.total else 0.0
 
     def __enter__(self) -> Self:
@@ -126,7 +124,7 @@ class _Search:
                 self.below(where, child)
 
     def _build_of(self, module: nn.Module) -> int:
-        """What is equal for two modules that are built alike."""
+        """A number that is equal for modules that are built alike."""
         if id(module) not in self._builds:
             children = tuple((n, None if c is None else self._build_of(c)) for n, c in module._modules.items())
             tensors = tuple(
@@ -138,7 +136,7 @@ class _Search:
                 )
                 for name, tensor in (*module._parameters.items(), *module._buffers.items())
             )
-            # As a number, for a nest of tuples is hashed all through at each look.
+            # A number instead of the nested tuple, which would be hashed recursively at each look-up.
             build = (
                 type(module),
                 module.training,
@@ -152,7 +150,7 @@ class _Search:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it is a module of some size that is called and nobody watches: a list of modules isn't, nor is one layer."""
+    """Whether the module has a forward, several layers and no hooks; module lists and single layers are no blocks."""
     layers = sum(any(True for _ in each.parameters(recurse=False)) for each in module.modules())
     return layers > 1 and type(module).forward is not nn.Module.forward and not any(map(has_hooks, module.modules()))
 

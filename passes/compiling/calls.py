@@ -1,4 +1,4 @@
-"""Compiled code in the place of a module's call."""
+"""Install compiled code as the call of a module."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from passes.compiling.record import CompileRecord, GraphBreak, RecordingBackend
 from passes.program.forwards import bound_forward
 from passes.torch_private import graph_break
 
-# Of equal blocks there may be so many kinds, each for so many blocks at least. torch.compile gives up at the ninth program of
-# one code, and each kind needs one more for other shapes, and others where gradients are on.
+# Blocks count as sharing their code if they need at most `_MOST_KINDS` programs per run, and no more than one for
+# `_LEAST_OF_A_KIND` calls. torch.compile gives up at the ninth program of one code object, and other shapes and
+# gradients need further programs.
 _MOST_KINDS, _LEAST_OF_A_KIND = 2, 3
 
 _numbers = itertools.count()
@@ -29,21 +30,21 @@ def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def entry_of(module: nn.Module) -> Callable[..., Any]:
-    """A function `f(module, args, kwargs)` that calls the module, or an equal one, with code of its own.
+    """Make a function `f(module, args, kwargs)` that calls the module, or an equal one, with its own code object.
 
-    torch.compile keeps what it makes, and counts how often it did, by the code of a function, and what it learns of sizes by
-    its name: what is compiled elsewhere in the process doesn't count here.
+    torch.compile caches programs and counts recompilations per code object, and learns dynamic sizes per function name.
+    With its own code and name, the function is independent of everything else that the process compiles.
     """
     cls = type(module)
     code = _call.__code__.replace(co_name=f"call_{next(_numbers)}_of_{cls.__name__}")
-    # It finds the names of what it looks into by importing their module, which needn't be possible, but for those of the
-    # function itself.
+    # torch.compile resolves global names by importing their module, which may be impossible. The globals of the
+    # function itself need no import.
     around = getattr(inspect.unwrap(cls.forward), "__globals__", _call.__globals__)
     return types.FunctionType(code, around)
 
 
 class CompiledCall:
-    """Stands in for one module's call."""
+    """The compiled call of one module."""
 
     def __init__(self, compiled: Callable[..., Any], module: nn.Module) -> None:
         self.compiled = compiled
@@ -54,9 +55,9 @@ class CompiledCall:
 
 
 class BlocksTrial:
-    """Runs blocks by what torch.compile's front end makes of them, and sees whether those of a group share it.
+    """Capture blocks with torch.compile's front end, to find out whether the blocks of a group share their programs.
 
-    Nothing is generated: what it makes is run by eager kernels. That takes the time of a few calls.
+    No kernels are generated: eager kernels run the captured graphs. This takes the time of a few calls.
     """
 
     def __init__(self, groups: Sequence[Blocks]) -> None:
@@ -66,7 +67,7 @@ class BlocksTrial:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, the blocks run so."""
+        """While the context is active, run each block by its captured graphs."""
         with _bound_forwards(m for g in self.groups for _, m in g), calls_set(self._calls()):
             yield
 
@@ -88,7 +89,7 @@ class BlocksTrial:
         return call
 
     def shared(self, runs: int) -> list[Blocks]:
-        """The groups that few programs do for, after so many runs of other sizes."""
+        """The groups for which few programs suffice, given the number of runs with different sizes."""
         found = []
         for group, calls in zip(self.groups, self.calls, strict=True):
             kinds = sum(made > 0 for made in calls)
@@ -98,10 +99,10 @@ class BlocksTrial:
 
 
 class WholeTrial:
-    """Finds, in the same way, the first place where the whole can't be one program.
+    """Find the first graph break of the whole model, in the same way.
 
     Attributes:
-        found: that place; None for none.
+        found: the first graph break; None if there is none.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -110,7 +111,7 @@ class WholeTrial:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, the root runs so."""
+        """While the context is active, run the root by its captured graph."""
         record = CompileRecord()
         compiled = torch.compile(
             entry_of(self.root), backend=RecordingBackend("eager", _as_it_is, record), fullgraph=True
@@ -129,7 +130,7 @@ def _as_it_is(graph: Any, inputs: Sequence[Any]) -> Any:
 
 @contextmanager
 def _bound_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the forwards of these modules and those below them are bound methods where they are objects of ours."""
+    """Replace the forward objects of these modules and their submodules by bound methods for the block."""
     found = [(module.__dict__, module.__dict__["forward"], bound) for module, bound in bound_forwards(modules)]
     for home, _, bound in found:
         home["forward"] = bound
@@ -141,7 +142,7 @@ def _bound_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def bound_forwards(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-    """The modules among these and those below them whose forward is an object of ours, each with the bound method of it."""
+    """The modules, and submodules, whose forward is an `InstanceForward`, each with that forward as a bound method."""
     inner = {id(one): one for module in modules for one in module.modules()}
     for module in inner.values():
         if (bound := bound_forward(module.__dict__.get("forward"))) is not None:

@@ -1,4 +1,4 @@
-"""Whether inductor can compile here."""
+"""Check whether inductor can compile on this machine."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from passes.torch_private import load_inductor
 
 
 def import_inductor() -> None:
-    """Import it without the warnings that belong to nothing of ours."""
+    """Import inductor, without the deprecation warnings of its own dependencies."""
     with warnings.catch_warnings():
-        # It is imported with parts of TorchScript, which warn of their end: what is made here needs none of them.
+        # Inductor imports deprecated parts of TorchScript, which are not used here.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         load_inductor()
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What inductor lacks to make kernels for the device, a clause with the way to get it; None for nothing."""
+    """The tool that inductor lacks for the device, as a clause that says how to get it; None if it has all."""
     if device.type == "cuda":
         found = importlib.util.find_spec("triton") is not None
         return None if found else "inductor needs triton to make GPU kernels: pip install triton"
     if device.type != "cpu":
         return None
-    # Inductor looks for this one compiler and no other.
+    # Inductor looks for this compiler only.
     usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
     compiler = os.environ.get("CXX", usual)
     if shutil.which(compiler) is None:

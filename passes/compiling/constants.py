@@ -1,4 +1,4 @@
-"""The tensors that went into compiled code as constants, and whether they are what they were."""
+"""Track the tensors that compiled code contains as constants, and check that they are unchanged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from passes.compiling.holdings import Holding, holdings_from
 
 
 class BakedTensors:
-    """The tensors that are constants of compiled code, and all places on the ways to them from a module.
+    """The tensors that are constants of compiled code, with all references that lead to them from a module.
 
-    A tensor is what it was if it stands where it stood, in the memory that it was in, and torch counts no write to it. It
-    isn't kept alive.
+    A tensor counts as unchanged if the references still lead to it, its memory address is the same, and torch counts no
+    write to it. The tensors are not kept alive.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -31,7 +31,7 @@ class BakedTensors:
         self._put([])
 
     def add(self, program: Any) -> None:
-        """Take those of one program that the compiler is given, as they are now."""
+        """Add the constant tensors of one program, in their current state."""
         if self.unwatched is not None:
             return
         for node in program.graph.nodes:
@@ -46,12 +46,12 @@ class BakedTensors:
             self._looked_up = False
 
     def look_up(self) -> None:
-        """Find where those stand that were added."""
+        """Find the references to the tensors that were added."""
         if self._looked_up or self.unwatched is not None:
             return
         self._looked_up = True
         into: dict[int, list[Holding]] = defaultdict(list)
-        # What stands for a call isn't read by it.
+        # The compiled call of a module is not part of its state.
         for place in holdings_from(self.root, without=(COMPILED_CALL,)):
             for value in place.values:
                 into[id(value)].append(place)
@@ -71,7 +71,7 @@ class BakedTensors:
         self._put(ways)
 
     def _put(self, ways: list[Holding]) -> None:
-        # In columns, for they are compared at every call.
+        # Stored in parallel lists, because they are compared at every call.
         places = {(id(place.home), place.key): place for place in ways}.values()
         single = [place for place in places if not place.is_row]
         self._homes, self._keys = [place.home for place in single], [place.key for place in single]
@@ -83,7 +83,7 @@ class BakedTensors:
 
     @property
     def hold(self) -> bool:
-        """Whether all are what they were."""
+        """Whether all tensors are unchanged."""
         tensors: list[Any] = [reference() for reference in self._tensors]
         return (
             all(map(operator.is_, map(dict.get, self._homes, self._keys), [value() for value in self._values]))
@@ -108,5 +108,5 @@ def _attribute_of(program: Any, path: str) -> Any:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Gives the value, without keeping the tensors alive that were exchanged."""
+    """Make a function that returns the value; tensors and modules are referenced weakly."""
     return weakref.ref(value) if isinstance(value, torch.Tensor | nn.Module) else lambda: value

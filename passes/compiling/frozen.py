@@ -1,4 +1,4 @@
-"""Compiled code that the weights are part of, in the place of a module's call."""
+"""Compile a module's call with its weights as constants (freezing)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from passes.torch_private import has_autocast, inductor_settings
 
 logger = logging.getLogger(__name__)
 
-# How often weights that are compiled in may change before they aren't compiled in any more.
+# How often the weights may change before they are no longer compiled in.
 _MOST_FREEZES = 4
-# Of how many kinds of call it is known that there is code for them.
+# How many kinds of calls to remember as compiled.
 _MOST_KINDS = 1024
 _CONSTANTS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
 class Compile(Protocol):
-    """torch.compile with its options; `see` is given each program that is made."""
+    """torch.compile with fixed options; calls `see` with each program that is made."""
 
     def __call__(
         self, function: Callable[..., Any], see: Callable[[Any], None] | None = None
@@ -31,12 +31,12 @@ class Compile(Protocol):
 
 
 class FrozenCall:
-    """Stands in for the call of a module whose weights are part of what is compiled.
+    """The call of a module whose weights are constants in its compiled code.
 
-    Compiled code doesn't see that a tensor was written to, moved or, where it is no parameter or buffer, replaced: that is
-    looked at here, at every call, and the code made anew with the tensors of then. Where that happens again and again, and
-    where a tensor can't be watched, code that takes the tensors at each call is as right. torch doesn't tell of writes by
-    `.data`.
+    Compiled code doesn't notice if a tensor was written to, moved, or (unless it is a parameter or buffer) replaced.
+    This class checks that at every call and compiles again with the current tensors. After several changes, or if a
+    tensor can't be checked, it falls back to compiled code that reads the tensors at each call. torch doesn't count
+    writes through `.data`, so these are not noticed.
     """
 
     def __init__(self, module: nn.Module, compile: Compile) -> None:
@@ -54,7 +54,7 @@ class FrozenCall:
         self.compiled = self.compile(entry_of(self.module), self.baked.add)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Where gradients may go to the weights nothing is compiled in.
+        # Frozen weights can't receive gradients.
         if torch.is_grad_enabled() or not self._is_frozen():
             return self._by_plain_code(args, kwargs)
         assert self.compiled is not None
@@ -63,10 +63,11 @@ class FrozenCall:
         except _NotTold:
             kind = None
         if kind is not None and kind in self._known:
-            # Where code is made nevertheless, for what no kind tells, it takes the weights at each call.
+            # If the call is compiled again, for a reason that the key doesn't include, the new code reads the weights
+            # at each call.
             return self.compiled(self.module, args, kwargs)
-        # What reads Python's bytecode goes by the setting of the process, not by the options of torch.compile. To set it
-        # takes longer than all else that is done here.
+        # torch.compile's front end reads this process-wide setting instead of the options of torch.compile. Changing it
+        # takes longer than everything else in this method.
         with inductor_settings(freezing=True):
             result = self.compiled(self.module, args, kwargs)
         if kind is not None:
@@ -77,7 +78,7 @@ class FrozenCall:
         return result
 
     def _is_frozen(self) -> bool:
-        """Whether there is code with the weights as they are now; where they are others, it is made anew, a few times."""
+        """Whether there is code with the current weights; compiles again after a change, a limited number of times."""
         if self.compiled is None:
             return False
         if self.baked.hold:
@@ -91,7 +92,7 @@ class FrozenCall:
     def _give_up(self, reason: str) -> None:
         name = type(self.module).__name__
         logger.warning("the weights of %s are read at each call from now on: %s", name, reason)
-        # Nothing that was made of the weights is needed any more.
+        # Free everything that was made from the weights.
         self.compiled = None
         self.baked = BakedTensors(self.module)
 
@@ -102,7 +103,7 @@ class FrozenCall:
 
 
 class _NotTold(Exception):
-    """An argument of which nothing tells whether there is code for it."""
+    """The kind of a call can't be determined, because of one of its arguments."""
 
 
 def _state_of(module: nn.Module) -> Any:
@@ -110,10 +111,10 @@ def _state_of(module: nn.Module) -> Any:
 
 
 def _kind_of(value: Any) -> Any:
-    """What is the same for arguments that take the same code.
+    """A key that is equal for arguments that use the same compiled code.
 
     Raises:
-        _NotTold: there is something else than tensors and constants among them.
+        _NotTold: the arguments contain something other than tensors and constants.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device

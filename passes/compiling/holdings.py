@@ -1,4 +1,4 @@
-"""The places in which something stands that is reached from a module."""
+"""Find all references that can be reached from a module."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import nn
 
 from passes.program.containers import REGISTRIES, contents_of
 
-# More than that of objects aren't looked through for one tensor.
+# The search stops after this number of objects.
 _MOST = 1 << 20
 
 
 class Holding(NamedTuple):
-    """Where something stands: in a dict under a key, or in another container, all of whose items are meant.
+    """A reference: an entry of a dict, or all items of another container.
 
     Attributes:
-        owner: what is reached on the way to it: a module or an object, whose dict it is, or the container itself.
-        home: the dict or the container.
-        key: that of the dict; None for another container.
-        values: what stands there; one in a dict.
+        owner: the module or object whose `__dict__` holds the entry, or the container itself.
+        home: the dict or container.
+        key: the key in the dict; None for another container.
+        values: the referenced values; exactly one for a dict entry.
     """
 
     owner: Any
@@ -36,8 +36,8 @@ class Holding(NamedTuple):
 
 
 def holdings_from(root: nn.Module, *, without: Sequence[str] = ()) -> Iterator[Holding]:
-    """All places that are reached from a module by attributes, but for those of these names, and through containers."""
-    # What stands in a place lives as long as this runs: nothing else gets its identity.
+    """All references reachable from a module through attributes, except those named in `without`, and containers."""
+    # The referenced values stay alive during the search, so ids stay unique.
     waiting: list[Any] = [root]
     seen = {id(root)}
     for owner in waiting:
@@ -52,7 +52,7 @@ def holdings_from(root: nn.Module, *, without: Sequence[str] = ()) -> Iterator[H
 
 
 def _is_graph(value: Any) -> bool:
-    """Whether it is of torch.fx: what a graph leads to is none of a module's."""
+    """Whether the value is a torch.fx object, whose contents don't belong to the module."""
     return type(value).__module__.startswith("torch.fx.")
 
 

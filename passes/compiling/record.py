@@ -1,4 +1,4 @@
-"""What torch.compile made of a module: programs, and where it had to leave Python run by itself."""
+"""Record the programs that torch.compile made of a module, and its graph breaks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-# Frames of these packages are none that a user could mend.
+# The user can't fix frames in these packages.
 _OURS = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
 _SHOWN = 5
 Compiler = Callable[[Any, Sequence[Any]], Any]
-# Reasons that the compiler gives in words of its own workings.
+# Plain words for reasons that the compiler gives in internal terms.
 _PLAINLY = {"generic_jump": "Data-dependent branching"}
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where one program ends and another begins.
+    """A place at which one compiled program ends and the next begins.
 
     Attributes:
         where: file and line of the user's code, or the line of a graph.
-        line: the source there; "" where it can't be read.
-        reason: the compiler's, a sentence.
+        line: the source code of that line; "" if it can't be read.
+        reason: a sentence from the compiler.
     """
 
     where: str
@@ -36,11 +36,11 @@ class GraphBreak:
 
     @classmethod
     def of(cls, reason: str, stack: Sequence[traceback.FrameSummary]) -> GraphBreak:
-        """The break at the innermost line of the user's.
+        """Make the record for the innermost line of the user's code.
 
         Args:
-            reason: what the compiler says, of which the first line is taken.
-            stack: the frames that were compiled, the innermost one last.
+            reason: the compiler's message; its first line is used.
+            stack: the compiled frames, the innermost one last.
         """
         frame = next((one for one in reversed(stack) if not _is_inner(one.filename)), stack[-1] if stack else None)
         lines = reason.strip().splitlines() or ["the compiler doesn't say why"]
@@ -52,12 +52,12 @@ class GraphBreak:
 
 @dataclass
 class CompileRecord:
-    """It is written while code is made, at the first call and at calls of other shapes.
+    """The record of all compilations of a module, at the first call and at later calls with other shapes.
 
     Attributes:
-        blocks: the paths of the blocks that share their code, group by group; empty where the whole is compiled.
-        programs: how many programs the compiler was given.
-        breaks: how often a program ended at each place, of those it was given.
+        blocks: the paths of the blocks that share code, by group; empty if the whole model is compiled at once.
+        programs: the number of programs given to the compiler.
+        breaks: the number of times that a program ended at each place.
     """
 
     blocks: tuple[tuple[str, ...], ...] = ()
@@ -66,17 +66,17 @@ class CompileRecord:
 
     @property
     def regions(self) -> str:
-        """ "whole" or "blocks"."""
+        """The compiled regions: "whole" or "blocks"."""
         return "blocks" if self.blocks else "whole"
 
     def add(self, reason: Any) -> None:
-        """A program was made, which ends for this reason; None where it isn't known."""
+        """Count one program; `reason` says why it ended, None if that isn't known."""
         self.programs += 1
         if reason is not None and reason.graph_break:
             self.breaks[GraphBreak.of(reason.reason, reason.user_stack)] += 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the record as JSON-serializable data."""
         return {
             "regions": self.regions,
             "blocks": [list(group) for group in self.blocks],
@@ -105,18 +105,19 @@ class CompileRecord:
 
 
 class RecordingBackend:
-    """A backend of torch.compile that notes what it is given, and passes it on.
+    """A torch.compile backend that records each graph and passes it on to another backend.
 
     Args:
-        name: as torch.compile knows the backend.
-        compile: makes a callable of a graph and examples of its inputs.
-        see: is given each graph too; None for nobody.
+        name: the name of the other backend in torch.compile.
+        compile: makes a callable from a graph and example inputs.
+        record: the record to write to.
+        see: is called with each graph; None for no call.
     """
 
     def __init__(
         self, name: str, compile: Compiler, record: CompileRecord, see: Callable[[Any], None] | None = None
     ) -> None:
-        # Some look at a backend's name to know what it can do.
+        # Some code checks the name of a backend to find out what it supports.
         self.__name__ = self.compiler_name = name
         self.compile = compile
         self.record = record
