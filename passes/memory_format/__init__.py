@@ -1,1 +1,1 @@
-"""What `passes.channels_last` puts around forwards, and how it sees where the format is lost."""
+"""The forward wrappers of `passes.channels_last`, and the detection of places where channels_last is lost."""

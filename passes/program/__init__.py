@@ -1,1 +1,1 @@
-"""How passes see and change a model: recorded runs, captured graphs, matching, seals, rewriting. No pass is known here."""
+"""Shared code for reading and rewriting models: recordings, captured graphs, matching, seals. Knows no pass."""
