@@ -1,4 +1,4 @@
-"""Forwards that stand in a module's `__dict__` around its own, and change the memory format of what goes in or out."""
+"""Forward wrappers that change the memory format of a module's inputs or outputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from passes.torch_private import is_transformed, without_torch_function
 
 
 class ContiguousInput(AroundForward):
-    """The forward of a convolution that computes in contiguous format, in the midst of others in channels_last.
+    """Makes the input of a convolution contiguous, for one that stays contiguous inside a channels_last model.
 
-    A convolution goes by the format of its input as much as by that of its weight.
+    torch chooses the format of a convolution by its input as well as by its weight.
     """
 
     is_atom = True
@@ -35,9 +35,9 @@ class ContiguousInput(AroundForward):
 
 
 class ChannelsLastInput(AroundForward):
-    """The forward of a convolution that computes in channels_last, though neither its weight nor its input is in it.
+    """Converts the input of a convolution to channels_last, although its weight is contiguous.
 
-    The weight stays as it is: the convolution brings a copy of it into the format of the input for the time of a call.
+    The weight stays as it is; at each call, the convolution makes a temporary copy of it in the format of the input.
     """
 
     is_atom = True
@@ -51,9 +51,9 @@ class ChannelsLastInput(AroundForward):
 
 
 class DrawsInOrder(AroundForward):
-    """The forward of a module that draws random numbers for the elements of maps, in the order of contiguous ones.
+    """Draws the random numbers of a module in contiguous order, so that results match those of the original.
 
-    A generator fills memory from its beginning to its end: in channels_last the same numbers fall on other elements.
+    A generator fills memory in address order. In channels_last, the same numbers would go to other elements.
     """
 
     def __init__(self, owner: nn.Module, inner: Any) -> None:
@@ -80,18 +80,18 @@ class _ContiguousDraws(TorchFunctionMode):
         return _back_as_it_came(result, _in_channels_last(result))
 
 
-# What draws a number for each element of its first argument.
+# Functions that draw a random number for each element of their first argument.
 _DRAWS = frozenset({
     "dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_", "gumbel_softmax", "rand_like",
     "randn_like", "randint_like", "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
     "normal_", "random_", "uniform_",
 })  # fmt: skip
-# Where these are told whether they are in training: behind so many arguments.
+# The position of their `training` argument.
 _TRAINS_BEHIND = {"dropout": 2, "dropout_": 2, "alpha_dropout": 2, "alpha_dropout_": 2, "rrelu": 3, "rrelu_": 3}
 
 
 def draws_for_last(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a torch function of that name draws a number for each element of a map in channels_last."""
+    """Whether the call of a torch function draws a random number for each element of a channels_last feature map."""
     if name not in _DRAWS or not args or not isinstance(args[0], torch.Tensor):
         return False
     behind = _TRAINS_BEHIND.get(name)
@@ -104,11 +104,14 @@ def draws_for_last(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _in_channels_last(value: Any) -> Any:
-    """A copy of a map in channels_last, by its strides too where it is in both formats; anything else as it is."""
+    """Copy a feature map to channels_last, including one that is in both formats but has contiguous strides.
+
+    Anything else is returned as is.
+    """
     if torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
         # Compiled and exported programs choose the formats themselves.
         return value
-    # Whoever watches the calls of a forward, or plans them, has nothing to see in a look.
+    # Hide these checks from modes that watch or plan the calls of a forward.
     with without_torch_function():
         if not _is_map(value) or is_taken_for_last(value):
             return value
@@ -122,10 +125,10 @@ def _is_map(value: torch.Tensor) -> bool:
 
 
 def _back_as_it_came(value: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
-    """The copy of a value in another format, whose gradient comes back in the format of the value.
+    """Make the gradient of a converted copy return in the format of the original value.
 
-    Whatever made the value reads both in the backward pass, and is slow where the two are in different formats: a
-    BatchNorm takes eight times as long then.
+    The operation that made the value reads both in its backward pass, and is slow if their formats differ: a BatchNorm
+    takes eight times as long.
     """
     if copied is value or not copied.requires_grad or torch.compiler.is_compiling():
         return copied
@@ -134,7 +137,7 @@ def _back_as_it_came(value: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
             return copied
         order = _order_of(value)
     if order is not None and copied.grad_fn is not None:
-        # Not a hook of the tensor, which may be an output that the caller saves.
+        # A hook on the node, not on the tensor, because the tensor may be an output that the caller saves.
         copied.grad_fn.register_prehook(functools.partial(_all_ordered, order))
     return copied
 
@@ -144,13 +147,13 @@ def _all_ordered(order: DimOrder, gradients: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 class ChannelsLastInputs(AroundForward):
-    """The forward of a root that brings some of its inputs into channels_last, once for all that read them.
+    """Converts some inputs of a root to channels_last, once for all operations that read them.
 
-    The caller's tensors stay as they are. Where the forward writes to a copy the caller's tensor gets its values, and
-    where it returns one it returns the caller's tensor: in the recorded runs it did neither.
+    The caller's tensors keep their format. If the forward writes to a copy, the caller's tensor gets the values; if it
+    returns a copy, the caller's tensor is returned instead. Neither happened in the recorded runs.
 
     Attributes:
-        inputs: the names of the parameters.
+        inputs: the names of the parameters to convert.
     """
 
     def __init__(self, owner: nn.Module, inputs: frozenset[str], inner: Any) -> None:
@@ -174,12 +177,12 @@ class ChannelsLastInputs(AroundForward):
         return pytree.tree_map(lambda leaf: _own_of(leaf, lent), outputs, is_leaf=_is_size) if lent else outputs
 
 
-# The caller's tensor, the copy that the forward is given, and how often that was written to before.
+# The caller's tensor, the copy that the forward gets, and the version counter of the copy.
 _Lent = tuple[torch.Tensor, torch.Tensor, int]
 
 
 def _lend(value: Any, lent: list[_Lent]) -> Any:
-    """A copy of a map in channels_last, noted in `lent`; anything else, and what is in that format, as it is."""
+    """Copy a feature map to channels_last, and record the copy in `lent`; anything else is returned as is."""
     order = ORDERS.get(value.dim()) if _is_dense(value) else None
     if order is None:
         return value
@@ -192,7 +195,7 @@ def _lend(value: Any, lent: list[_Lent]) -> Any:
 def _counting_writes(value: torch.Tensor, order: DimOrder) -> Any:
     if not torch.is_inference_mode_enabled():
         return _ordered(value, order)
-    # A tensor that is made in inference mode doesn't count the writes to it.
+    # Tensors created in inference mode have no version counter.
     with torch.inference_mode(False), torch.no_grad():
         return _ordered(value, order)
 
@@ -202,7 +205,7 @@ def _own_of(leaf: Any, lent: Sequence[_Lent]) -> Any:
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of the module's forward that can be given by position."""
+    """The names of the forward's parameters that can be passed by position."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -212,15 +215,15 @@ def positional_names(module: nn.Module) -> tuple[str, ...]:
 
 
 class FormattedForward(AroundForward):
-    """The forward of a root, with the dims of the outputs in memory in the order that the original gives them.
+    """Gives the outputs of a root the dim order that they have in the original.
 
-    A call that returns more or fewer values than the recorded ones has them all made contiguous, which is what
-    convolutions on contiguous input give.
+    If a call returns another number of values than the recorded ones, all outputs are made contiguous, as convolutions
+    on contiguous inputs return them.
 
     Attributes:
-        orders: of the dims of each output.
-        others: the same where the training flag of the root is another than now; None where it is all one.
-        training: the flag as it is now.
+        orders: the dim order of each output; None to leave it as it is.
+        others: the dim orders when the root's training flag differs from `training`; None if they are the same.
+        training: the root's training flag at the time of the pass.
     """
 
     def __init__(
@@ -252,13 +255,13 @@ def _given_out(leaf: Any, order: DimOrder | None) -> Any:
 
 
 def ordered_leaves(outputs: Any) -> list[Any]:
-    """The values among the outputs of a root that its `FormattedForward` has orders for."""
+    """The leaves of a root's outputs, in the order of `FormattedForward.orders`."""
     leaves: list[Any] = pytree.tree_leaves(outputs, is_leaf=_is_size)
     return leaves
 
 
 def _is_size(value: Any) -> bool:
-    # Put together again from its numbers, it would be a tuple.
+    # pytree would rebuild a torch.Size as a plain tuple.
     return isinstance(value, torch.Size)
 
 
@@ -274,10 +277,14 @@ def _ordered(leaf: Any, order: DimOrder | None) -> Any:
 
 
 def dim_order(leaves: Sequence[Any]) -> DimOrder | None:
-    """The order of the dims in memory of one output, which calls of several sizes gave.
+    """The order of the dims in memory of one output, over calls with several sizes.
 
-    None for what is no strided tensor of two dims or more, or has gaps or overlaps in memory. Dims of size 1 don't tell
-    where they stand: where the leaves seem to differ, the order that is right for all is taken, else that of the first.
+    None for values that are not strided tensors of two or more dims, or that have gaps or overlaps in memory. Dims of
+    size 1 fit anywhere in the order. If the calls seem to differ, the result is an order that fits all of them, or else
+    that of the first call.
+
+    Args:
+        leaves: the output in each of the calls.
     """
     orders = [_order_of(leaf) for leaf in leaves]
     if None in orders:
@@ -304,10 +311,10 @@ def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
 
 
 def is_kept_contiguous(conv: nn.Module) -> bool:
-    """Whether the convolution brings its input into contiguous format."""
+    """Whether the convolution converts its input to contiguous format."""
     return standing_around(conv, ContiguousInput) is not None
 
 
 def enters_channels_last(conv: nn.Module) -> bool:
-    """Whether the convolution brings its input into channels_last."""
+    """Whether the convolution converts its input to channels_last."""
     return standing_around(conv, ChannelsLastInput) is not None

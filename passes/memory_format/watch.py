@@ -1,7 +1,8 @@
-"""Where the memory format channels_last gets lost on the way of the maps through a module, watched in one run.
+"""Find where feature maps lose the channels_last format on their way through a module, by watching one run.
 
-A map is a tensor of 4 or 5 dims, (batch, channels, …). Convolutions by weights in channels_last make maps in that format,
-and most operations keep it; one that doesn't gives a contiguous map, and the next such convolution has to convert it.
+A feature map is a tensor of 4 or 5 dims, (batch, channels, …). Convolutions with channels_last weights return maps in
+that format, and most operations keep it. After an operation that returns a contiguous map, the next such convolution
+has to convert it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from passes.program.torch_calls import METADATA, name_of
 from passes.torch_private import is_transformed, share_storage, without_torch_function
 
 _CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution"})
-# What copies only where the format asks for it.
+# Operations that copy only if the format requires it.
 _COPIES = frozenset({"contiguous", "reshape", "flatten", "to"})
 
 
@@ -36,17 +37,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass
 class Loss:
-    """A place where maps come in another format out of an operation than into it.
+    """A place where an operation returns feature maps in another format than it received.
 
     Attributes:
-        where: the path of the innermost module that is called, and the operation: "encoder.layer1 (view)".
-        elements: of these maps, over all calls.
-        converted: elements that convolutions behind it bring into channels_last again.
-        convolutions: the paths of these convolutions, in the order of the run.
-        goes_on: whether an operation makes further maps of these.
-        copies: whether it reads a map in channels_last and writes another one: an operation that only looks at the same
-            memory in another way costs nothing by itself.
-        is_seen: False where the convolution itself is named, as the watch can't see what made its input.
+        where: the path of the innermost module call, and the operation: "encoder.layer1 (view)".
+        elements: the number of elements of these maps, over all calls.
+        converted: the number of elements that later convolutions convert back to channels_last.
+        convolutions: the paths of these convolutions, in the order of execution.
+        goes_on: whether an operation computes further maps from these.
+        copies: whether the operation reads a channels_last map and writes a new one; a view alone costs nothing.
+        is_seen: False if `where` is the convolution itself, because the watch didn't see what made its input.
     """
 
     where: str
@@ -59,23 +59,24 @@ class Loss:
 
     @property
     def counts(self) -> bool:
-        """Whether something runs slower for it: a convolution that converts, or operations in the other format."""
+        """Whether the loss makes something slower: a conversion, or operations in the other format."""
         return self.converted > 0 or (self.goes_on and self.copies)
 
 
 @dataclass
 class Layouts:
-    """What one run showed.
+    """The result of watching one run.
 
     Attributes:
-        moved: elements that were copied for the sake of a format alone.
-        inputs: for each contiguous map that is an argument of the root, by its parameter's name, the elements that
-            convolutions convert of it and of what is made of it; only where the root may be given a copy of it.
-        input_elements: the elements of these maps themselves.
-        entries: the paths of the convolutions that brought what they were given into channels_last by a copy of it, in the
-            order of the run; of those that are made to do so.
-        draws: the paths of the modules that drew random numbers for maps in channels_last.
-        scripted: the paths of modules that are TorchScript, which nothing looks into.
+        moved: the number of elements that were copied only to change the format.
+        inputs: for each contiguous map among the root's arguments, by parameter name, the number of elements that
+            convolutions convert of it and of maps made from it. Only maps that the root may receive as a copy are
+            included.
+        input_elements: the number of elements of these maps.
+        entries: the paths of the convolutions with `ChannelsLastInput` that converted their input, in the order of
+            execution.
+        draws: the paths of the modules that drew random numbers for channels_last maps.
+        scripted: the paths of TorchScript modules, whose inside can't be watched.
     """
 
     moved: int = 0
@@ -88,20 +89,21 @@ class Layouts:
 
     @property
     def losses(self) -> list[Loss]:
-        """The places where the format is lost and something runs slower for it; what is converted most comes first."""
+        """The losses that make something slower, those with the most converted elements first."""
         found = [loss for loss in self._losses.values() if loss.counts]
         return sorted(found, key=lambda loss: (-loss.converted, -loss.elements))
 
 
 @dataclass(frozen=True)
 class _State:
-    """What is known of one tensor.
+    """What is known about one tensor.
 
     Attributes:
-        was_last: whether it is in channels_last, or made of something that was.
-        loss: where this map lost the format; None where it didn't, or was meant to, or is no map now.
-        source: the name of the input that it is made of, as long as no convolution has read that.
-        is_meant: whether it is a contiguous map that a convolution was kept contiguous to make, or is made of one.
+        was_last: whether it is in channels_last, or was made from a tensor that was.
+        loss: where this map lost the format; None if it didn't, if that was intended, or if it is no map now.
+        source: the name of the root's input that it was made from, as long as no convolution has read it.
+        is_meant: whether it is contiguous on purpose: made by a convolution that was kept contiguous, or from such a
+            map.
     """
 
     was_last: bool = False
@@ -115,7 +117,7 @@ _MEANT = _State(is_meant=True)
 
 
 def _unseen(function: _Function) -> _Function:
-    """The function, whose looks at tensors go by all modes: this one, and others that stand around it."""
+    """Decorate a function so that its operations on tensors are invisible to this mode and all others."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,10 +128,10 @@ def _unseen(function: _Function) -> _Function:
 
 
 class LayoutWatch(TorchFunctionMode):
-    """A context in which one call of `root` is watched; no tensor of the run is kept alive.
+    """A context that watches one call of `root`; it keeps no tensor of the run alive.
 
     Attributes:
-        layouts: what was seen, complete after the block.
+        layouts: the result, complete after the block.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -143,7 +145,7 @@ class LayoutWatch(TorchFunctionMode):
         self._stack = ExitStack()
 
     def __enter__(self) -> LayoutWatch:
-        # What modules hold isn't made by an operation. The tensors themselves keep their identity from being given away.
+        # Tensors held by modules aren't made by an operation. A reference to each keeps its id unique.
         self._held = {id(tensor): tensor for module in self.root.modules() for tensor in _held_by(module)}
         self._stack.enter_context(intercepted_calls(self.root, self._around))
         super().__enter__()
@@ -176,13 +178,13 @@ class LayoutWatch(TorchFunctionMode):
 
     @_unseen
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """The maps that are arguments of the root, each with the number of writes that it has seen."""
+        """The contiguous maps among the root's arguments, each with its version counter."""
         for leaf in _tensors_in((args, kwargs)):
             self._keep(leaf, _NOTHING)
         found: dict[str, tuple[torch.Tensor, int | None]] = {}
         positional = dict(zip(positional_names(self.root), args, strict=False))
         for name, value in (*positional.items(), *kwargs.items()):
-            # `forward(x, /, **others)` may be given another `x` by name.
+            # `forward(x, /, **others)` may also receive an `x` by name.
             if name in positional and name in kwargs:
                 continue
             if layout_of(value) == CONTIGUOUS:
@@ -192,7 +194,7 @@ class LayoutWatch(TorchFunctionMode):
 
     @_unseen
     def _leave_out_lent(self, given: Mapping[str, tuple[torch.Tensor, int | None]], outputs: Any) -> None:
-        """An input that is written to, or that an output is a view of, has to be the caller's own."""
+        """Remove inputs that were written to or that an output is a view of: these must be the caller's own."""
         leaves = _tensors_in(outputs)
         for name, (tensor, version) in given.items():
             if version is None or _version_of(tensor) != version or any(_shares(leaf, tensor) for leaf in leaves):
@@ -223,7 +225,7 @@ class LayoutWatch(TorchFunctionMode):
 
     @_unseen
     def _convolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note where a convolution is given a contiguous map and a weight for which it converts that."""
+        """Record a convolution that has to convert a contiguous map because its weight is in channels_last."""
         given = {**dict(zip(("input", "weight"), args, strict=False)), **kwargs}
         input, weight = given.get("input"), given.get("weight")
         if not isinstance(input, torch.Tensor) or not isinstance(weight, torch.Tensor):
@@ -233,7 +235,7 @@ class LayoutWatch(TorchFunctionMode):
 
     @_unseen
     def _enter(self, input: torch.Tensor) -> None:
-        """Note a convolution that brings its input into channels_last, as its weight doesn't ask for that."""
+        """Record a convolution that converts its input to channels_last although its weight is contiguous."""
         self._note_in(self.layouts.entries)
         self._convert(input)
 
@@ -247,7 +249,8 @@ class LayoutWatch(TorchFunctionMode):
         self.layouts.moved += elements
         state = self._state_of(input)
         if state is None:
-            # What modules hold isn't made by an operation; what else nobody knows comes from one that isn't seen.
+            # A tensor held by a module isn't made by an operation. Any other unknown tensor was made by one that the
+            # watch didn't see.
             state = (
                 _NOTHING if id(input) in self._held else _State(loss=self._loss_at("convolution", input, is_seen=False))
             )
@@ -260,7 +263,7 @@ class LayoutWatch(TorchFunctionMode):
 
     @_unseen
     def _see(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what an operation makes of the formats that it is given."""
+        """Record the formats of an operation's results, given those of its arguments."""
         made = _tensors_in(result)
         if not made:
             return
@@ -275,7 +278,7 @@ class LayoutWatch(TorchFunctionMode):
         layout = layout_of(made)
         is_view = any(_shares(made, leaf) for leaf in given)
         if is_kept_contiguous(self._frames[-1]):
-            # This one is meant to leave the format, or to be given what has left it.
+            # A wrapper made this convolution leave the format on purpose.
             return _MEANT
         for state in states if layout is not None and not is_view else ():
             if state.loss is not None:
@@ -289,7 +292,7 @@ class LayoutWatch(TorchFunctionMode):
         if layout == EITHER or not any(state.was_last for state in states):
             return _State(source=source)
         if layout is None:
-            # Of rows of tokens a map is made again; rows of features are no map any more.
+            # Tokens (more than 2 dims) may become a map again; rows of features don't.
             return _State(was_last=made.dim() > 2, source=source)
         alike = [(leaf, state) for leaf, state in zip(given, states, strict=True) if leaf.dim() == made.dim()]
         loss = next((state.loss for _, state in alike if state.loss is not None), None)
@@ -300,9 +303,9 @@ class LayoutWatch(TorchFunctionMode):
         return _State(was_last=True, loss=loss, source=source)
 
     def _is_map_again(self, made: torch.Tensor, given: list[torch.Tensor], states: list[_State]) -> bool:
-        """Whether a map is made of something that isn't one, but was made of one: `view` and back, tokens and back.
+        """Whether the operation makes a map from a tensor that isn't one but was made from one, as `view` and back.
 
-        What has other dims than the map that it is made of is on the way, as long as it has these dims.
+        A tensor with other dims than the original map counts as an intermediate value as long as it has these dims.
         """
         return not any(
             state.was_last and (leaf.dim() == made.dim() or state.loss is not None or layout_of(leaf) == LAST)
@@ -329,13 +332,13 @@ EITHER = "either"
 
 
 def layout_of(value: Any) -> str | None:
-    """The format of a map: `LAST`, `CONTIGUOUS` for all others, `EITHER` where it is in both; None for what is no map."""
+    """The format of a feature map: `LAST`, `EITHER` if it is in both, else `CONTIGUOUS`; None for other values."""
     if not isinstance(value, torch.Tensor):
         return None
     if not has_strides(value) or value.dim() not in FORMATS:
         return None
     if is_transformed(value):
-        # It stands for many, whose dims are others.
+        # It represents a batch of tensors with other dims.
         return None
     if value.is_contiguous():
         return EITHER if value.is_contiguous(memory_format=FORMATS[value.dim()]) else CONTIGUOUS
@@ -350,7 +353,7 @@ def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
-    """How often the tensor was written to; None where nobody counts."""
+    """The version counter, which counts in-place writes; None if the tensor has none."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -359,7 +362,7 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both look at the same memory."""
+    """Whether both tensors use the same storage."""
     if tensor is other:
         return True
     both_plain = kind_of(tensor) is None is kind_of(other)

@@ -36,5 +36,6 @@ def are_finite(*tensors: torch.Tensor) -> bool:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # A NaN or an infinity is in the sum too; the sum of finite numbers may overflow.
+    # A NaN or an infinity makes the sum non-finite. The sum of finite values may overflow too, so check them one by one
+    # then.
     return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())

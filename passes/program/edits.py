@@ -1,4 +1,4 @@
-"""Edits of a working copy's modules that can be taken back, one at a time."""
+"""Edits of modules that can be undone one at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Edit(Protocol):
     """One change of one place, and back."""
 
     def apply(self) -> None:
-        """Put the new value in place, and keep what stands there now."""
+        """Write the new value, and remember the current one."""
 
     def undo(self) -> None:
-        """Put back what stood there."""
+        """Restore the value from before `apply`."""
 
     def keep(self) -> Callable[[], None]:
-        """A function that puts back, after an `undo`, what stands there now."""
+        """Return a function that restores, after an `undo`, the value that is there now."""
 
 
 class _DictEdit(ABC):
-    """What is common: another value under one key of a dict; a key that is new goes again."""
+    """Base of the edits that write one key of a dict; `undo` removes a key that was new."""
 
     new: Any
     old: Any
@@ -39,21 +39,21 @@ class _DictEdit(ABC):
     @property
     @abstractmethod
     def place(self) -> tuple[dict[str, Any], str]:
-        """The dict that the edit writes to, and its key there."""
+        """The dict, and the key in it."""
 
     def apply(self) -> None:
-        """Put the new value in place, and keep what stands there now."""
+        """Write the new value, and remember the current one."""
         home, name = self.place
         self.old = home.get(name, _MISSING)
         home[name] = self.new
 
     def undo(self) -> None:
-        """Put back what stood there."""
+        """Restore the value from before `apply`."""
         home, name = self.place
         _put(home, name, self.old)
 
     def keep(self) -> Callable[[], None]:
-        """A function that puts back, after an `undo`, what stands there now."""
+        """Return a function that restores, after an `undo`, the value that is there now."""
         home, name = self.place
         return functools.partial(_put, home, name, home.get(name, _MISSING))
 
@@ -66,7 +66,7 @@ def _put(home: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _in_order(home: dict[str, Any], names: Sequence[str]) -> None:
-    # Some may be missing still, or again, where several edits of one place are put back one by one.
+    # Some names may be missing while several edits of one dict are undone one by one.
     for name in names:
         if name in home:
             home[name] = home.pop(name)
@@ -87,7 +87,7 @@ class TensorEdit(_DictEdit):
     order: tuple[str, ...] = ()
 
     def apply(self) -> None:
-        """Put the new tensor in place, and keep what stands there now."""
+        """Put the new tensor in place, and remember the current one."""
         home, name = self.place
         self.order = tuple(home)
         super().apply()
@@ -95,13 +95,13 @@ class TensorEdit(_DictEdit):
             _in_order(home, (name,))
 
     def undo(self) -> None:
-        """Put back what stood there, where it stood."""
+        """Restore the old tensor and the order of the names."""
         home, _ = self.place
         super().undo()
         _in_order(home, self.order)
 
     def keep(self) -> Callable[[], None]:
-        """A function that puts back, after an `undo`, what stands there now."""
+        """Return a function that restores, after an `undo`, the tensor and the order that are there now."""
         home, _ = self.place
         order, put_back = tuple(home), super().keep()
 
@@ -113,7 +113,7 @@ class TensorEdit(_DictEdit):
 
     @property
     def place(self) -> tuple[dict[str, Any], str]:
-        """The dict of buffers for a name that is a buffer's, else that of the parameters."""
+        """The dict of buffers if the name is a buffer, otherwise the dict of parameters."""
         is_buffer = self.name in self.module._buffers
         home: dict[str, Any] = self.module._buffers if is_buffer else self.module._parameters
         return home, self.name
@@ -121,10 +121,10 @@ class TensorEdit(_DictEdit):
 
 @dataclass
 class FormatEdit:
-    """Another memory format of a parameter that a pass has made, which nobody else holds.
+    """Change the memory format of a parameter that a pass has made and nobody else holds.
 
-    A format can be had back to the bit: the values are held once, where another tensor would hold them twice for as long
-    as it may be taken back.
+    The values are converted in place, because that can be undone exactly. A second tensor would double the memory for
+    as long as the edit can be undone.
     """
 
     parameter: nn.Parameter
@@ -132,18 +132,18 @@ class FormatEdit:
     strides: tuple[int, ...] = ()
 
     def apply(self) -> None:
-        """Bring the values into the format, and keep the strides that they have now."""
+        """Convert the values to the format, and remember their current strides."""
         self.strides = self.parameter.stride()
         self._convert()
 
     def undo(self) -> None:
-        """Bring the values back into the strides that they had."""
-        # Whoever watches for writes to values would take this for one, and keep a copy.
+        """Convert the values back to their old strides."""
+        # Hide the write from modes that would otherwise copy the values.
         with without_torch_function():
             self.parameter.data = _restrided(self.parameter.data, self.strides)
 
     def keep(self) -> Callable[[], None]:
-        """A function that brings the values into the format again."""
+        """Return a function that converts the values to the format again."""
         return self._convert
 
     def _convert(self) -> None:
@@ -157,7 +157,10 @@ class FormatEdit:
 
 
 def _restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same values in other strides; many of them in the same memory, row by row, where each row stays in its place."""
+    """The same values with other strides.
+
+    A large tensor is rearranged in its own memory, row by row, if each row stays within its own part of the memory.
+    """
     if values.numel() <= _ELEMENTS or not (
         _lies_in_rows(values.shape, values.stride()) and _lies_in_rows(values.shape, strides)
     ):
@@ -169,19 +172,23 @@ def _restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return moved
 
 
-# How many elements are moved at a time, and as many may lie in a second place for that: 1 MiB of float32.
+# The number of elements that are moved at a time, and so the size of the temporary copy: 1 MiB of float32.
 _ELEMENTS = 1 << 18
 
 
 def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether each row fills a place of its own, one behind the other."""
+    """Whether each row fills a contiguous part of the memory, in order and without gaps."""
     row = shape[1:].numel()
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
     return row > 0 and strides[0] == row == reach
 
 
 def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """A copy with the strides of the format, also of what `contiguous` takes to be in it already: one input channel."""
+    """Copy the tensor to the strides of a memory format.
+
+    Unlike `contiguous(memory_format=…)`, this also changes tensors that are in both formats, such as those with one
+    channel.
+    """
     return torch.empty_like(values, memory_format=memory_format).copy_(values)
 
 
@@ -196,41 +203,41 @@ class AttributeEdit(_DictEdit):
 
     @property
     def place(self) -> tuple[dict[str, Any], str]:
-        """The instance's `__dict__`."""
+        """The instance's `__dict__`, and the name."""
         return self.module.__dict__, self.name
 
 
 @dataclass
 class ClassEdit:
-    """Another class of a module, which stays the object that it is: under every name, in lists, and for its hooks."""
+    """Change the class of a module in place, so that all references to it and its hooks stay valid."""
 
     module: nn.Module
     new: type[nn.Module]
     old: type[nn.Module] | None = None
 
     def apply(self) -> None:
-        """Give it the new class, and keep the one of now."""
+        """Set the new class, and remember the current one."""
         self.old = type(self.module)
         _set_class(self.module, self.new)
 
     def undo(self) -> None:
-        """Give it back the class that it had."""
+        """Restore the old class."""
         assert self.old is not None
         _set_class(self.module, self.old)
 
     def keep(self) -> Callable[[], None]:
-        """A function that gives it again, after an `undo`, the class of now."""
+        """Return a function that sets, after an `undo`, the class that the module has now."""
         return functools.partial(_set_class, self.module, type(self.module))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    # A class of the user's may do anything when an attribute is set.
+    # A user's class may override `__setattr__`.
     object.__setattr__(module, "__class__", cls)
 
 
 @dataclass
 class HookEdit(_DictEdit):
-    """Another hook in one of a module's dicts of hooks."""
+    """Set a hook in one of a module's hook dicts."""
 
     module: nn.Module
     registry: str
@@ -240,22 +247,22 @@ class HookEdit(_DictEdit):
 
     @property
     def place(self) -> tuple[dict[str, Any], str]:
-        """The dict of hooks."""
+        """The dict of hooks, and the key in it."""
         hooks: dict[str, Any] = self.module.__dict__[self.registry]
         return hooks, self.name
 
 
 def undo_all(edits: Sequence[Edit]) -> None:
-    """Take edits back, the last one first."""
+    """Undo edits in reverse order."""
     for edit in reversed(edits):
         edit.undo()
 
 
 @contextmanager
 def taken_back(edits: Iterable[Edit]) -> Iterator[None]:
-    """The tree as it was before the edits, for the time of the block; afterwards it is as it is now.
+    """Undo the edits for the block, and make them again afterwards.
 
-    Later edits of the same places are to be taken back first: put such blocks inside theirs.
+    Later edits of the same places must be undone first: nest the blocks accordingly.
     """
     done = list(edits)
     kept = [edit.keep() for edit in done]

@@ -1,6 +1,7 @@
-"""What the operations of a captured graph do beside giving a value: write, draw numbers, share memory, stop the run.
+"""The side effects of operations in a captured graph: writes, random numbers, shared memory, stopping the run.
 
-All of it is asked of torch: schemas say what writes, tags what draws, and the examples of values what lies in one memory.
+They are read from torch: schemas tell which operations write, tags tell which draw random numbers, and the example
+values tell which values share memory.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from passes.program.captured import argument, example_of, is_tensor, name_of
 from passes.program.operations import draws_numbers, schemas
 from passes.program.torch_calls import METADATA
 
-# Functions of torch in Python, of which it has no schema.
+# torch functions written in Python, which have no schema.
 _COMPOSED = frozenset({
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "cosine_similarity", "interpolate", "max_pool1d",
     "max_pool2d", "max_pool3d", "normalize", "softmin", "tanhshrink", "unfold", "upsample",
 })  # fmt: skip
-# What stops a run where it doesn't like what it sees, or tells others of it.
+# Operations that may stop the run, or that act on something outside of the graph.
 _ACTING = frozenset({
     "_assert", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_check", "backward", "from_file", "record_stream",
     "retain_grad", "sym_constrain_range", "sym_constrain_range_for_size",
 })  # fmt: skip
-# What nobody has written to yet: two of them are two.
+# Uninitialized tensors: two of them differ.
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
-# In the `meta` of a node that stands for others: the storages of these.
+# The key in `node.meta` for the storages of the nodes that this node replaced.
 ALSO_IN = "optimize_export_also_in"
-# Operators of Python that write to what stands in front of them.
+# Python operators that write to their left operand.
 _IN_PLACE = frozenset({
     "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor",
 })  # fmt: skip
@@ -38,14 +39,14 @@ _PYTHON = frozenset({"builtins", "math", "_operator"})
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether the node gives a value of its arguments and does nothing else, as far as torch says."""
+    """Whether the node only computes a value from its arguments, as far as torch's schemas and tags tell."""
     if node.op == "get_attr":
         return True
     return node.op in ("call_function", "call_method") and not _may_write(node) and _is_known(node) and not _draws(node)
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether the node is pure and gives the same value each time."""
+    """Whether the node is pure and computes the same value each time."""
     return is_pure(node) and name_of(node) not in _UNWRITTEN
 
 
@@ -57,12 +58,12 @@ def _may_write(node: fx.Node) -> bool:
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
     if node.kwargs.get("training") and "dropout" not in name:
-        # What counts statistics.
+        # It may update running statistics.
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True
     if name in ("batch_norm", "instance_norm"):
-        # In training they move the running statistics, which `instance_norm` does unless it is told otherwise.
+        # In training they update the running statistics; `instance_norm` does so by default.
         by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
         return node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
     if node.op == "call_method":
@@ -70,17 +71,17 @@ def _may_write(node: fx.Node) -> bool:
     home = getattr(node.target, "__module__", None) or ""
     if home == "_operator":
         return name in ("setitem", "delitem", *_IN_PLACE)
-    # A function of the user's own may do anything.
+    # A user's own function may do anything.
     return not home.startswith(("torch", "math")) and home != "builtins" and bool(home)
 
 
 def _is_of_passes(node: fx.Node) -> bool:
-    """Whether a pass made the operation, which gives a value and does nothing else."""
+    """Whether a pass made the operation, which then has no side effects."""
     return getattr(node.target, "takes_and_gives", False) is True
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether torch or Python says what the operation does."""
+    """Whether torch or Python documents the effects of the operation."""
     name = name_of(node)
     if name in _ACTING:
         return False
@@ -94,13 +95,13 @@ def _is_known(node: fx.Node) -> bool:
     if not home.startswith("torch") and not isinstance(node.target, type(torch.relu)):
         return False
     if name == "embedding" and argument(node, 3, "max_norm") is not None:
-        # It scales rows of the weight that it is given.
+        # It rescales rows of its weight in place.
         return False
     return name in _COMPOSED or name.startswith("sym_") or schemas(name) is not None
 
 
 def is_setting(node: fx.Node) -> bool:
-    """Whether the node enters or leaves an autocast, or sets whether gradients are on, for the nodes behind it."""
+    """Whether the node enters or leaves an autocast, or switches gradients on or off, for the following nodes."""
     name = name_of(node).lstrip("_")
     return node.op == "call_function" and name.startswith(("enter_", "exit_", "set_grad_enabled"))
 
@@ -113,10 +114,10 @@ def _draws(node: fx.Node) -> bool:
 
 
 def is_dropout_off(node: fx.Node) -> bool:
-    """Whether a dropout gives what it is given: out of training, or with a probability of 0.
+    """Whether a dropout returns its input unchanged: outside of training, or with a probability of 0.
 
-    The functions of torch.nn.functional are `dropout(input, p=0.5, training=True, inplace=False)`; `alpha_dropout` and
-    `feature_alpha_dropout` are out of training by default.
+    The functions of torch.nn.functional are `dropout(input, p=0.5, training=True, inplace=False)`. For `alpha_dropout`
+    and `feature_alpha_dropout`, `training` is False by default.
     """
     by_default = "alpha" not in name_of(node)
     train = argument(node, 2, "training", node.kwargs.get("train", by_default))
@@ -128,15 +129,15 @@ class Memory:
     """Which values of a graph lie in one memory, which of them may be written to, and which leave the graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        # A forest of storages, each tree of which may be one memory.
+        # A union-find forest; the storages of one tree may share memory.
         self._parents: dict[Any, Any] = {}
         for node in graph.nodes:
             self._join(*_places_of(example_of(node)), *node.meta.get(ALSO_IN, ()))
             if node.op in ("placeholder", "get_attr"):
-                # What comes from outside may be one and the same, or parts of it.
+                # Inputs may share memory with each other.
                 self._join(_OUTSIDE, *_places_of(example_of(node)))
             elif "dropout" in name_of(node) and is_dropout_off(node):
-                # Without numbers torch makes a copy here, and with them it gives the very tensor.
+                # On fake tensors torch copies here, but on real ones it returns its input.
                 self._join(*_places_of(example_of(node)), *_places_of(example_of(node.all_input_nodes[0])))
         written: set[Any] = set()
         leaving: set[Any] = set()
@@ -157,15 +158,15 @@ class Memory:
         return place
 
     def may_be_written(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether the memory of one of the values may be written to while the graph runs."""
+        """Whether an operation of the graph may write to the memory of one of the values."""
         return any(self._of(node) & self._written for node in nodes)
 
     def may_leave(self, node: fx.Node) -> bool:
-        """Whether the memory of the value is given out, to somebody who may write to it."""
+        """Whether the graph returns the memory of the value, so that the caller may write to it."""
         return bool(self._of(node) & self._leaving)
 
     def shares(self, node: fx.Node) -> bool:
-        """Whether the value lies in the memory of something that the node is given."""
+        """Whether the node's value shares memory with one of its inputs."""
         return any(self._of(node) & self._of(source) for source in node.all_input_nodes)
 
     def _of(self, node: fx.Node) -> frozenset[Any]:
@@ -176,7 +177,7 @@ _OUTSIDE = "outside"
 
 
 def places_of(node: fx.Node) -> frozenset[Any]:
-    """The storages that the node's value lies in."""
+    """The storages of the node's value."""
     return _places_of(example_of(node)) | node.meta.get(ALSO_IN, frozenset())
 
 

@@ -1,4 +1,4 @@
-"""The base of the callables that stand in a module's `__dict__` as its `forward`, where the class' own goes on working."""
+"""Base classes of the callables that a pass installs as `forward` in a module's `__dict__`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import fx, nn
 
 
 class InstanceForward:
-    """Base of the callables that stand in a module's `__dict__` as its `forward`; copied and pickled with the module."""
+    """Base of the callables that replace one module's `forward`; copied and pickled with the module."""
 
-    # Whether a call of the module is one operation, which no graph looks into.
+    # Whether a call of the module counts as one operation, which no graph shows the inside of.
     is_atom = False
     owner: nn.Module
 
@@ -23,13 +23,13 @@ class InstanceForward:
         cls = type(self.owner)
         forward = cls.forward
         if not isinstance(forward, types.FunctionType):
-            # A descriptor that gives a function for the instance.
+            # A descriptor that returns a function for the instance.
             return inspect.getattr_static(cls, "forward").__get__(self.owner, cls)(*args, **kwargs)
         return forward(self.owner, *args, **kwargs)
 
     @property
     def __code__(self) -> types.CodeType:
-        # torch.export asks the forward of the root for it, to name its inputs.
+        # torch.export reads the code of the root's forward to name the inputs.
         return class_code(self.owner)
 
     def _class_signature(self) -> inspect.Signature:
@@ -39,7 +39,7 @@ class InstanceForward:
 
 def class_code(module: nn.Module) -> types.CodeType:
     """The code of the forward that the module's class defines."""
-    # What stands there may be a descriptor that has no code, and gives a function for the instance.
+    # The attribute may be a descriptor without code, which returns a function for the instance.
     forward = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
     code: types.CodeType = inspect.unwrap(forward).__code__
     return code
@@ -70,7 +70,7 @@ class AroundForward(InstanceForward):
     computes_in: torch.dtype | None = None
 
     def around(self, inner: Any) -> AroundForward:
-        """The same around another forward."""
+        """A copy of this wrapper around another forward."""
         twin = copy.copy(self)
         twin.inner = inner
         return twin
@@ -88,7 +88,7 @@ _Around = TypeVar("_Around", bound=AroundForward)
 
 
 def standing_around(module: nn.Module, kind: type[_Around]) -> _Around | None:
-    """The outermost of this kind that stands around the module's forward; None for none."""
+    """The outermost wrapper of the given class around the module's forward; None if there is none."""
     return next((one for one in _forwards_around(module) if isinstance(one, kind)), None)
 
 
@@ -100,7 +100,7 @@ def _forwards_around(module: nn.Module) -> Iterator[AroundForward]:
 
 
 def dtype_inside(root: nn.Module) -> torch.dtype | None:
-    """The half precision that a pass has had the whole compute in; None for none."""
+    """The half precision that a pass has set for the whole model; None if there is none."""
     return next((one.computes_in for one in _forwards_around(root) if one.computes_in is not None), None)
 
 
@@ -113,17 +113,17 @@ def inner_forward(module: nn.Module) -> Any:
 
 
 def in_place_of(earlier: Any, forward: Any) -> Any:
-    """The forward, within what stands around the earlier one."""
+    """Put a forward inside of the wrappers around the earlier one."""
     if not isinstance(earlier, AroundForward):
         return forward
     return earlier.around(in_place_of(earlier.inner, forward))
 
 
 def bound_forward(forward: Any) -> types.MethodType | None:
-    """The forward of one instance as a method bound to it, by whose code torch.compile goes.
+    """Turn an `InstanceForward` into a bound method, which torch.compile can share between equal modules.
 
-    An object it tells by its identity alone, so that what is compiled for one module is wrong for any other. None where it
-    is no object of ours.
+    torch.compile guards a callable object by its identity, so code compiled for one module would not fit any other. It
+    compares functions by their code. Returns None for any other forward.
     """
     if not isinstance(forward, InstanceForward):
         return None
@@ -137,7 +137,7 @@ def bound_forward(forward: Any) -> types.MethodType | None:
 
 
 def unbound_forward(forward: Any) -> Any:
-    """The reverse of `bound_forward`; anything else as it is."""
+    """Reverse `bound_forward`; anything else is returned as is."""
     if type(forward) is not types.MethodType or not isinstance(forward.__self__, InstanceForward):
         return forward
     return forward.__self__

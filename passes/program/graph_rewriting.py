@@ -1,4 +1,4 @@
-"""The one way to change a captured graph: changes with a place and a reason, each of which can be checked and left alone.
+"""The only way to change a captured graph: named changes that can be checked and excluded one by one.
 
 def rewrite(self, graph: GraphRewriter, context: Context) -> None:
     for node in graph.calls("gelu"):
@@ -34,9 +34,9 @@ class GraphChange(Change):
     """One rewrite of a captured graph.
 
     Attributes:
-        replaced: the nodes whose values are given by others now, each with the other.
+        replaced: the replaced nodes, each with its replacement.
         made: the new nodes.
-        check: how it is checked; None where it gives no value in the place of another.
+        check: the check of this change; None if it replaces no value.
     """
 
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class GraphChange(Change):
 
 @dataclass
 class RegionCheck:
-    """How one change is checked: two graphs on the values that flowed in the graph as it was.
+    """The check of one change: the old and the new subgraph, to be compared on the same input values.
 
     Attributes:
-        sources: the nodes of the graph as it was whose values both take.
-        old, new: graphs from these to the values that were replaced.
+        sources: the nodes of the original graph whose values are the inputs of both.
+        old, new: the subgraphs from the sources to the replaced values.
     """
 
     sources: tuple[fx.Node, ...]
@@ -62,8 +62,8 @@ class GraphRewriter:
     """Reads and rewrites one captured graph, for one pass.
 
     Attributes:
-        captured: the graph and the modules that it was captured from.
-        before: the graph as it was; nothing is written to it.
+        captured: the graph that is rewritten, with the modules that it was captured from.
+        before: the original graph, which is not changed.
         changes, skips: the record.
     """
 
@@ -75,22 +75,25 @@ class GraphRewriter:
         self._why_not = why_not
         self._words: Counter[tuple[str, str]] = Counter()
         self._open: GraphChange | None = None
-        # For each node the one of `before` that has the same value.
+        # For each node, the node of `before` with the same value.
         self._origins = {twin: node for node, twin in twins.items()}
 
     # Find -------------------------------------------------------------------------------------------------------------
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All nodes, in the order of the run."""
+        """All nodes, in the order of execution."""
         return list(self.captured.graph.nodes)
 
     def calls(self, *names: str) -> list[fx.Node]:
-        """The calls of functions and methods of these names: "relu" is F.relu(x), torch.relu(x) and x.relu()."""
+        """The calls by function or method name; all calls without a name.
+
+        "relu" matches F.relu(x), torch.relu(x) and x.relu().
+        """
         return [node for node in computing(self.captured.graph) if not names or name_of(node) in names]
 
     def where(self, node: fx.Node) -> str:
-        """The place of a node, for people."""
+        """The location of a node, for reports."""
         return self.captured.where(node)
 
     argument = staticmethod(captured.argument)
@@ -99,11 +102,11 @@ class GraphRewriter:
     # Judge ------------------------------------------------------------------------------------------------------------
 
     def memory(self) -> effects.Memory:
-        """Which values may be written to, or leave the graph, as it is now."""
+        """Which values may be written to or returned, in the current graph."""
         return effects.Memory(self.captured.graph)
 
     def settings(self) -> dict[fx.Node, int]:
-        """A number for each node: nodes of one number run under the same autocast and gradient mode."""
+        """A number for each node; nodes with equal numbers run under the same autocast and gradient mode."""
         found, number = {}, 0
         for node in self.captured.graph.nodes:
             number += effects.is_setting(node)
@@ -118,26 +121,25 @@ class GraphRewriter:
         return node in self.captured.tensors
 
     def path_of(self, node: fx.Node) -> str:
-        """The path of a parameter or buffer, "head.weight"; of any other node that of the module that made it."""
+        """The path of a parameter or buffer, "head.weight"; for other nodes, the path of the module that made them."""
         return self.captured.tensors.get(node) or self.captured.path_of(node)
 
     def skip(self, node: fx.Node, reason: str) -> None:
-        """Record that a place was left alone; the reason is a clause without a full stop."""
+        """Record that a candidate was skipped; the reason is a clause without a full stop."""
         self.skip_place(self.where(node), reason)
 
     def skip_place(self, where: str, reason: str) -> None:
-        """The same of a module by its path."""
+        """Record a skip for a module path."""
         self.skips.append(Skip(where, reason))
 
     # Rewrite ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def change(self, where: fx.Node | str, what: str) -> Iterator[GraphChange]:
-        """One change; all writes stand in such a block.
+        """Make one change; every write must be inside such a block.
 
-        It is checked by what it replaces: the values before and after have to be the same. Nodes that nobody uses any more
-        go with it, where they have no effect. A change that was found to be wrong is run like any other, and what it writes
-        is dropped.
+        The change is checked later: the replaced values and their replacements must agree. Nodes that become unused are
+        removed if they have no side effects. An excluded change runs like any other, and its writes are then discarded.
         """
         if self._open is not None:
             raise RuntimeError("a change is opened inside of another one")
@@ -163,7 +165,7 @@ class GraphRewriter:
     def replace_call(
         self, node: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """Have another function's value in the place of the node's; gives the new node."""
+        """Replace the node with a call of another function; returns the new node."""
         new = self.call(node, function, args, kwargs)
         if EXAMPLE not in new.meta and EXAMPLE in node.meta:
             new.meta[EXAMPLE] = node.meta[EXAMPLE]
@@ -173,7 +175,7 @@ class GraphRewriter:
     def call(
         self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """A new call in front of a node."""
+        """Insert a new call before a node."""
         change = self._writing()
         with self.captured.graph.inserting_before(before):
             new = self.captured.graph.call_function(function, tuple(args), kwargs or {})
@@ -193,12 +195,16 @@ class GraphRewriter:
         kept: Callable[..., Any] | None = None,
         in_autocast: bool = True,
     ) -> fx.Node:
-        """A tensor that a function makes of parameters and buffers: kept between calls as long as these are what they were.
+        """Insert a tensor that a function computes from parameters and buffers, cached between calls.
 
-        Where one of them was written to, moved, cast or replaced, it is made anew; where gradients go to them, it is part
-        of the graph.
+        It is recomputed when a source was written to, moved, cast or replaced. If gradients flow to the sources, it is
+        computed at each call.
 
         Args:
+            before: the node to insert it before.
+            function: computes the tensor from the sources; differentiable.
+            sources: parameters and buffers.
+            what: a description of the tensor.
             kept, in_autocast: as for `Derived`.
         """
         return self.call(
@@ -206,18 +212,18 @@ class GraphRewriter:
         )
 
     def replace(self, node: fx.Node, other: fx.Node) -> None:
-        """Have another node's value in the place of the node's, which is the same."""
+        """Make the users of the node read another node of equal value."""
         change = self._writing()
         change.replaced[node] = other
         if change.left_alone:
             return
         other.meta[effects.ALSO_IN] = effects.places_of(other) | effects.places_of(node)
         node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
-        # A node of before that stands for itself goes on to do so.
+        # A node that has a counterpart in `before` keeps it.
         self._origins.setdefault(other, self._origins.get(node, node))
 
     def drop(self, nodes: Sequence[fx.Node]) -> None:
-        """Leave out nodes whose values nobody uses; in the order of the run."""
+        """Remove nodes without users, given in the order of execution."""
         self._writing()
         if self._open is not None and not self._open.left_alone:
             for node in reversed(nodes):
@@ -235,7 +241,7 @@ class GraphRewriter:
         old_outputs, new_outputs = list(change.replaced), list(change.replaced.values())
         made = set(change.made)
         region = {*dead, *old_outputs}
-        # Both go from the same values on: those that the new nodes and the replaced ones take.
+        # Both subgraphs start from the same values: the inputs of the new nodes and of the replaced ones.
         stops = self._known(self._inputs_of(new_outputs, made) | self._inputs_of(old_outputs, region))
         sources = tuple(sorted(stops))
         change.check = RegionCheck(
@@ -247,7 +253,7 @@ class GraphRewriter:
             self.captured.graph.erase_node(node)
 
     def _dead(self, change: GraphChange) -> list[fx.Node]:
-        """What nobody uses any more, in the order of the run."""
+        """The nodes that became unused, in the order of execution."""
         dead: dict[fx.Node, None] = {}
         waiting = list(change.replaced)
         while waiting:
@@ -273,7 +279,7 @@ class GraphRewriter:
         return found
 
     def _known(self, stops: set[fx.Node]) -> set[fx.Node]:
-        """The nearest values before these that the graph as it was has, too."""
+        """The closest nodes before these that also exist in the original graph."""
         found, waiting = set[fx.Node](), list(stops)
         while waiting:
             node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Whether calling a module runs more than its forward, and reading its parameters more than a look."""
+"""Find out whether a module call runs more than its forward, and whether reading a parameter computes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs anything beside its forward."""
+    """Whether calling the module runs anything besides its forward."""
     own = module.__dict__
     return bool(
         own.get("_forward_hooks")
@@ -19,8 +19,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether every call of every module runs hooks: those of `torch.nn.modules.module.register_module_*_hook`."""
-    # Asked at every call of many graphs.
+    """Whether hooks for all modules are registered, by `torch.nn.modules.module.register_module_*_hook`."""
+    # This is a hot path: it runs at every call of a rewritten model.
     return bool(
         _modules._global_forward_hooks
         or _modules._global_forward_pre_hooks

@@ -1,4 +1,4 @@
-"""What torch calls compute, however they are spelled, and which of them make a pair that can be folded. Only reads."""
+"""Recognize torch calls however they are written, and find the pairs that can be folded. Only reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH_NORMS: Mapping[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
 }
-# By the last part of the name, without the underscores of an operator; "r" in front swaps the two.
+# By the name of the function, without the underscores of an operator; a leading "r" swaps the operands.
 _SCALES = {
     "mul": "mul", "multiply": "mul", "rmul": "mul", "add": "add", "radd": "add", "sub": "sub", "subtract": "sub",
     "rsub": "rsub", "div": "div", "divide": "div", "true_divide": "div", "truediv": "div",
@@ -56,13 +56,13 @@ class Convolution:
     Attributes:
         node: the call.
         input: the node of its input.
-        weight: Conv: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in).
-        bias: where its bias is or would be registered; None for a functional call without one.
-        dims: spatial dims: 1, 2 or 3; 0 for a linear layer.
+        weight: convolution: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in).
+        bias: the place where its bias is or would be registered; None for a functional call without one.
+        dims: the number of spatial dims: 1, 2 or 3; 0 for a linear layer.
         transposed: whether it is a transposed convolution.
-        groups: 1 for a linear layer.
-        module: the stock layer that makes the call; None for a call of the function.
-        pads: whether it reads zeros beyond the border of its input, or may.
+        groups: the number of groups; 1 for a linear layer.
+        module: the torch.nn layer that makes the call; None for a functional call.
+        pads: whether it pads its input with zeros, or may do so.
     """
 
     node: Node
@@ -82,13 +82,13 @@ class Convolution:
 
     @property
     def channels(self) -> int:
-        """How many channels it makes."""
+        """The number of output channels."""
         shape = self._weight_shape
         return int(shape[1]) * self.groups if self.transposed else int(shape[0])
 
     @property
     def input_channels(self) -> int:
-        """How many channels it takes."""
+        """The number of input channels."""
         shape = self._weight_shape
         return int(shape[0]) if self.transposed else int(shape[1]) * self.groups
 
@@ -100,21 +100,21 @@ class Convolution:
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """The places of its weight and its bias."""
+        """The places of its weight and, if there is one, its bias."""
         return (self.weight,) if self.bias is None or self.bias_value is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """A batch normalisation.
+    """A batch normalization.
 
     Attributes:
         node, input, module: as in `Convolution`.
         weight, bias: scale and shift, (channels,); None for a call without them.
-        mean, var: the running statistics, (channels,); None likewise.
+        mean, var: the running statistics, (channels,); None for a call without them.
         eps: added to the variance.
-        uses_batch_statistics: whether this call normalises by the statistics of the batch.
-        moves: in a pair, the operations between the two that move numbers and change none, in order.
+        uses_batch_statistics: whether this call normalizes by the statistics of the batch.
+        moves: in a pair, the operations between the two that only move data, in order.
         leads: in a pair, whether the BatchNorm comes before the convolution.
     """
 
@@ -132,23 +132,23 @@ class BatchNorm:
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """All that it reads."""
+        """All tensors that it reads."""
         return tuple(ref for ref in (self.weight, self.bias, self.mean, self.var) if ref is not None)
 
     @property
     def named_by(self) -> TensorRef | None:
-        """The tensor that tells it from other BatchNorms: the running mean, or what it has instead."""
+        """The tensor that identifies this BatchNorm: the running mean, or another one if it has none."""
         return self.mean or next(iter(self.tensors), None)
 
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """A product or sum of a value and a parameter or buffer, with one number of it for each channel or one for all.
+    """A product or sum of a value with a parameter or buffer that has one number per channel, or one for all channels.
 
     Attributes:
         node, input, moves: as in `BatchNorm`.
-        operation: "mul", "div", "add", "sub", or "rsub" where the value is subtracted from the tensor.
-        tensor: the parameter or buffer, of any shape that broadcasts so.
+        operation: "mul", "div", "add", "sub", or "rsub" for tensor - value.
+        tensor: the parameter or buffer, of any shape that broadcasts this way.
     """
 
     node: Node
@@ -162,12 +162,12 @@ class ChannelScale:
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """All that it reads."""
+        """All tensors that it reads."""
         return (self.tensor,)
 
     @property
     def named_by(self) -> TensorRef | None:
-        """The tensor that tells it from others."""
+        """The tensor that identifies this operation."""
         return self.tensor
 
 
@@ -184,17 +184,17 @@ class Pair:
 
     @property
     def first(self) -> Convolution | Affine:
-        """The one whose output goes to the other."""
+        """The one whose output the other takes."""
         return self.affine if self.affine.leads else self.conv
 
     @property
     def second(self) -> Convolution | Affine:
-        """The other."""
+        """The one that takes the other's output."""
         return self.conv if self.affine.leads else self.affine
 
     @property
     def way(self) -> tuple[Node, ...]:
-        """The nodes from the first of the two to the second."""
+        """The nodes from the first to the second."""
         return (self.first.node, *self.affine.moves, self.second.node)
 
 
@@ -212,7 +212,7 @@ def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
 
 
 def convolution_at(node: Node) -> Convolution | None:
-    """The convolution or linear layer that the call computes, if it does."""
+    """The convolution or linear layer that the node computes; None for other nodes."""
     found = _looked_up(CONVOLUTIONS, node)
     if found is None:
         return None
@@ -230,14 +230,14 @@ def convolution_at(node: Node) -> Convolution | None:
     else:
         bias = TensorRef(module, "bias")
         if source.op == "call_function" and call_of(source) is call_of(node):
-            # It pads by a call of its own, where it repeats or mirrors its input.
+            # Layers with circular, reflect or replicate padding pad in a separate call.
             source = next(iter(source.all_input_nodes))
     pads = reads_zeros(given.get("padding", 0), _shape_of_tensor(weight)[2:])
     return Convolution(node, source, weight, bias, dims, transposed, groups, module, pads)
 
 
 def reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
-    """Whether a convolution with this padding reads zeros beyond the border of its input, or may."""
+    """Whether a convolution with this padding pads its input with zeros, or may do so."""
     if isinstance(padding, str):
         return padding != "valid" and any(size != 1 for size in kernel)
     sides = padding if isinstance(padding, list | tuple) else [padding]
@@ -250,7 +250,7 @@ def _shape_of_tensor(ref: TensorRef) -> Sequence[int]:
 
 
 def batch_norm_at(node: Node) -> BatchNorm | None:
-    """The batch normalisation that the call computes, if it does."""
+    """The batch normalization that the node computes; None for other nodes."""
     names = _looked_up(BATCH_NORMS, node)
     if names is None:
         return None
@@ -267,7 +267,7 @@ def batch_norm_at(node: Node) -> BatchNorm | None:
     owns = all(ref.owner is module for ref in refs.values() if ref is not None)
     stock = module if is_stock(module, STOCK_NORMS) and isinstance(module, AnyBatchNorm) and owns else None
     if stock is not None:
-        # In training a layer may leave out statistics that it holds.
+        # In training, a layer may hold running statistics without passing them to the function.
         mean, var = (_held(stock, name) or ref for name, ref in (("running_mean", mean), ("running_var", var)))
     return BatchNorm(node, source, weight, bias, mean, var, eps, training, stock)
 
@@ -277,7 +277,10 @@ def _held(module: nn.Module, name: str) -> TensorRef | None:
 
 
 def channel_scale_at(node: Node) -> ChannelScale | None:
-    """The product or sum with a parameter or buffer that the call computes, if it does; of what shape isn't asked."""
+    """The product or sum with a parameter or buffer that the node computes; None for other nodes.
+
+    The shapes are not checked.
+    """
     operation = scale_named(node.target) if node.op == "call_function" else None
     if operation is None or len(node.args) != 2 or node.kwargs:
         return None
@@ -291,27 +294,28 @@ def channel_scale_at(node: Node) -> ChannelScale | None:
 
 
 def scale_named(function: Any) -> str | None:
-    """The name of the product or sum that a function of torch computes; None for any other."""
+    """The name of the product or sum that a torch function computes; None for any other function."""
     if getattr(function, "__hash__", None) is None or function not in _SCALE_FUNCTIONS:
         return None
     return _SCALES[function.__name__.strip("_")]
 
 
 def layer_arguments(function: Any) -> tuple[str, ...]:
-    """The names of the arguments of a function among `CONVOLUTIONS`."""
+    """The argument names of a function in `CONVOLUTIONS`."""
     return TRANSPOSED_ARGUMENTS if CONVOLUTIONS[function][1] else CONVOLUTION_ARGUMENTS
 
 
 def affine_at(node: Node) -> Affine | None:
-    """The batch normalisation, or the product or sum by channel, that the call computes, if it does."""
+    """The batch normalization, or the product or sum by channel, that the node computes; None for other nodes."""
     return batch_norm_at(node) or channel_scale_at(node)
 
 
 def pair_behind(node: Node, folded: Collection[Node] = ()) -> Pair | None:
-    """The pair of an affine operation and the convolution or linear layer that makes its input; None for no such call.
+    """The pair of an affine operation and the layer before it that makes its input; None if there is none.
 
     Args:
-        folded: the affine operations that their layers do already: what comes after them is a pair too.
+        node: the call of the affine operation.
+        folded: affine operations whose work their layers already do; an operation after them makes a pair too.
     """
     affine = None if node in folded else affine_at(node)
     if affine is None:
@@ -325,7 +329,7 @@ def pair_behind(node: Node, folded: Collection[Node] = ()) -> Pair | None:
 
 
 def pair_in_front(node: Node, folded: Collection[Node] = ()) -> Pair | None:
-    """The pair of a convolution or linear layer and the batch normalisation that makes its input; as `pair_behind`."""
+    """The pair of a layer and the BatchNorm that makes its input; None if there is none. See `pair_behind`."""
     conv = convolution_at(node)
     if conv is None:
         return None
@@ -335,17 +339,17 @@ def pair_in_front(node: Node, folded: Collection[Node] = ()) -> Pair | None:
 
 
 def pairs_behind(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
-    """Every affine operation whose input a convolution or linear layer makes."""
+    """All pairs of an affine operation and the layer before it."""
     return filter(None, (pair_behind(node, folded) for node in recording.nodes()))
 
 
 def pairs_in_front(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
-    """Every convolution or linear layer whose input a batch normalisation makes."""
+    """All pairs of a layer and the BatchNorm before it."""
     return filter(None, (pair_in_front(node, folded) for node in recording.nodes()))
 
 
 def _source_of(node: Node, folded: Collection[Node]) -> tuple[Node, tuple[Node, ...]]:
-    """What makes the value, and what it passes since, in order."""
+    """The node that makes the value, and the operations that the value passes afterwards, in order."""
     moves: list[Node] = []
     while node in folded or move_at(node) is not None:
         moves.append(node)
@@ -360,7 +364,7 @@ def _input_of(node: Node) -> Node:
 
 
 def move_at(node: Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
-    """The move that the call makes of its first argument, with the others; None for other calls."""
+    """(name, further arguments, keyword arguments) of a node that only moves its first argument, else None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     target: Any = node.target
@@ -372,7 +376,7 @@ def move_at(node: Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
 
 
 def channels_at_end(pair: Pair) -> Channels | None:
-    """Where the channels are in what the second of a pair is given; None where that isn't known."""
+    """The channel dim of the second one's input; None if it isn't known."""
     conv, affine = pair.conv, pair.affine
     made = shape_of(pair.first.node)
     if made is None:
@@ -390,7 +394,7 @@ def channels_at_end(pair: Pair) -> Channels | None:
 
 
 def _scales_channels(pair: Pair) -> bool:
-    """Whether the product or sum has one number for each channel of the convolution, or one for all, and keeps its dims."""
+    """Whether the tensor has one number per channel of the layer, or one for all, and broadcasting adds no dims."""
     assert isinstance(pair.affine, ChannelScale)
     tensor, channels = pair.affine.tensor.value, channels_at_end(pair)
     if tensor is None or channels is None or tensor.dim() > channels.rank:
@@ -400,7 +404,7 @@ def _scales_channels(pair: Pair) -> bool:
 
 
 def arguments_of(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of a call by name; those left to their defaults are missing."""
+    """The arguments of a call by name, without those left to their defaults."""
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 

@@ -1,4 +1,4 @@
-"""The memory formats of maps, which are tensors of 4 or 5 dims: (batch, channels, …)."""
+"""The memory formats of feature maps: tensors of 4 or 5 dims, (batch, channels, …)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from passes.torch_private import is_tracing, without_tracing
 
-# The dims of a tensor from the one of the widest strides to that of the narrowest: (0, 1, 2, 3) is contiguous,
-# (0, 2, 3, 1) channels_last.
+# The dims of a tensor, ordered from the largest stride to the smallest: (0, 1, 2, 3) is contiguous, (0, 2, 3, 1)
+# channels_last.
 DimOrder = tuple[int, ...]
 
 # By the number of dims.
@@ -20,8 +20,8 @@ ORDERS: Mapping[int, DimOrder] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 def is_taken_for_last(tensor: torch.Tensor) -> bool:
     """Whether torch takes a tensor of 4 or 5 dims for one in channels_last, gaps or not.
 
-    It looks at the strides alone (c10's `is_channels_last_strides_2d` and `_3d`): with one channel or one place a tensor
-    is in both formats, and its strides still say one of them.
+    torch checks only the strides (c10's `is_channels_last_strides_2d` and `_3d`). A tensor with one channel or one
+    spatial position is in both formats, but its strides still tell one of them.
     """
     shape, strides = _untraced_shape(tensor), tensor.stride()
     if strides[1] == 0:
@@ -35,10 +35,10 @@ def is_taken_for_last(tensor: torch.Tensor) -> bool:
 
 
 def _untraced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape in plain numbers.
+    """The shape as plain ints.
 
-    A trace follows the sizes that a tensor tells it, and not the strides beside them. But what goes by the format decides
-    no value, whatever the sizes are.
+    Under a trace, sizes would be recorded as tensors. The memory format affects no value, so plain ints are correct
+    here.
     """
     if torch.compiler.is_compiling() or not is_tracing():
         return tensor.shape

@@ -1,4 +1,4 @@
-"""A working copy as passes see it: its modules and tensors, where they are, over whose memory, and what runs of it do."""
+"""The modules and tensors of a working copy: their paths, shared memory and recorded runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from passes.program.tensors import TensorRef
 
 
 class ModelTree:
-    """The modules of a model with those that only plain containers hold, and their tensors.
+    """All modules of a model, including those held only in plain containers, and their tensors.
 
     Attributes:
         root: the model.
-        unregistered: (path, module) of those in plain containers.
-        made: the parameters that passes have made, by identity: no other module than the working copy's holds them.
-        graph_call: what passes over captured graphs set as the root's call, with all that was captured; None for none.
-        runs: what recorded runs of the tree as it is now show; None where nobody has recorded it.
+        unregistered: (path, module) of the modules held only in plain containers.
+        made: the parameters that passes have made, by id; only the working copy holds them.
+        graph_call: the `GraphCall` of the root with its captured graphs, for reuse by the next graph pass; None if
+            there is none.
+        runs: the recorded runs of the current tree; None if it hasn't been recorded.
     """
 
     def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
@@ -36,7 +37,7 @@ class ModelTree:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the tree anew, after edits."""
+        """Read the tree again after edits."""
         self._paths: dict[int, list[str]] = defaultdict(list)
         self._modules: dict[int, nn.Module] = {}
         for path, module in (*self.root.named_modules(remove_duplicate=False), *self.unregistered):
@@ -50,7 +51,7 @@ class ModelTree:
         self.runs = None
 
     def modules(self) -> Iterable[nn.Module]:
-        """Every module once: those of the tree, then those that it doesn't register."""
+        """Every module once: the registered ones first, then the others."""
         return self._modules.values()
 
     def path(self, module: nn.Module) -> str:
@@ -58,15 +59,15 @@ class ModelTree:
         return self._paths[id(module)][0] if id(module) in self._paths else type(module).__name__
 
     def paths(self, module: nn.Module) -> Sequence[str]:
-        """All its paths."""
+        """All paths of a module."""
         return self._paths[id(module)]
 
     def aliases(self, module: nn.Module) -> list[str]:
-        """Its further paths."""
+        """The paths of a module other than the first."""
         return self._paths[id(module)][1:]
 
     def is_registered(self, module: nn.Module) -> bool:
-        """Whether the module is in the tree, and not in plain containers alone."""
+        """Whether the module is registered in the tree, and not only held in plain containers."""
         return all(module is not other for _, other in self.unregistered)
 
     def path_of(self, ref: TensorRef) -> str:
@@ -75,11 +76,11 @@ class ModelTree:
         return f"{path}.{ref.name}" if path else ref.name
 
     def holders_of(self, tensor: torch.Tensor) -> int:
-        """Under how many modules and names the tensor is registered."""
+        """The number of places where the tensor is registered."""
         return self._holders.get(id(tensor), 0)
 
     def sharer_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Path and tensor of another one in the memory of this one; None where it is alone there."""
+        """The path and tensor of another tensor that shares memory with this one; None if there is none."""
         if self._memory is None:
             self._memory = SharedMemory(places_in((self.path(module), module) for module in self.modules()))
         place = self._memory.beside(tensor)

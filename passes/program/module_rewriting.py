@@ -1,4 +1,4 @@
-"""The way to change modules whose values stay what they are: their formats, dtypes, classes, and what stands around them."""
+"""Change how modules store tensors and run, without changing their values: formats, dtypes, classes, wrappers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class ModuleChange(Change):
     """One rewrite of modules.
 
     Attributes:
-        module: the one whose calls are compared with what they gave before; None for a change that only the whole shows.
+        module: the module whose calls are compared before and after; None if only the whole model is compared.
     """
 
     module: nn.Module | None = None
 
 
 class ModuleRewriter(ChangeRecord[ModuleChange]):
-    """Writes to the modules of one working copy, for one pass. Everything is written inside of a `change`.
+    """Changes the modules of one working copy, for one pass. Every write must be inside a `change` block.
 
     Attributes:
-        remarks: places that cost something and that the user may mend.
-        precision: how the result computes, where the pass makes it compute less precisely than the original.
+        remarks: places that cost performance and that only the user can fix.
+        precision: the reduced precision of the result, if the pass lowers it; None otherwise.
     """
 
     def __init__(self, tree: ModelTree, left_alone: Mapping[Place, str] | None = None) -> None:
@@ -43,27 +43,28 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         self.precision: Precision | None = None
 
     def skip(self, where: str, reason: str) -> None:
-        """Leave a place alone, for a reason that is a sentence without its full stop."""
+        """Skip a candidate; the reason is a sentence without the full stop."""
         self.skips.append(Skip(where, reason))
 
     def remark(self, where: str, text: str) -> None:
-        """Tell the user of a place that isn't the pass' to change."""
+        """Report a place that this pass must not change but the user can."""
         self.remarks.append(Remark(where, text))
 
     @contextmanager
     def change(self, where: str, what: str, module: nn.Module | None = None) -> Iterator[ModuleChange]:
-        """Record what is written in the block as one change, checked where `module` is called.
+        """Record the edits of the block as one change, checked at the calls of `module`.
 
         Raises:
-            RuntimeError: inside of another change.
+            RuntimeError: another change is open.
         """
         with self._recorded(ModuleChange(where, what, module=module)) as change:
             yield change
 
     def set_tensor(self, ref: TensorRef, value: torch.Tensor | None) -> None:
-        """Put another tensor under the name of a parameter or buffer; None leaves the name without one.
+        """Put another tensor under the name of a parameter or buffer; None removes the tensor.
 
-        A parameter's place gets a parameter, which needs a gradient if the old one, or a source of the change, did.
+        A tensor for a parameter is wrapped in an `nn.Parameter`. It requires a gradient if the old parameter, or a
+        source of the change, did.
         """
         if value is not None and ref.name not in ref.owner._buffers and not isinstance(value, nn.Parameter):
             sources = (ref, *self._changing().sources)
@@ -73,7 +74,7 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         self._put(ref, value)
 
     def set_memory_format(self, ref: TensorRef, memory_format: torch.memory_format) -> None:
-        """Bring a parameter or buffer into another memory format."""
+        """Convert a parameter or buffer to another memory format."""
         old = ref.value
         assert old is not None
         if isinstance(old, nn.Parameter) and self.tree.made.get(id(old)) is old and _fills_its_storage(old):
@@ -82,15 +83,15 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
             self.set_tensor(ref, in_format(old.detach(), memory_format))
 
     def set_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        """Make one module instance one of another class, with all that it holds."""
+        """Change the class of one module instance, which keeps its attributes."""
         self._do(ClassEdit(module, cls))
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Put a value into the `__dict__` of one module instance."""
+        """Set an attribute in the `__dict__` of one module instance."""
         self._set(module, name, value)
 
     def withdraw(self, change: ModuleChange) -> None:
-        """Take back the last change."""
+        """Undo the last change."""
         if self._open is not None or not self.changes or self.changes[-1] is not change:
             raise RuntimeError("only the last change can be withdrawn")
         undo_all(change.edits)
@@ -98,5 +99,5 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is all of its storage, so that its strides are enough to make another one like it."""
+    """Whether the tensor uses its whole storage, so that its strides alone describe its layout."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

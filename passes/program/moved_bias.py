@@ -1,12 +1,12 @@
-"""A bias that was moved into a running mean, as checkpoints know it: still there, and zero.
+"""Keep a bias that was moved into a running mean compatible with checkpoints.
 
-With (bias, mean) a convolution and the BatchNorm behind it compute what they do with (0, mean - bias), whatever the two
-are. So a result that has lost the bias says `bias = 0` in its `state_dict`, which loads into the original and is right
-there; and where a checkpoint holds a bias of its own, what is loaded is the mean less that bias.
+A convolution and the following BatchNorm with (bias, mean) compute the same as with (0, mean - bias). A result without
+the bias therefore saves `bias = 0` in its `state_dict`, which is correct in the original too. When a checkpoint with a
+nonzero bias is loaded, the mean becomes mean - bias.
 
-A module that is loaded sees the keys of its own children only, and the bias and the mean may stand far apart: the nearest
-module that holds both does the moving. A checkpoint that holds one of the two without the other doesn't say what the
-mean would be, and is refused.
+A load hook sees only the keys of its module's subtree, and the bias and the mean may be in different subtrees. So the
+hook is on the innermost module that contains both. A checkpoint with only one of the two doesn't determine the new
+mean, and is refused.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from torch import nn
 
 from passes.program.arithmetic import float64
 
-# In a module's dicts of hooks: text, as torch numbers its own, and those of another process may have the same numbers.
+# A string key, because torch numbers its own hooks, and a pickled module may meet equal numbers in another process.
 _KEY = "optimize_export.moved_bias"
 
 
 class MovedBias:
-    """One bias that is gone, and the running mean that it is in.
+    """One removed bias, and the running mean that contains it.
 
     Attributes:
-        bias_path, mean_path: where the two are registered, from the root; `mean_path` is None where the bias was dropped,
-            as the mean of the batch takes it out again in any case.
-        holder_path: the nearest module that holds both.
-        bias_owner, mean_owner: the modules that register them; the mean's is None where there is none.
-        weight_owner, weight: the module and the name of the convolution's weight, whose dtype and device the bias has.
-        size: how many numbers the bias had.
-        before: the parameters that its owner registered before it.
+        bias_path, mean_path: the paths of the two from the root. `mean_path` is None if the bias was simply dropped,
+            because the BatchNorm subtracts the batch mean anyway.
+        holder_path: the path of the innermost module that contains both.
+        bias_owner, mean_owner: the modules that register them; `mean_owner` is None without a mean.
+        weight_owner, weight: the module and name of the convolution's weight, which has the dtype and device of the
+            bias.
+        size: the number of elements of the bias.
+        before: the names of the parameters that precede the bias in its owner.
     """
 
     def __init__(
@@ -54,22 +55,22 @@ class MovedBias:
         self.size = size
         names = list(self.bias_owner._parameters)
         self.before = frozenset(names[: names.index(self.bias)])
-        # The mean that the holder has made, on its way to the module that loads it.
+        # The new mean, on its way from the hook that computed it to the owner that loads it.
         self.made: torch.Tensor | None = None
 
     @property
     def key(self) -> str:
-        """Under which name hooks for it are kept."""
+        """The key under which its hooks are stored."""
         return f"{_KEY}:{self.bias_path}"
 
     @property
     def is_gone(self) -> bool:
-        """Whether the bias is still in the mean: a later pass may have given the convolution another one."""
+        """Whether the bias is still removed and in the mean; a later pass may have given the convolution a new bias."""
         has_mean = self.mean_owner is None or self.mean_owner._buffers.get(self.mean) is not None
         return self.bias_owner._parameters.get(self.bias) is None and has_mean
 
     def hooks(self) -> Iterator[tuple[str, str, Any]]:
-        """(path of a module, name of its dict of hooks, hook) of everything that has to stand in the tree for it."""
+        """Yield (path of a module, name of its hook dict, hook) for all hooks that the moved bias needs."""
         loaded = "_load_state_dict_pre_hooks"
         owner_path = self.bias_path.rpartition(".")[0]
         yield owner_path, "_state_dict_hooks", SaveAsZero(self)
@@ -80,13 +81,13 @@ class MovedBias:
             yield mean_owner_path, loaded, RefuseMeanAlone(self)
 
     def zero(self) -> torch.Tensor:
-        """The bias as a checkpoint holds it, (out,)."""
+        """The bias for a checkpoint: zeros of shape (out,)."""
         weight = self.weight_owner._parameters.get(self.weight)
         like = torch.empty(0) if weight is None else weight.detach()
         return torch.zeros(self.size, dtype=like.dtype, device=like.device)
 
     def alone(self, given: str, lacking: str) -> str:
-        """The sentence where one of the two comes without the other."""
+        """The error message for a checkpoint with only one of the two."""
         return (
             f"{given} comes without {lacking}, and {self.bias_path} was moved into {self.mean_path} when the model was"
             f" optimized: load both together, into {self.holder_path or 'the whole model'}, or load them into the original"
@@ -102,9 +103,9 @@ class _Hook:
 
 
 class SaveAsZero(_Hook):
-    """Puts the bias into what its owner saves, where it would stand."""
+    """Adds the bias, as zeros, to the state dict of its owner, at its original position."""
 
-    # As torch marks what was registered in public; it doesn't take what such a hook returns for another state dict.
+    # torch sets this mark on public state-dict hooks; it then doesn't use the hook's return value as the state dict.
     _from_public_api = True
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -124,7 +125,7 @@ class SaveAsZero(_Hook):
 
 
 class LoadIntoMean(_Hook):
-    """Takes the bias out of what is loaded, and the mean less the bias takes the place of the mean."""
+    """Removes the bias from the loaded state dict, and replaces the mean by mean - bias."""
 
     def __call__(
         self,
@@ -150,7 +151,7 @@ class LoadIntoMean(_Hook):
         if bias is None and mean is None:
             return
         if bias is None or mean is None:
-            # What can't be placed isn't loaded either.
+            # The mean can't be computed, so it isn't loaded either.
             state_dict.pop(mean_key, None)
             error_msgs.append(moved.alone(*((bias_key, mean_key) if mean is None else (mean_key, bias_key))))
             return
@@ -163,7 +164,7 @@ class LoadIntoMean(_Hook):
 
 
 class RefuseBiasAlone(_Hook):
-    """Stands at the owner of the bias: its holder takes the bias out, so one that comes here was loaded without it."""
+    """Refuses a bias that is loaded into its owner directly; `LoadIntoMean` would have removed it."""
 
     def __call__(
         self,
@@ -181,7 +182,7 @@ class RefuseBiasAlone(_Hook):
 
 
 class RefuseMeanAlone(_Hook):
-    """Stands at the owner of the mean: one that its holder hasn't made was loaded without it."""
+    """Refuses a mean that is loaded into its owner directly, instead of through the module that contains both."""
 
     def __call__(
         self,
@@ -207,7 +208,7 @@ def mean_without(mean: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def moved_biases(root: nn.Module) -> Iterator[tuple[str, str | None]]:
-    """For each bias of the tree that is gone, its path and that of the running mean that it is in, None for dropped."""
+    """Yield the path of each removed bias, and that of the running mean that contains it; None if it was dropped."""
     for path, module in root.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -224,7 +225,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def common_path(first: str, second: str) -> str:
-    """The path of the innermost module around both."""
+    """The path of the innermost module that contains both."""
     both = zip(first.split("."), second.split("."), strict=False)
     return ".".join(part for part, _ in itertools.takewhile(lambda parts: parts[0] == parts[1], both))
 

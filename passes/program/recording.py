@@ -1,8 +1,8 @@
-"""What a module does in an eager run: every torch call as one flat graph, with who made it and on which tensors.
+"""Record an eager run of a module: every torch call in one flat graph, with its module and tensors.
 
-A `TorchFunctionMode` sees each call of torch, and hooks keep the stack of the modules that are being called. So it works
-for any forward: branches, decorators, loops, keyword arguments. It shows what a run did and nothing else: what passes
-conclude from it is guarded by seals.
+A `TorchFunctionMode` sees each torch call, and module hooks keep the stack of the current module calls. This works for
+any forward: branches, decorators, loops, keyword arguments. A recording shows only what happened in that run, so seals
+guard everything that passes conclude from it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ModuleCall:
 
     Attributes:
         module: the module.
-        number: of the calls of a run, counted from 1; 0 for the caller of the root.
-        around: the call that it is made in; None for the outermost.
+        number: the index of the call in the run, counted from 1; 0 stands for the caller of the root.
+        around: the enclosing module call; None for the outermost.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a tensor that a call gave: its sizes and dtype."""
+    """The sizes and dtype of a tensor that a call returned."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -55,11 +55,11 @@ class Recording:
     """The torch calls of one run.
 
     Attributes:
-        graph: a flat graph. `get_attr` nodes read a parameter or buffer, each once in the graph; `placeholder` nodes are
-            other tensors that no recorded call made; `call_function` nodes are torch calls, with methods of tensors as
+        graph: a flat graph. A `get_attr` node reads a parameter or buffer; each occurs once. A `placeholder` node is
+            another tensor that no recorded call made. A `call_function` node is a torch call; tensor methods are
             functions too.
-        outputs: what the root returned, with tensors of the same shape and strides that have no values; None for those that
-            have no strides.
+        outputs: the output of the root, with its tensors replaced by meta tensors of the same shape and strides; None
+            for tensors without strides.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class Recording:
         self._reads: dict[tuple[int, str], fx.Node] = {}
 
     def nodes(self) -> list[Node]:
-        """All nodes, in the order of the run."""
+        """All nodes, in the order of execution."""
         return list(self.graph.nodes)
 
     def reader(self, ref: TensorRef) -> Node | None:
-        """The node that reads the parameter or buffer; None where no call reads it."""
+        """The node that reads the parameter or buffer; None if no call does."""
         return self._reads.get((id(ref.owner), ref.name))
 
     def uses(self, ref: TensorRef) -> list[Node]:
@@ -82,7 +82,7 @@ class Recording:
 
 
 def users_of(node: Node) -> list[Node]:
-    """The calls that use the value of a node, and more than its shape and kind."""
+    """The calls that use the values of a node, and not just its shape or dtype."""
     return [user for user in node.users if not user.meta["asks"] and not _takes_shape_alone(user, node)]
 
 
@@ -103,7 +103,7 @@ def shape_of(node: Node) -> Shape | None:
 
 
 def escapes(node: Node) -> bool:
-    """Whether the value outlives the run, as what the root returns does."""
+    """Whether the value is still alive after the run, for example because the root returned it."""
     return bool(node.meta.get("escapes"))
 
 
@@ -113,20 +113,20 @@ def is_returned(node: Node) -> bool:
 
 
 def autocast_of(node: Node) -> torch.dtype | None:
-    """The dtype of the autocast that the call was made under; None without."""
+    """The autocast dtype at the call; None without autocast."""
     return node.meta.get("autocast")
 
 
 def operation_name(node: Node) -> str:
-    """A short name for what the node does."""
+    """A short name for the node's operation."""
     target: Any = node.target
     name = str(getattr(target, "__name__", target))
-    # A property of tensors is read by `__get__`.
+    # Reading a tensor property calls its `__get__`.
     name = str(getattr(target.__self__, "__name__", name)) if name == "__get__" else name
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
-# Of their further argument they take the shape alone.
+# They use only the shape of their second argument.
 _SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 
 
@@ -149,7 +149,7 @@ class Run:
 
     @property
     def when(self) -> str:
-        """The state of the flags, for people: "in eval", "in training" or ""."""
+        """The training state for reports: "in eval", "in training", or "" for the modules' own flags."""
         return WHEN[self.flag]
 
 
@@ -161,8 +161,8 @@ class Runs:
     """The recorded runs of a model.
 
     Attributes:
-        runs: of each example call; in training in each state that all flags may be set to as well. Up to the first that fails.
-        failure: why one can't be recorded, as a clause; "" where all could.
+        runs: one run per example call and, in training mode, per state of the training flags; up to the first failure.
+        failure: the reason why a run couldn't be recorded, as a clause; "" if all were.
     """
 
     runs: tuple[Run, ...] = ()
@@ -170,7 +170,7 @@ class Runs:
 
 
 class Recorder(TorchFunctionMode):
-    """Watches one run. No tensor of the run is kept alive by it, so that what outlives the run shows."""
+    """Records one run. It keeps no tensor of the run alive, so that tensors which outlive the run can be found."""
 
     def __init__(self, root: nn.Module, modules: Callable[[], Iterable[nn.Module]]) -> None:
         super().__init__()
@@ -190,7 +190,8 @@ class Recorder(TorchFunctionMode):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                # A bias that a function was given, and that a fold took away.
+                # Also find a functional layer's bias that a fold removed: its placeholder is an attribute of the
+                # module.
                 held = module.__dict__.get(name) if tensor is None else tensor
                 if held is not None and (tensor is not None or getattr(held, "sealed_layer", None) is not None):
                     self._places.setdefault(id(held), TensorRef(module, name))
@@ -212,7 +213,7 @@ class Recorder(TorchFunctionMode):
         self._count += 1
         self._calls = ModuleCall(module, self._count, self._calls)
         if isinstance(module, torch.jit.ScriptModule):
-            # Its operations aren't calls of Python: it is one that uses what it is given.
+            # The operations inside aren't Python calls, so the module call is recorded as one operation.
             self._add(call_script, args, {}, None)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -241,7 +242,7 @@ class Recorder(TorchFunctionMode):
             return None
         mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
-        # What is asked of a value under a seal is asked of the value.
+        # Ask the value inside a seal, not the seal.
         asks = not made and asks_no_values(func, *fx.node.map_aggregate((args, kwargs), _unsealed))
         node.meta.update(call=self._calls, asks=asks, autocast=autocast_dtype(leaf.device.type for leaf in leaves))
         if len(made) == 1:
@@ -278,7 +279,7 @@ class Recorder(TorchFunctionMode):
     def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
         known = self._values.get(id(tensor))
         if known is not None and known[0]() is tensor:
-            # Written in place, or given back as it was.
+            # The call wrote to its argument in place, or returned it.
             known[1].append(node)
         else:
             self._values[id(tensor)] = weakref.ref(tensor), [node]
@@ -286,7 +287,8 @@ class Recorder(TorchFunctionMode):
     def _mark_escapes(self) -> None:
         self.recording.outputs = pytree.tree_map_only(torch.Tensor, _strides_alone, self._output)
         returned = {id(leaf) for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)}
-        # What only a cycle of references holds, as that of an exception, is gone after this: most are young.
+        # Free the tensors that only reference cycles keep alive, such as those of an exception. Most are in a young
+        # generation.
         with without_torch_function():
             kept = returned | {id(base) for base in map(_base_of, pytree.tree_leaves(self._output)) if base is not None}
         for generation in (1, 2):
@@ -300,7 +302,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _base_of(leaf: Any) -> torch.Tensor | None:
-    """What a tensor is a view of, which lives as long as that; None for no view."""
+    """The tensor that a view belongs to, which lives as long as the view; None if it isn't a view."""
     return leaf._base if isinstance(leaf, torch.Tensor) else None
 
 
@@ -309,33 +311,33 @@ def _is_made_and_lives(held: weakref.ref[torch.Tensor], nodes: Sequence[fx.Node]
 
 
 def _shape(tensor: torch.Tensor) -> Shape | None:
-    # A nested tensor has no sizes.
+    # Nested tensors have no fixed sizes.
     return None if tensor.is_nested else Shape(tuple(tensor.shape), tensor.dtype)
 
 
 def _unsealed(tensor: Any) -> Any:
-    """The value that an earlier fold gives on under a seal."""
+    """The value inside the seal of an earlier fold; any other value is returned as is."""
     return getattr(tensor, "sealed_value", tensor)
 
 
 def call_script(*args: Any) -> None:
-    """Stands in a graph for the call of a scripted module."""
+    """Stands for the call of a scripted module in a graph."""
 
 
 def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a question about shapes and kinds: it gives no tensor, and torch answers it without any values."""
+    """Whether a call only asks for shapes or dtypes: it returns no tensor, and works on meta tensors."""
     if getattr(func, "__name__", "") == "data_ptr":
         return False
     try:
         with without_torch_function():
             meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
             answer = func(*meta_args, **meta_kwargs)
-    except Exception:  # noqa: BLE001 - whatever it raises, it isn't answered
+    except Exception:  # # noqa: BLE001 - any error means that the call needs values
         return False
     return answer is not None and all(isinstance(leaf, _PLAIN_ANSWERS) for leaf in pytree.tree_leaves(answer))
 
 
-# No storages or arrays, by which numbers could be had.
+# Without storages and arrays, which give access to values.
 _PLAIN_ANSWERS = (bool, int, float, str, tuple, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -350,7 +352,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
-    """The dtype in which autocast has operations on these types of devices computed now; None where it is off for them."""
+    """The current autocast dtype for one of these device types; None if autocast is off for all of them."""
     for device in devices:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)

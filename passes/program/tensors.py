@@ -1,4 +1,4 @@
-"""Parameters and buffers by their place in a model, which stays when another tensor is put there."""
+"""References to parameters and buffers by their place in the model, which survive a replacement of the tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorRef:
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The tensor; None where the owner registers the name without one, or computes it."""
+        """The tensor; None if the name is registered without one, or if the owner computes it."""
         owner, name = self.owner, self.name
         if (parameter := owner._parameters.get(name)) is not None:
             return parameter
@@ -26,17 +26,20 @@ class TensorRef:
         if (name in owner._parameters and name not in owner.__dict__) or self.is_computed:
             return None
         if hasattr(owner.__dict__.get(name), "sealed_layer"):
-            # What stands there says that the values are in other tensors.
+            # A placeholder for a tensor whose values were folded into others.
             return None
         value = getattr(owner, name, None)
         return value if isinstance(value, torch.Tensor) else None
 
     @property
     def is_computed(self) -> bool:
-        """Whether the owner's class computes it at every access, which may write to the model: spectral_norm's does."""
+        """Whether a property of the owner's class computes it at every access.
+
+        The computation may write to the model, as that of spectral_norm does.
+        """
         return hasattr(type(self.owner), self.name)
 
     @property
     def is_there(self) -> bool:
-        """Whether the owner has something under the name."""
+        """Whether the owner has a tensor under the name, or computes one."""
         return self.value is not None or self.is_computed
