@@ -30,7 +30,7 @@ from torch.nn.modules.conv import _ConvNd
 from optimizer import optimize
 from passes.memory_format.forwards import is_kept_contiguous
 from passes.memory_format.watch import LayoutWatch
-from passes.program.memory_formats import FORMATS, is_taken_for_last
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 
 FOLD = "fold"
 OURS = "ours"
@@ -71,7 +71,7 @@ class FormatWorkshop(Workshop):
         return self._run(OURS, optimize(self._model, [*_FOLDS, "channels-last"], example_inputs=inputs), inputs)
 
     def _user(self, inputs: tuple[torch.Tensor, ...]) -> Run:
-        memory_format = FORMATS[inputs[0].dim()]
+        memory_format = CHANNELS_LAST_FORMATS[inputs[0].dim()]
         model = deepcopy(self._folded()).to(memory_format=memory_format)
         return self._run(USER, model, tuple(tensor.contiguous(memory_format=memory_format) for tensor in inputs))
 
@@ -79,7 +79,7 @@ class FormatWorkshop(Workshop):
         """What one run of the contender shows of formats."""
         model, inputs = self.models[name], self.inputs(batch)
         if name == USER:
-            inputs = tuple(tensor.contiguous(memory_format=FORMATS[tensor.dim()]) for tensor in inputs)
+            inputs = tuple(tensor.contiguous(memory_format=CHANNELS_LAST_FORMATS[tensor.dim()]) for tensor in inputs)
         watch = LayoutWatch(model)
         with torch.no_grad(), watch:
             model(*inputs)
@@ -97,7 +97,7 @@ class FormatWorkshop(Workshop):
 
 
 def _is_last(module: _ConvNd) -> bool:
-    return module.weight.dim() in FORMATS and is_taken_for_last(module.weight)
+    return module.weight.dim() in CHANNELS_LAST_FORMATS and is_channels_last(module.weight)
 
 
 def measure_model(name: str, batches: Sequence[int], rounds: int, scale: float, device: str, threads: int) -> Any:

@@ -1,47 +1,125 @@
-"""What can be done to a module: one pass a file, found by name in `passes.registry`."""
+"""What can be done to a module: one pass a file, found by name in `passes.registry`; and what passes are written with."""
 
-from passes.base import Context, Pass, PassResult, Precision
 from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
 from passes.insert_checkpoints import InsertCheckpoints
+from passes.interface import (
+    CHANNELS_LAST_FORMATS,
+    Affine,
+    AroundForward,
+    AttributeEdit,
+    BatchNorm,
+    Change,
+    ChannelScale,
+    Context,
+    Convolution,
+    Edit,
+    GraphPass,
+    GraphRewriter,
+    Memory,
+    ModelTree,
+    ModuleChange,
+    ModulePass,
+    ModuleRewriter,
+    Node,
+    Pair,
+    Pass,
+    PassResult,
+    Precision,
+    RequirementNotMet,
+    Run,
+    Runs,
+    Skip,
+    TensorEdit,
+    TensorPass,
+    TensorRef,
+    TensorRewriter,
+    are_finite,
+    batch_norm_arguments,
+    call_of,
+    convolution_arguments,
+    exact,
+    float64,
+    in_place,
+    inner_forward,
+    is_atom,
+    is_channels_last,
+    is_parametrized,
+    is_stock,
+    mean_without,
+    paths_matching,
+    scale_of,
+    shape_of,
+    tensor_of,
+    training_flags,
+)
 from passes.jit_fusion import JitFusion
 from passes.merge_linears import MergeLinears
 from passes.pad_channels import PadChannels
-from passes.program.changes import Change, Skip
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensor_pass import TensorPass
-from passes.program.tensor_rewriting import TensorRewriter
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile
 
 __all__ = [
+    "CHANNELS_LAST_FORMATS",
+    "Affine",
+    "AroundForward",
+    "AttributeEdit",
+    "BatchNorm",
     "CastPrecision",
     "Change",
+    "ChannelScale",
     "ChannelsLast",
     "Context",
+    "Convolution",
+    "Edit",
     "FoldConvBias",
     "FoldConvBn",
     "GraphPass",
     "GraphRewriter",
     "InsertCheckpoints",
     "JitFusion",
+    "Memory",
     "MergeLinears",
+    "ModelTree",
+    "ModuleChange",
     "ModulePass",
     "ModuleRewriter",
+    "Node",
     "PadChannels",
+    "Pair",
     "Pass",
     "PassResult",
     "Precision",
+    "RequirementNotMet",
+    "Run",
+    "Runs",
     "Simplify",
     "Skip",
     "SyncBatchNorm",
+    "TensorEdit",
     "TensorPass",
+    "TensorRef",
     "TensorRewriter",
     "TorchCompile",
+    "are_finite",
+    "batch_norm_arguments",
+    "call_of",
+    "convolution_arguments",
+    "exact",
+    "float64",
+    "in_place",
+    "inner_forward",
+    "is_atom",
+    "is_channels_last",
+    "is_parametrized",
+    "is_stock",
+    "mean_without",
+    "paths_matching",
+    "scale_of",
+    "shape_of",
+    "tensor_of",
+    "training_flags",
 ]

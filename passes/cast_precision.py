@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, Precision
 from passes.casting.forwards import (
     AutocastForward,
     CastForward,
@@ -26,15 +25,21 @@ from passes.casting.forwards import (
     takes_one_dtype,
 )
 from passes.casting.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
-from passes.checkpointing.units import units_among
-from passes.errors import RequirementNotMet
-from passes.program.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.program.forwards import dtype_inside, is_atom
-from passes.program.model_tree import ModelTree
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.runs import recorded_runs
-from passes.program.tensors import TensorRef
+from passes.interface import (
+    AttributeEdit,
+    Context,
+    Edit,
+    ModelTree,
+    ModulePass,
+    ModuleRewriter,
+    Precision,
+    RequirementNotMet,
+    TensorEdit,
+    TensorRef,
+    in_place,
+    is_atom,
+    paths_matching,
+)
 from passes.torch_private import AnyConvolution, AnyNorm
 
 # A layer stays in float32 that is off by more than so many units of the dtype (its spacing at 1), in the root mean square
@@ -149,7 +154,7 @@ class CastPrecision(ModulePass):
         """Measure what layers lose, and cast the others."""
         tree, dtype = model.tree, getattr(torch, self.dtype)
         self._refuse(tree)
-        if (done := dtype_inside(tree.root)) is not None:
+        if (done := model.computes_in) is not None:
             model.skip("", f"it computes in {str(done).removeprefix('torch.')} already")
             return
         floats = [tensor for module in tree.modules() for _, tensor in _floats_of(module)]
@@ -187,12 +192,12 @@ class CastPrecision(ModulePass):
             return []
         paths = {path: module for module in tree.modules() for path in tree.paths(module) if path}
         for pattern in self.keep.split("|"):
-            if not units_among(paths, pattern):
+            if not paths_matching(paths, pattern):
                 raise RequirementNotMet(
                     f"{self.name} has keep={self.keep!r}, and {pattern.strip()!r} is the path of no module of"
                     f" {type(tree.root).__name__}."
                 )
-        return [paths[path] for path in sorted(units_among(paths, self.keep))]
+        return [paths[path] for path in sorted(paths_matching(paths, self.keep))]
 
 
 @dataclass
@@ -434,7 +439,7 @@ class _Casting:
 
     def _repeats(self) -> bool:
         """Whether one call of the model may use a parameter more than once, of which autocast makes casts."""
-        recorded = recorded_runs(self.tree, self.context)
+        recorded = self.model.runs(self.context)
         if recorded is None or recorded.failure:
             return True
         refs = [TensorRef(module, name) for module in self.modules.values() for name, _ in _floats_of(module)]

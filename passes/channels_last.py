@@ -8,10 +8,31 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from passes.base import Context, RunInside
+from passes.interface import (
+    CHANNELS_LAST_FORMATS,
+    AroundForward,
+    AttributeEdit,
+    Context,
+    ModuleChange,
+    ModulePass,
+    ModuleRewriter,
+    Node,
+    Run,
+    Runs,
+    TensorRef,
+    batch_norm_arguments,
+    call_of,
+    convolution_arguments,
+    in_place,
+    is_channels_last,
+    is_stock,
+    shape_of,
+    training_flags,
+)
 from passes.memory_format.forwards import (
     ChannelsLastInput,
     ChannelsLastInputs,
@@ -22,33 +43,17 @@ from passes.memory_format.forwards import (
     enters_channels_last,
     is_kept_contiguous,
     ordered_leaves,
+    why_no_format,
 )
 from passes.memory_format.watch import Layouts, LayoutWatch, Loss
-from passes.program.edits import AttributeEdit, in_place
-from passes.program.forwards import AroundForward
-from passes.program.hooks import has_hooks, is_parametrized
-from passes.program.matching import (
-    BATCH_NORMS,
-    CONVOLUTIONS,
-    STOCK_CONVOLUTIONS,
-    arguments_of,
-    is_stock,
-    layer_arguments,
-)
-from passes.program.memory_formats import FORMATS, DimOrder, is_taken_for_last
-from passes.program.model_tree import training_flags
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleChange, ModuleRewriter
-from passes.program.recording import Node, Run, Runs, call_of, shape_of
-from passes.program.runs import recorded_runs
-from passes.program.storage import kind_of
-from passes.program.tensors import TensorRef
-from passes.program.weights import PLAIN_TENSORS
 from passes.torch_private import AnyBatchNorm, AnyConvolution, convolution_kernel
 
 # The shapes of what a layer reads and writes, in each call of one run.
 _Shapes = Sequence[tuple[torch.Size, torch.Size]]
-_Orders = tuple[DimOrder | None, ...]
+# For each output the order of its dims in memory; None for one whose order may be any.
+_Orders = tuple[tuple[int, ...] | None, ...]
+# The layers that compute by their weight alone, in either format.
+_LAYERS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class ChannelsLast(ModulePass):
 
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Convert every weight that can be converted and is worth it; in training, what the convolutions are given."""
-        seen = recorded_runs(model.tree, context) or Runs()
+        seen = model.runs(context) or Runs()
         if seen.failure:
             model.skip("", seen.failure)
         elif context.mode == "training":
@@ -122,7 +127,7 @@ _TOO_DEAR = (
 def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in root.named_modules():
         weight = module._parameters.get("weight") if isinstance(module, AnyConvolution) else None
-        if weight is not None and (is_lazy(weight) or weight.dim() in FORMATS):
+        if weight is not None and (is_lazy(weight) or weight.dim() in CHANNELS_LAST_FORMATS):
             yield path, module
 
 
@@ -130,34 +135,20 @@ def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: R
     """The reason why the weight stays; "" where it needs no change."""
     weight = module._parameters["weight"]
     assert weight is not None
-    if reason := _why_no_format(weight):
+    if reason := why_no_format(weight):
         return reason
     if _needs_no_change(module, weight) or is_kept_contiguous(module):
         return ""
     if reason := _why_not_tried(weight, context):
         return reason
-    if type(weight) not in PLAIN_TENSORS:
-        return f"its weight is a {type(weight).__name__}"
-    if is_parametrized(module):
-        return "it has parametrizations"
-    if has_hooks(module):
-        return "it has hooks, which may set its weight"
-    if model.tree.holders_of(weight) > 1:
-        return "its weight is shared with another module"
     ref = TensorRef(module, "weight")
+    if reason := model.why_not(ref):
+        return reason
     for run in seen.runs:
         for user in run.recording.uses(ref):
             if not _convolves(user, run.recording.reader(ref)):
                 reader = model.tree.path(call_of(user).module) or "the root"
                 return f"its weight is also read by {reader}, which may count on the format"
-    return None
-
-
-def _why_no_format(weight: nn.Parameter) -> str | None:
-    if is_lazy(weight):
-        return "its weight is not initialised yet: run the model once first"
-    if kind := kind_of(weight):
-        return f"its weight is {kind}"
     return None
 
 
@@ -175,16 +166,16 @@ def _needs_no_change(module: nn.Module, weight: nn.Parameter) -> bool:
     An input of one channel is in both as well: then the strides of the weight decide what the output is in.
     """
     assert isinstance(module, AnyConvolution)
-    if not weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
+    if not weight.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[weight.dim()]):
         return False
-    return module.in_channels != 1 or is_taken_for_last(weight)
+    return module.in_channels != 1 or is_channels_last(weight)
 
 
 def _convolves(user: Node, weight: Node | None) -> bool:
     """Whether the node is a convolution by that weight, and uses it for nothing else."""
-    if user.op != "call_function" or user.target not in CONVOLUTIONS or not CONVOLUTIONS[user.target][0]:
+    given = convolution_arguments(user)
+    if given is None or user.target is F.linear:
         return False
-    given = arguments_of(user, layer_arguments(user.target))
     return given.get("weight") is weight and given.get("input") is not weight
 
 
@@ -220,11 +211,11 @@ def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
     found: dict[int, list[tuple[torch.Size, torch.Size]]] = {}
     for node in (node for run in runs for node in run.recording.nodes()):
         module = call_of(node).module
-        if node.op != "call_function" or not isinstance(module, AnyConvolution | AnyBatchNorm):
+        if not isinstance(module, AnyConvolution | AnyBatchNorm):
             continue
-        names = layer_arguments(node.target) if node.target in CONVOLUTIONS else BATCH_NORMS.get(node.target)
-        if names is not None:
-            shapes = shape_of(arguments_of(node, names)["input"]), shape_of(node)
+        given = convolution_arguments(node) or batch_norm_arguments(node)
+        if given is not None:
+            shapes = shape_of(given["input"]), shape_of(node)
             if shapes[0] is not None and shapes[1] is not None:
                 found.setdefault(id(module), []).append((torch.Size(shapes[0].sizes), torch.Size(shapes[1].sizes)))
     return found
@@ -242,7 +233,7 @@ def _costs(module: nn.Module, reason: str | None, maps: _Shapes) -> _Costs:
     assert weight is not None
     # A weight that needs no change is in both formats at once where its kernel has one element.
     is_free = reason is None or (reason == "" and weight.is_contiguous())
-    has_choice = is_free and is_stock(module, STOCK_CONVOLUTIONS)
+    has_choice = is_free and is_stock(module, _LAYERS)
     packed = weight.numel() if not has_choice or any(_packs(module, shape) for shape, _ in maps) else 0
     return _Costs(packed, read + written if has_choice else math.inf, read)
 
@@ -305,12 +296,12 @@ def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
     if context.run_inside is None:
         return None
     root = model.tree.root
-    layouts, problem = _watched(root, context.run_inside)
+    layouts, problem = _watched(root, context)
     # Below twice its size, as where one convolution reads it behind a padding, there is next to nothing to be gained.
     names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
     if names and problem is None:
         change = _convert_inputs(model, names)
-        converted, problem_then = _watched(root, context.run_inside)
+        converted, problem_then = _watched(root, context)
         if problem_then is None and converted.moved < layouts.moved:
             layouts = converted
         else:
@@ -325,9 +316,10 @@ def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
     return layouts
 
 
-def _watched(root: nn.Module, run_inside: RunInside) -> tuple[Layouts, str | None]:
+def _watched(root: nn.Module, context: Context) -> tuple[Layouts, str | None]:
+    assert context.run_inside is not None
     watch = LayoutWatch(root)
-    problem = run_inside(watch)
+    problem = context.run_inside(watch)
     return watch.layouts, problem
 
 
@@ -398,13 +390,13 @@ def _why_not_entered(maps: Mapping[int, _Shapes], module: nn.Module, context: Co
     """The reason why the convolution isn't to bring its input into channels_last; "" where it needn't."""
     weight = module._parameters["weight"]
     assert weight is not None
-    if reason := _why_no_format(weight):
+    if reason := why_no_format(weight):
         return reason
-    if is_taken_for_last(weight) or is_kept_contiguous(module) or enters_channels_last(module):
+    if is_channels_last(weight) or is_kept_contiguous(module) or enters_channels_last(module):
         return ""
     if reason := _why_not_tried(weight, context):
         return reason
-    if not is_stock(module, STOCK_CONVOLUTIONS):
+    if not is_stock(module, _LAYERS):
         return f"it is a {type(module).__name__}, which computes in a way of its own"
     if any(len(shape) != weight.dim() for shape, _ in maps.get(id(module), ())):
         return "it is given maps without a batch, which its kernels take for contiguous ones"
@@ -423,7 +415,7 @@ def _too_dear_in_training(
     steps = [(*modules[key], shapes) for key, shapes in maps.items() if key in modules]
     steps = [step for step in steps if step[0] in reasons or isinstance(step[1], AnyBatchNorm)]
     costs = [_costs_in_training(module, reasons.get(path), shapes) for path, module, shapes in steps]
-    if steps and any(len(order or ()) in FORMATS for order in orders):
+    if steps and any(len(order or ()) in CHANNELS_LAST_FORMATS for order in orders):
         # A map that the root returns is brought back in the end.
         *_, (_, _, shapes) = steps
         costs.append(_Costs(_read_and_written(shapes)[1], 0, math.inf))
@@ -461,7 +453,7 @@ def _keep_contiguous(model: ModuleRewriter, path: str, module: nn.Module) -> Non
 def _convert(model: ModuleRewriter, path: str, module: nn.Module) -> None:
     weight = module._parameters["weight"]
     assert weight is not None
-    memory_format = FORMATS[weight.dim()]
+    memory_format = CHANNELS_LAST_FORMATS[weight.dim()]
     what = f"weight in {str(memory_format).removeprefix('torch.')}"
     with model.change(path, what, module) as change:
         change.sources.append(TensorRef(module, "weight"))

@@ -31,7 +31,7 @@ class PassOrderError(PassesError):
 
 
 class RequirementNotMet(PassesError):
-    """A pass was asked for by name and can't be had here."""
+    """A pass that was named can't do its job here: raise it in `check` or `rewrite`, with one sentence that says what to do."""
 
 
 class UnseenCall(PassesError, RuntimeError):

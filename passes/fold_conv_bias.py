@@ -7,12 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from passes.base import Context
-from passes.program.arithmetic import are_finite, scale_of
-from passes.program.matching import BatchNorm, Pair
-from passes.program.moved_bias import mean_without
-from passes.program.tensor_pass import TensorPass
-from passes.program.tensor_rewriting import TensorRewriter
+from passes.interface import (
+    BatchNorm,
+    Context,
+    Pair,
+    TensorPass,
+    TensorRewriter,
+    are_finite,
+    mean_without,
+    scale_of,
+)
 
 
 @dataclass(frozen=True)

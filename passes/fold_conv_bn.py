@@ -8,11 +8,20 @@ from typing import ClassVar
 
 import torch
 
-from passes.base import Context
-from passes.program.arithmetic import are_finite, exact, float64, scale_of
-from passes.program.matching import Affine, BatchNorm, ChannelScale, Convolution, Pair
-from passes.program.tensor_pass import TensorPass
-from passes.program.tensor_rewriting import TensorRewriter
+from passes.interface import (
+    Affine,
+    BatchNorm,
+    ChannelScale,
+    Context,
+    Convolution,
+    Pair,
+    TensorPass,
+    TensorRewriter,
+    are_finite,
+    exact,
+    float64,
+    scale_of,
+)
 
 # How much of a weight is computed in float64 at a time: 2 MiB.
 _ELEMENTS = 1 << 18

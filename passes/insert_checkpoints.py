@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from passes.base import Context, Pass, PassResult
 from passes.checkpointing.budget import bytes_of, is_share, shown
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
@@ -24,11 +23,19 @@ from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, 
 from passes.checkpointing.regions import regions_of
 from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
-from passes.checkpointing.units import keep_between, units_among
-from passes.errors import RequirementNotMet
-from passes.program.edits import AttributeEdit, in_place
-from passes.program.model_tree import ModelTree, training_flags
-from passes.program.module_rewriting import ModuleRewriter
+from passes.checkpointing.units import keep_between
+from passes.interface import (
+    AttributeEdit,
+    Context,
+    ModelTree,
+    ModuleRewriter,
+    Pass,
+    PassResult,
+    RequirementNotMet,
+    in_place,
+    paths_matching,
+    training_flags,
+)
 
 _TRIES = 4
 # The budgets of the curve that the plan is shown on.
@@ -133,7 +140,7 @@ class InsertCheckpoints(Pass):
         return solver, self._planned(steps, solver)
 
     def _units_of(self, root: nn.Module) -> set[str]:
-        if found := units_among((path for path, _ in root.named_modules() if path), self.units):
+        if found := paths_matching((path for path, _ in root.named_modules() if path), self.units):
             return found
         raise RequirementNotMet(
             f"{self.name} has units={self.units!r}, which is the path of no module of {type(root).__name__}: give the paths"

@@ -8,17 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from passes.base import Context, PassResult
 from passes.compiling.compiler import missing_compiler
-from passes.errors import RequirementNotMet
-from passes.program.captured import name_of
-from passes.program.fused import FusedUnit
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter
-from passes.program.kernel_trial import KernelTrial
-from passes.program.kernels import Backend
-from passes.program.model_tree import ModelTree
-from passes.program.pointwise import pointwise_groups
+from passes.fusion.fused import FusedUnit
+from passes.fusion.kernel_trial import KernelTrial
+from passes.fusion.kernels import Backend
+from passes.fusion.pointwise import pointwise_groups
+from passes.interface import Context, GraphPass, GraphRewriter, ModelTree, PassResult, RequirementNotMet
 from passes.torch_private import torchscript_fuses
 
 # TorchScript's fuser looks at the first runs of a function, and makes its kernels then.
@@ -103,7 +98,7 @@ class JitFusion(GraphPass):
         for group in reversed(list(pointwise_groups(graph.nodes, graph.settings()))):
             *_, last = group.nodes
             if memory.may_be_written((*group.nodes, *group.inputs)):
-                graph.skip(last, f"{name_of(last)} and what it is made of, or is given, may be written to")
+                graph.skip(last, f"{graph.name_of(last)} and what it is made of, or is given, may be written to")
                 continue
             unit = FusedUnit.of(group, backend)
             with graph.change(last, f"{unit.name}: {unit.operations} kernels become one") as change:

@@ -10,11 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from passes.base import Context
-from passes.program.effects import Memory
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter, Node
-from passes.program.layouts import why_layout_shows
+from passes.interface import Context, GraphPass, GraphRewriter, Memory, Node
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
         return "its bias is of another dtype, device or length than its weight"
     if memory.may_be_written((node, *node.all_input_nodes)):
         return "its input, its weight or its output may be written to"
-    return why_layout_shows(node, _in_rows(graph.example(node)))
+    return graph.why_layout_shows(node, _in_rows(graph.example(node)))
 
 
 def _why_no_rows(graph: GraphRewriter, tensor: Any) -> str | None:

@@ -9,12 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from passes.base import Context
-from passes.program.captured import name_of
-from passes.program.derived import Derived
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter, Node
-from passes.program.memory_formats import FORMATS, is_taken_for_last
+from passes.interface import CHANNELS_LAST_FORMATS, Context, GraphPass, GraphRewriter, Node, is_channels_last
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ class _Layer:
     @property
     def is_transposed(self) -> bool:
         """Whether the weight's first dim is that of the inputs."""
-        return "transpose" in name_of(self.node)
+        return "transpose" in GraphRewriter.name_of(self.node)
 
     @property
     def dims(self) -> int:
@@ -149,10 +144,10 @@ def _unaligned_layers(graph: GraphRewriter, multiple: int) -> Iterator[_Layer]:
         examples = graph.example(source), graph.example(weight), graph.example(node)
         if not all(isinstance(example, torch.Tensor) for example in examples) or examples[1].dim() < 2:
             continue
-        place = _GROUPS[name_of(node)]
+        place = _GROUPS[graph.name_of(node)]
         groups = 1 if place is None else graph.argument(node, place, "groups", 1)
         made, given, *_ = examples[1].shape
-        if "transpose" in name_of(node):
+        if "transpose" in graph.name_of(node):
             made, given = given * groups, made
         else:
             given *= groups
@@ -168,7 +163,7 @@ def _why_not(graph: GraphRewriter, layer: _Layer) -> str | None:
     if layer.groups > 1:
         return f"its channels are in {layer.groups} groups, of which each would have to be padded: that only costs"
     for name, tensor in zip(("weight", "bias"), layer.parameters, strict=False):
-        if not graph.is_parameter(tensor) and not isinstance(tensor.target, Derived):
+        if not graph.is_parameter(tensor) and not graph.is_derived(tensor):
             return f"its {name} is computed at every call, and would be padded at every call: that only costs"
         example = graph.example(tensor)
         if not hasattr(example, "fake_mode"):
@@ -208,7 +203,7 @@ def _dtypes_of_tensor_cores(device: torch.device) -> tuple[torch.dtype, ...]:
 def _why_it_costs(layer: _Layer, device: torch.device) -> str | None:
     if layer.dtype not in _dtypes_of_tensor_cores(device):
         return f"it computes in {_name_of(layer.dtype)}, which gains nothing by multiples"
-    if name_of(layer.node) != "linear" and (reason := _why_cudnn_does_it(layer)):
+    if GraphRewriter.name_of(layer.node) != "linear" and (reason := _why_cudnn_does_it(layer)):
         return reason
     work = layer.given * layer.made
     padded = (layer.given + layer.inputs) * (layer.made + layer.outputs)
@@ -238,8 +233,8 @@ def _why_copies_cost(layer: _Layer) -> str | None:
 
 def _why_cudnn_does_it(layer: _Layer) -> str | None:
     _, weight, _ = layer.examples
-    if weight.dim() not in FORMATS or not is_taken_for_last(weight):
-        hint = ": put channels-last in front of this pass" if weight.dim() in FORMATS else ""
+    if weight.dim() not in CHANNELS_LAST_FORMATS or not is_channels_last(weight):
+        hint = ": put channels-last in front of this pass" if weight.dim() in CHANNELS_LAST_FORMATS else ""
         return f"its maps are contiguous, and cuDNN pads those itself{hint}"
     if layer.given <= _IMAGE_CHANNELS:
         return f"its input has {layer.given} channels, and cuDNN has kernels for such images"

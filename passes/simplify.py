@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from passes.base import Context
-from passes.program.captured import between, is_tensor, name_of, subgraph
-from passes.program.derived import Derived, function_of
-from passes.program.effects import is_dropout_off, is_pure, is_repeatable
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter, Node
+from passes.interface import Context, GraphPass, GraphRewriter, Memory, Node
 
 
 @dataclass(frozen=True)
@@ -63,28 +58,28 @@ _MOST_BYTES = 16 << 20
 def _leave_out_nothings(graph: GraphRewriter) -> None:
     memory = graph.memory()
     for node in graph.calls():
-        if not node.users or (found := _gives_again(node)) is None:
+        if not node.users or (found := _gives_again(graph, node)) is None:
             continue
         source, is_what = found
-        name = name_of(node)
+        name = graph.name_of(node)
         if is_what == _VIEW and memory.may_be_written((node, source)):
             # Only its shape may be written to: what is the same tensor stays so whatever is done to it.
             graph.skip(node, f"what {name} gives again may be written to")
         elif is_what == _COPY and (reason := _why_not_one(graph, memory, node, source)):
             graph.skip(node, reason)
         else:
-            is_layer = "dropout" in name and graph.captured.is_of_layer(node)
+            is_layer = "dropout" in name and graph.is_of_layer(node)
             what = "as dropout does nothing in eval" if is_layer else "which gives what it is given"
             with graph.change(node, f"left out, {what}" if is_layer else f"{name} left out, {what}"):
                 graph.replace(node, source)
 
 
-def _why_not_one(graph: GraphRewriter, memory: Any, node: Node, other: Node) -> str | None:
+def _why_not_one(graph: GraphRewriter, memory: Memory, node: Node, other: Node) -> str | None:
     """Why the values can't be one."""
     if memory.may_be_written((node, other)):
-        return f"the value of {name_of(node)} or of what it is made of may be written to"
+        return f"the value of {graph.name_of(node)} or of what it is made of may be written to"
     if memory.may_leave(node):
-        return f"the value of {name_of(node)} leaves the forward, and may be written to by others"
+        return f"the value of {graph.name_of(node)} leaves the forward, and may be written to by others"
     return None
 
 
@@ -97,14 +92,14 @@ def _compute_once(graph: GraphRewriter) -> None:
     # Of nodes that give equal values, the first one: also of sizes and views, which aren't worth a change.
     firsts: dict[Node, Node] = {}
     for node in graph.calls():
-        if not node.users or isinstance(node.target, Derived):
+        if not node.users or graph.is_derived(node):
             continue
         # What draws or does something else is looked at only where there are two alike.
         first = known.setdefault(_key_of((settings[node], node.op, node.target, node.args, node.kwargs), firsts), node)
-        if first is node or not is_repeatable(node):
+        if first is node or not graph.is_repeatable(node):
             continue
         computes = _computes(graph, memory, node)
-        name = name_of(node)
+        name = graph.name_of(node)
         if memory.may_be_written(node.all_input_nodes):
             if computes:
                 graph.skip(node, f"{name} stands there twice, and what it is given may be written to in between")
@@ -119,9 +114,9 @@ def _compute_once(graph: GraphRewriter) -> None:
             graph.replace(node, first)
 
 
-def _computes(graph: GraphRewriter, memory: Any, node: Node) -> bool:
+def _computes(graph: GraphRewriter, memory: Memory, node: Node) -> bool:
     """Whether the node makes a tensor, and doesn't just ask for a size or look at another tensor."""
-    return is_tensor(node) and not memory.shares(node)
+    return graph.is_tensor(node) and not memory.shares(node)
 
 
 # What is the same at every call ---------------------------------------------------------------------------------------
@@ -143,20 +138,20 @@ def _keep_constants(graph: GraphRewriter) -> None:
 def _is_constant(graph: GraphRewriter, node: Node, known: Mapping[Node, None]) -> bool:
     if node.op == "placeholder":
         return graph.is_parameter(node)
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, Derived):
+    if node.op not in ("call_function", "call_method") or graph.is_derived(node):
         return False
-    return all(source in known for source in node.all_input_nodes) and is_repeatable(node)
+    return all(source in known for source in node.all_input_nodes) and graph.is_repeatable(node)
 
 
-def _keep(graph: GraphRewriter, memory: Any, node: Node) -> None:
+def _keep(graph: GraphRewriter, memory: Memory, node: Node) -> None:
     sources = sorted(source for source in _all_before(node) if source.op == "placeholder")
-    steps = sorted(between([node], set(sources)))
-    if not is_tensor(node) or not any(_computes(graph, memory, step) for step in steps):
+    steps = graph.between(node, sources)
+    if not graph.is_tensor(node) or not any(_computes(graph, memory, step) for step in steps):
         return
     value = graph.example(node)
     if len(steps) < _WORTH_OPERATIONS and value.numel() < _WORTH_ELEMENTS:
         return
-    name = name_of(node)
+    name = graph.name_of(node)
     size = value.numel() * value.element_size()
     given = sum(example.numel() * example.element_size() for example in map(graph.example, sources))
     if memory.may_be_written(steps):
@@ -167,7 +162,7 @@ def _keep(graph: GraphRewriter, memory: Any, node: Node) -> None:
         graph.skip(node, f"the value of {name} is the same at every call, but would take {size >> 20} MiB to keep")
     else:
         with graph.change(node, f"{len(steps)} operations on constants computed once for all calls"):
-            function = function_of(subgraph([node], sources))
+            function = graph.function_of(node, sources)
             graph.replace(node, graph.derived(node, function, *sources, what=name))
 
 
@@ -187,13 +182,13 @@ def _leave_out_unused(graph: GraphRewriter) -> None:
     memory = graph.memory()
     unused: dict[Node, None] = {}
     for node in reversed(graph.calls()):
-        if all(user in unused for user in node.users) and is_pure(node):
+        if all(user in unused for user in node.users) and graph.is_pure(node):
             unused[node] = None
     work = [node for node in unused if _computes(graph, memory, node)]
     # Sizes and views that nobody uses cost next to nothing: they go where the graph is another one anyway.
     if not unused or not (work or graph.changes):
         return
-    count = f"{len(work)} operations" if len(work) > 1 else name_of(work[0]) if work else "sizes and views"
+    count = f"{len(work)} operations" if len(work) > 1 else graph.name_of(work[0]) if work else "sizes and views"
     with graph.change("", f"{count} left out, as nobody uses what is computed"):
         graph.drop(list(reversed(unused)))
 
@@ -207,29 +202,29 @@ _NEUTRAL = {"mul": 1, "div": 1, "truediv": 1, "sub": 0, "pow": 1}
 _ITSELF, _VIEW, _COPY = "itself", "view", "copy"
 
 
-def _gives_again(node: Node) -> tuple[Node, str] | None:
+def _gives_again(graph: GraphRewriter, node: Node) -> tuple[Node, str] | None:
     """The node whose value this one gives, and as what it gives that; None for what gives another value."""
-    if not node.args or not is_tensor(node.args[0]) or "out" in node.kwargs:
+    if not node.args or not graph.is_tensor(node.args[0]) or "out" in node.kwargs:
         return None
     source: Any = node.args[0]
-    name = name_of(node)
+    name = graph.name_of(node)
     if "dropout" in name:
-        return (source, _ITSELF) if is_dropout_off(node) else None
+        return (source, _ITSELF) if graph.is_dropout_off(node) else None
     if name == "getitem":
         return (source, _VIEW) if _is_whole(node.args[1]) else None
     if name == "pad":
         return (source, _COPY) if _pads_nothing(node) else None
     if name in _NEUTRAL:
         is_neutral = len(node.args) == 2 and not node.kwargs and _is_number(node.args[1], _NEUTRAL[name])
-        return (source, _COPY) if is_neutral and source.meta["example_value"].is_floating_point() else None
-    return _takes_back(node, source, name)
+        return (source, _COPY) if is_neutral and graph.example(source).is_floating_point() else None
+    return _takes_back(graph, node, source, name)
 
 
-def _takes_back(node: Node, source: Node, name: str) -> tuple[Node, str] | None:
+def _takes_back(graph: GraphRewriter, node: Node, source: Node, name: str) -> tuple[Node, str] | None:
     """Where two alike do no more than one, or the second takes back what the first did."""
-    if name_of(source) != name and (name_of(source), name) != ("unsqueeze", "squeeze"):
+    if graph.name_of(source) != name and (graph.name_of(source), name) != ("unsqueeze", "squeeze"):
         return None
-    if not source.args or not is_tensor(source.args[0]) or source.kwargs or node.kwargs:
+    if not source.args or not graph.is_tensor(source.args[0]) or source.kwargs or node.kwargs:
         return None
     before: Any = source.args[0]
     mine, theirs = node.args[1:], source.args[1:]

@@ -10,16 +10,18 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from passes.base import Context
-from passes.errors import RequirementNotMet
-from passes.program.forwards import inner_forward
-from passes.program.hooks import is_parametrized
-from passes.program.matching import BATCH_NORMS, arguments_of, is_stock
-from passes.program.model_tree import ModelTree
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.recording import call_of, tensor_of
-from passes.program.runs import recorded_runs
+from passes.interface import (
+    Context,
+    ModulePass,
+    ModuleRewriter,
+    RequirementNotMet,
+    batch_norm_arguments,
+    call_of,
+    inner_forward,
+    is_parametrized,
+    is_stock,
+    tensor_of,
+)
 from passes.torch_private import AnyBatchNorm, AnyInstanceNorm
 
 _LAYERS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -65,7 +67,7 @@ class SyncBatchNorm(ModulePass):
         """
         tree = model.tree
         layers = [module for module in tree.modules() if isinstance(module, AnyBatchNorm) or _is_scripted(module)]
-        calls = _calls_of_functions(tree, context)
+        calls = _calls_of_functions(model, context)
         if not layers and not calls:
             raise RequirementNotMet(
                 f"{self.name} finds no BatchNorm in {type(tree.root).__name__}: leave the pass out."
@@ -92,20 +94,20 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in names
 
 
-def _calls_of_functions(tree: ModelTree, context: Context) -> Sequence[str]:
+def _calls_of_functions(model: ModuleRewriter, context: Context) -> Sequence[str]:
     """Where a run normalises by the statistics of the batch and keeps running ones, without a layer."""
-    recorded = recorded_runs(tree, context)
+    recorded = model.runs(context)
     found: dict[str, None] = {}
     for run in () if recorded is None else recorded.runs:
         for node in run.recording.nodes():
-            names = BATCH_NORMS.get(node.target) if node.op == "call_function" else None
+            given = batch_norm_arguments(node)
             # Without running statistics it may as well be a weight that is standardised.
-            if names is None or tensor_of(arguments_of(node, names).get("running_mean")) is None:
+            if given is None or tensor_of(given.get("running_mean")) is None:
                 continue
             # A layer with such a forward of its own is named itself.
             module = call_of(node).module
             if not isinstance(module, AnyBatchNorm):
-                found[f"{tree.path(module) or 'the root'} (batch_norm)"] = None
+                found[f"{model.tree.path(module) or 'the root'} (batch_norm)"] = None
     return list(found)
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from passes.base import Context, Pass, PassResult
 from passes.compiling.blocks import COMPILED_CALL, Blocks, FusibleWork, repeated_blocks
 from passes.compiling.calls import (
     BlocksTrial,
@@ -21,10 +20,8 @@ from passes.compiling.calls import (
 from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.compiling.frozen import Compile, FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
-from passes.errors import RequirementNotMet
+from passes.interface import Context, ModelTree, ModuleRewriter, Pass, PassResult, RequirementNotMet
 from passes.program.backend import GraphCall, rewritten, without_graph_call
-from passes.program.model_tree import ModelTree
-from passes.program.module_rewriting import ModuleRewriter
 from passes.torch_private import compiler_named, options_of_mode
 
 # Blocks are compiled one by one where they do this share of what compiling can spare: all else stays as it is.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import exporters
 import optimizer
 import passes
+import passes.interface
 
 PACKAGES = {module.__name__: Path(module.__file__ or "").parent for module in (optimizer, passes, exporters)}
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
@@ -62,7 +65,7 @@ def test_our_packages_are_imported_at_import_time(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_only_the_packages_of_graphs_know_fx(path: Path) -> None:
-    if name_of(path).startswith("passes/program/") or name_of(path) == "passes/torch_private.py":
+    if name_of(path).startswith(("passes/program/", "passes/fusion/")) or name_of(path) == "passes/torch_private.py":
         return
     for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
         assert not name.startswith("torch.fx"), f"{name_of(path)}:{node.lineno} imports {name}"
@@ -161,12 +164,90 @@ def test_the_readers_find_what_they_look_for() -> None:
         list(imports_in(ast.parse("from . import base")))
 
 
-def test_every_file_of_a_pass_holds_its_pass() -> None:
-    """A pass is named three ways that derive from each other; what is in `passes` beside them is named here."""
-    shared = {"__init__", "base", "errors", "folding", "registry", "torch_private"}
-    for path in PACKAGES["passes"].glob("*.py"):
-        if path.stem in shared:
+# What is in `passes` and is no pass.
+SHARED = {"__init__", "base", "errors", "interface", "registry", "torch_private"}
+PASS_FILES = [path for path in sorted(PACKAGES["passes"].glob("*.py")) if path.stem not in SHARED]
+# What passes import beside the interface: the sub-packages that belong to them, and the private names of torch.
+OWN = {
+    "cast_precision": ("passes.casting", "passes.torch_private"),
+    "channels_last": ("passes.memory_format", "passes.torch_private"),
+    "jit_fusion": ("passes.fusion", "passes.compiling", "passes.torch_private"),
+    "sync_batch_norm": ("passes.torch_private",),
+    "insert_checkpoints": ("passes.checkpointing",),
+    # It compiles what the graph passes made of the call.
+    "torch_compile": ("passes.compiling", "passes.program", "passes.torch_private"),
+}
+
+
+def imported_by_a_pass(tree: ast.AST, own: tuple[str, ...]) -> Iterator[str]:
+    """What a pass imports of the project that an author of a pass is not promised."""
+    for name, _ in imports_in(tree):
+        home = name.rpartition(".")[0]
+        if name.split(".")[0] not in PACKAGES or home == "passes.interface":
             continue
+        if not any(f"{name}.".startswith(f"{package}.") for package in own) or name.rpartition(".")[2] in INTERFACE:
+            yield name
+
+
+INTERFACE = set(passes.interface.__all__)
+
+
+@pytest.mark.parametrize("path", PASS_FILES, ids=name_of)
+def test_a_pass_is_written_with_the_interface(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert list(imported_by_a_pass(tree, OWN.get(path.stem, ()))) == []
+
+
+def test_the_reader_of_the_imports_of_a_pass_finds_them() -> None:
+    tree = ast.parse(
+        "import torch\nimport passes.base\nfrom passes import Pass\nfrom passes.interface import Context\n"
+        "from passes.fusion.kernels import Backend\nfrom passes.fusionless import Backend\n"
+        "from passes.program.captured import name_of\nfrom passes.program.edits import in_place\n"
+    )
+    outside = ["passes.base", "passes.Pass", "passes.fusionless.Backend", "passes.program.captured.name_of"]
+    assert list(imported_by_a_pass(tree, ("passes.fusion",))) == [*outside, "passes.program.edits.in_place"]
+    # What is in the interface comes from there, in the passes too that may import more.
+    found = imported_by_a_pass(tree, ("passes.fusion", "passes.program"))
+    assert list(found) == [*outside[:3], "passes.program.edits.in_place"]
+
+
+def documented(tree: ast.Module) -> Iterator[str]:
+    """The names at the top of a module that have a docstring: in a class or function, or below an assignment."""
+    for statement, below in itertools.zip_longest(tree.body, tree.body[1:]):
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(statement):
+            yield statement.name
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if is_text and isinstance(target := targets[0], ast.Name):
+            yield target.id
+
+
+def test_the_interface_is_public_and_documented() -> None:
+    assert set(passes.__all__) >= INTERFACE
+    assert all(getattr(passes, name) is getattr(passes.interface, name) for name in INTERFACE)
+    tree = ast.parse((PACKAGES["passes"] / "interface.py").read_text(encoding="utf-8"))
+    homes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name for node in homes for alias in node.names} == INTERFACE
+    for node in homes:
+        module = sys.modules[node.module or ""]
+        known = set(documented(ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8"))))
+        assert {alias.name for alias in node.names} <= known, node.module
+
+
+def test_all_that_the_passes_use_is_in_the_interface_and_no_more() -> None:
+    used = {
+        name.rpartition(".")[2]
+        for path in PASS_FILES
+        for name, _ in imports_in(ast.parse(path.read_text(encoding="utf-8")))
+        if name.startswith("passes.interface.")
+    }
+    # The records, which a pass reads and need not make.
+    assert INTERFACE - used == {"Change", "Skip"}
+
+
+def test_every_file_of_a_pass_holds_its_pass() -> None:
+    """A pass is named three ways that derive from each other; what is in `passes` beside them is named in `SHARED`."""
+    for path in PASS_FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         wanted = "".join(part.capitalize() for part in path.stem.split("_"))

@@ -2,11 +2,13 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from optimizer import errors
+from optimizer import errors, optimize
 from passes.registry import pass_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,3 +57,37 @@ def test_links_of_the_documentation_lead_somewhere():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+class Scaled(torch.nn.Module):
+    """A layer with a product behind it, twice: of a number for each channel, and of one for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3, bias=False)
+        self.scale = torch.nn.Parameter(torch.randn(4, 1, 1))
+        self.fc = torch.nn.Linear(4, 5)
+        self.gain = torch.nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.fc((self.conv(x) * self.scale).mean((2, 3))) * self.gain
+
+
+def test_the_tensor_pass_of_the_guide_folds_and_a_mistake_in_it_is_found(tmp_path, monkeypatch):
+    guide = (ROOT / "docs" / "own-passes.md").read_text(encoding="utf-8")
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "TensorPass" in block]
+    file = tmp_path / "pass_of_the_guide.py"
+    file.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file.stem, example)
+    spec.loader.exec_module(example)
+    model, x = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    fast = optimize(model, [example.FoldScale()], example_inputs=(x,))
+    (record,) = fast.report.passes
+    assert (record.status, len(record.changes)) == ("applied", 2)
+    torch.testing.assert_close(fast(x), model(x))
+    right = example.float64
+    monkeypatch.setattr(example, "float64", lambda tensor: right(tensor) * 1.01)
+    (record,) = optimize(model, [example.FoldScale()], example_inputs=(x,)).report.passes
+    assert record.status == "rolled-back"

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
-
 from passes.checkpointing.profile import Profile
-
-
-def units_among(paths: Iterable[str], pattern: str) -> set[str]:
-    """The paths that a pattern such as `"stem|layers.*"` means: `*` stands for one name, or a part of it."""
-    wanted = [one.strip().split(".") for one in pattern.split("|")]
-    return {path for path in paths if any(_matches(path.split("."), one) for one in wanted)}
-
-
-def _matches(path: list[str], wanted: list[str]) -> bool:
-    return len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))
 
 
 def keep_between(profile: Profile, units: set[str]) -> None:

@@ -9,13 +9,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.program.forwards import AroundForward, standing_around
-from passes.program.memory_formats import FORMATS, ORDERS, DimOrder, is_taken_for_last
-from passes.program.storage import has_strides
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, DimOrder, is_channels_last
+from passes.program.storage import has_strides, kind_of
 from passes.torch_private import is_transformed, without_torch_function
+
+
+def why_no_format(weight: nn.Parameter) -> str | None:
+    """The reason why a weight has no memory format, as a clause; None if it has one."""
+    if is_lazy(weight):
+        return "its weight is not initialised yet: run the model once first"
+    if kind := kind_of(weight):
+        return f"its weight is {kind}"
+    return None
 
 
 class ContiguousInput(AroundForward):
@@ -100,7 +110,7 @@ def draws_for_last(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     ):
         return False
     with without_torch_function():
-        return _is_map(args[0]) and is_taken_for_last(args[0]) and not args[0].is_contiguous()
+        return _is_map(args[0]) and is_channels_last(args[0]) and not args[0].is_contiguous()
 
 
 def _in_channels_last(value: Any) -> Any:
@@ -113,15 +123,15 @@ def _in_channels_last(value: Any) -> Any:
         return value
     # Hide these checks from modes that watch or plan the calls of a forward.
     with without_torch_function():
-        if not _is_map(value) or is_taken_for_last(value):
+        if not _is_map(value) or is_channels_last(value):
             return value
-        memory_format = FORMATS[value.dim()]
+        memory_format = CHANNELS_LAST_FORMATS[value.dim()]
     return value.clone(memory_format=memory_format)
 
 
 def _is_map(value: torch.Tensor) -> bool:
-    # A tensor under a transform of torch.func stands for many, whose dims are others.
-    return has_strides(value) and value.dim() in FORMATS and not is_transformed(value)
+    # A tensor under a torch.func transform represents a batch of tensors with other dims.
+    return has_strides(value) and value.dim() in CHANNELS_LAST_FORMATS and not is_transformed(value)
 
 
 def _back_as_it_came(value: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
 from passes.program.interception import intercepted_calls
-from passes.program.memory_formats import FORMATS, is_taken_for_last
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.program.storage import has_strides, kind_of
 from passes.program.torch_calls import METADATA, name_of
 from passes.torch_private import is_transformed, share_storage, without_torch_function
@@ -230,7 +230,7 @@ class LayoutWatch(TorchFunctionMode):
         input, weight = given.get("input"), given.get("weight")
         if not isinstance(input, torch.Tensor) or not isinstance(weight, torch.Tensor):
             return
-        if layout_of(input) == CONTIGUOUS and layout_of(weight) is not None and is_taken_for_last(weight):
+        if layout_of(input) == CONTIGUOUS and layout_of(weight) is not None and is_channels_last(weight):
             self._convert(input)
 
     @_unseen
@@ -335,14 +335,14 @@ def layout_of(value: Any) -> str | None:
     """The format of a feature map: `LAST`, `EITHER` if it is in both, else `CONTIGUOUS`; None for other values."""
     if not isinstance(value, torch.Tensor):
         return None
-    if not has_strides(value) or value.dim() not in FORMATS:
+    if not has_strides(value) or value.dim() not in CHANNELS_LAST_FORMATS:
         return None
     if is_transformed(value):
         # It represents a batch of tensors with other dims.
         return None
     if value.is_contiguous():
-        return EITHER if value.is_contiguous(memory_format=FORMATS[value.dim()]) else CONTIGUOUS
-    return LAST if is_taken_for_last(value) else CONTIGUOUS
+        return EITHER if value.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[value.dim()]) else CONTIGUOUS
+    return LAST if is_channels_last(value) else CONTIGUOUS
 
 
 def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:

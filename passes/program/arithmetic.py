@@ -1,4 +1,4 @@
-"""How the numbers that a rewrite makes are computed: in float64, and cast back once."""
+"""Arithmetic for new weights: computed in float64, and cast back once."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from passes.program.matching import BatchNorm
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values, without gradients, where float64 can be had: on the CPU if the device has none.
+    """The tensor without gradients, in its own dtype; a tensor on MPS, which has no float64, is copied to the CPU.
 
-    An operation with float64 numbers takes them as they are and gives float64, unless it has more dims than those.
+    A product or sum with a float64 tensor is then computed in float64, without a float64 copy of a large weight. This
+    doesn't hold for a float64 scalar tensor, unless this tensor is a scalar too.
     """
     tensor = tensor.detach()
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 def float64(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in float64, without gradients."""
+    """A copy of the tensor in float64, without gradients; on the CPU if its device has no float64."""
     return exact(tensor).double()
 
 
 def scale_of(norm: BatchNorm) -> torch.Tensor:
-    """What the BatchNorm multiplies each channel by before its own weight, (channels,), in float64."""
+    """1 / sqrt(var + eps) of a BatchNorm with running statistics: its scale without its weight, (channels,), float64."""
     assert norm.var is not None
     assert norm.var.value is not None
     return (float64(norm.var.value) + norm.eps).rsqrt_()
 
 
 def are_finite(*tensors: torch.Tensor) -> bool:
-    """Whether no tensor holds a NaN or an infinity: with one, the order of the operations changes what comes out."""
+    """Whether no tensor holds NaN or infinity. A rewrite that reorders operations isn't exact on tensors that do."""
     return all(map(_is_finite, tensors))
 
 

@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 class Edit(Protocol):
-    """One change of one place, and back."""
+    """One change at one place in a module, which can be undone. `in_place` makes edits temporarily."""
 
     def apply(self) -> None:
         """Write the new value, and remember the current one."""
@@ -74,10 +74,14 @@ def _in_order(home: dict[str, Any], names: Sequence[str]) -> None:
 
 @dataclass
 class TensorEdit(_DictEdit):
-    """Another tensor, or none, under the name of a parameter or buffer.
+    """Put another tensor, or None, under the name of a parameter or buffer.
 
-    A name without a tensor goes behind the others: torch.export finds the buffers that a forward writes to by counting,
-    and doesn't leave out those that are none.
+    A name whose tensor is removed is moved to the end of its dict: torch.export finds the buffers that a forward writes
+    to by counting, and includes the names without a tensor.
+
+    Attributes:
+        module, name: the place.
+        new: the tensor; an `nn.Parameter` for a parameter.
     """
 
     module: nn.Module
@@ -194,7 +198,12 @@ def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 @dataclass
 class AttributeEdit(_DictEdit):
-    """Another value of an instance attribute, such as the `forward` of a module."""
+    """Put another value into the `__dict__` of an instance: `AttributeEdit(module, "forward", function)`.
+
+    Attributes:
+        module, name: the instance and the attribute.
+        new: the value.
+    """
 
     module: Any
     name: str
@@ -276,7 +285,7 @@ def taken_back(edits: Iterable[Edit]) -> Iterator[None]:
 
 @contextmanager
 def in_place(edits: Iterable[Edit]) -> Iterator[None]:
-    """The tree with the edits, for the time of the block."""
+    """Make the edits for the block and undo them afterwards, also after an error."""
     done: list[Edit] = []
     try:
         for edit in edits:

@@ -126,7 +126,10 @@ def is_dropout_off(node: fx.Node) -> bool:
 
 
 class Memory:
-    """Which values of a graph lie in one memory, which of them may be written to, and which leave the graph."""
+    """Which values of a captured graph share memory, may be written to in place, or are returned.
+
+    The answers are for the graph at the time when this object was made.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         # A union-find forest; the storages of one tree may share memory.

@@ -46,7 +46,7 @@ def class_code(module: nn.Module) -> types.CodeType:
 
 
 def is_atom(module: nn.Module) -> bool:
-    """Whether a call of the module is one operation to people: its forward is torch.nn's own, or there is none in Python."""
+    """Whether a call of the module counts as one operation: a torch.nn layer, or a forward that isn't in Python."""
     forward = module.__dict__.get("forward")
     if isinstance(module, torch.jit.ScriptModule):
         return True
@@ -59,11 +59,17 @@ def is_atom(module: nn.Module) -> bool:
 
 
 class AroundForward(InstanceForward):
-    """Base of the forwards around whatever else is the module's forward, that change nothing of what is computed.
+    """Base of the forwards that wrap a module's forward, compute the same, and convert its inputs or outputs.
+
+    A subclass sets `owner` and `inner` in `__init__`, and calls `self._inner_forward(*args, **kwargs)` in `__call__`.
+    Install it by `model.set_attribute(module, "forward", Wrapper(module, module.__dict__.get("forward")))`. Unlike a
+    closure, it is copied and pickled with the module.
 
     Attributes:
-        inner: what stood in the module's `__dict__`; None for the forward of its class.
-        computes_in: the half precision that all inside computes in; None where this decides nothing of it.
+        owner: the module.
+        inner: the forward in the module's `__dict__` before this one; None for the forward of its class.
+        is_atom: whether a call of the module counts as one operation, like that of a torch.nn layer.
+        computes_in: the half precision in which everything inside computes; None if this forward doesn't set it.
     """
 
     inner: Any
@@ -105,7 +111,7 @@ def dtype_inside(root: nn.Module) -> torch.dtype | None:
 
 
 def inner_forward(module: nn.Module) -> Any:
-    """What stands in the module's `__dict__` as its forward, under those that change no numbers; None for nothing."""
+    """The forward in the module's `__dict__`, inside of any `AroundForward`; None for the forward of its class."""
     installed = module.__dict__.get("forward")
     while isinstance(installed, AroundForward):
         installed = installed.inner

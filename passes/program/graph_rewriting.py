@@ -12,20 +12,21 @@ def rewrite(self, graph: GraphRewriter, context: Context) -> None:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from passes.program import captured, effects
+from passes.program import captured, effects, layouts
 from passes.program.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
 from passes.program.changes import Change, Place, Skip
-from passes.program.derived import Derived
+from passes.program.derived import Derived, function_of
 
 Node = fx.Node
-# Why a change isn't made; None to make it.
+"""A node of torch.fx: of a captured graph, where it stands for torch's call or an input, or of a recorded run."""
+# The reason why a change must not be made; None to make it.
 WhyNot = Callable[[Place], str | None]
 
 
@@ -98,6 +99,20 @@ class GraphRewriter:
 
     argument = staticmethod(captured.argument)
     example = staticmethod(example_of)
+    is_tensor = staticmethod(captured.is_tensor)
+    name_of = staticmethod(captured.name_of)
+
+    def between(self, node: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:
+        """The nodes that compute the node's value from the sources, including the node itself, in execution order."""
+        return sorted(captured.between([node], set(sources)))
+
+    def function_of(self, node: fx.Node, sources: Sequence[fx.Node]) -> Callable[..., Any]:
+        """The function that computes the node's value from the values of the sources, in their order.
+
+        Raises:
+            KeyError: the value depends on an input of the graph that isn't among the sources.
+        """
+        return function_of(captured.subgraph([node], sources))
 
     # Judge ------------------------------------------------------------------------------------------------------------
 
@@ -113,8 +128,18 @@ class GraphRewriter:
             found[node] = number
         return found
 
+    is_dropout_off = staticmethod(effects.is_dropout_off)
     is_pure = staticmethod(effects.is_pure)
     is_repeatable = staticmethod(effects.is_repeatable)
+    why_layout_shows = staticmethod(layouts.why_layout_shows)
+
+    def is_derived(self, node: fx.Node) -> bool:
+        """Whether `derived` made the node, in this pass or an earlier one."""
+        return isinstance(node.target, Derived)
+
+    def is_of_layer(self, node: fx.Node) -> bool:
+        """Whether a torch.nn layer made the node."""
+        return self.captured.is_of_layer(node)
 
     def is_parameter(self, node: Any) -> bool:
         """Whether the node is a parameter or buffer."""

@@ -30,5 +30,5 @@ def has_global_hooks() -> bool:
 
 
 def is_parametrized(module: nn.Module) -> bool:
-    """Whether some parameter of the module is computed from others at every access."""
+    """Whether `torch.nn.utils.parametrize` computes a parameter of the module from others at every access."""
     return "parametrizations" in module._modules and parametrize.is_parametrized(module)

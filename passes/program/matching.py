@@ -171,13 +171,18 @@ class ChannelScale:
         return self.tensor
 
 
-# What may become part of the layer before it.
 Affine = BatchNorm | ChannelScale
+"""An operation that scales and shifts each channel, which a layer before or after it may compute by its weights."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer and an affine operation, of which one uses the other's output, in one run."""
+    """A layer and an affine operation in one recorded run, one of which takes the other's output.
+
+    Attributes:
+        conv: the convolution, transposed convolution or linear layer.
+        affine: the BatchNorm, or the product or sum by channel.
+    """
 
     conv: Convolution
     affine: Affine
@@ -199,7 +204,10 @@ class Pair:
 
 
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether the module computes by the forward of one of the classes: it is one, or a subclass that keeps it."""
+    """Whether the module runs the forward of one of these torch.nn classes: an instance, or a subclass that keeps it.
+
+    False if `__call__`, `forward` or a method that the forward calls is overridden, in the class or on the instance.
+    """
     own = type(module)
     if own.__call__ is not nn.Module.__call__ or not isinstance(inner_forward(module), InstanceForward | None):
         return False
@@ -406,6 +414,23 @@ def _scales_channels(pair: Pair) -> bool:
 def arguments_of(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     """The arguments of a call by name, without those left to their defaults."""
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def convolution_arguments(node: Node) -> dict[str, Any] | None:
+    """The arguments of a recorded call of a convolution or linear layer, by name ("input", "weight", "stride", …).
+
+    Arguments left to their defaults are missing. None for any other call.
+    """
+    return None if _looked_up(CONVOLUTIONS, node) is None else arguments_of(node, layer_arguments(node.target))
+
+
+def batch_norm_arguments(node: Node) -> dict[str, Any] | None:
+    """The arguments of a recorded call of a batch normalization, by name ("input", "running_mean", "training", …).
+
+    Arguments left to their defaults are missing. None for any other call.
+    """
+    names = _looked_up(BATCH_NORMS, node)
+    return None if names is None else arguments_of(node, names)
 
 
 def _looked_up(table: Mapping[Any, Any], node: Node) -> Any:

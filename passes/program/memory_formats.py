@@ -12,13 +12,14 @@ from passes.torch_private import is_tracing, without_tracing
 # channels_last.
 DimOrder = tuple[int, ...]
 
-# By the number of dims.
-FORMATS: Mapping[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST_FORMATS: Mapping[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The channels_last memory format for tensors of each number of dims; other numbers have none."""
+# The order of dims in each of these formats.
 ORDERS: Mapping[int, DimOrder] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 
 
-def is_taken_for_last(tensor: torch.Tensor) -> bool:
-    """Whether torch takes a tensor of 4 or 5 dims for one in channels_last, gaps or not.
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether torch treats a tensor of 4 or 5 dims as channels_last, with or without gaps in memory.
 
     torch checks only the strides (c10's `is_channels_last_strides_2d` and `_3d`). A tensor with one channel or one
     spatial position is in both formats, but its strides still tell one of them.

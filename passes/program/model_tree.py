@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -94,11 +95,25 @@ def _registered_in(module: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
+def paths_matching(paths: Iterable[str], pattern: str) -> set[str]:
+    """The paths that match a pattern such as `"stem|layers.*"`.
+
+    `|` separates alternatives, and `*` matches one name of a path or a part of it: "layers.*" matches "layers.0", but
+    not "layers" or "layers.0.norm".
+    """
+    wanted = [one.strip().split(".") for one in pattern.split("|")]
+    return {path for path in paths if any(_matches(path.split("."), one) for one in wanted)}
+
+
+def _matches(path: list[str], wanted: list[str]) -> bool:
+    return len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))
+
+
 @contextmanager
 def training_flags(root: nn.Module, flag: bool | None) -> Iterator[None]:
-    """All modules of the tree in training or in eval for the time of the block, whatever `.train()` of their classes does.
+    """Set the `training` attribute of all modules under `root` for the block, without calling their `.train()`.
 
-    None leaves them, and puts back what the block does to them.
+    None sets nothing. Afterwards each module has its old flag again, even if the block changed it.
     """
     flags = [(module, module.__dict__["training"]) for module in root.modules() if "training" in module.__dict__]
     try:

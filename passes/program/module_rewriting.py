@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.base import Precision
+from passes.base import Context, Precision
 from passes.program.changes import Change, ChangeRecord, Place, Remark, Skip
 from passes.program.edits import ClassEdit, FormatEdit, in_format, undo_all
+from passes.program.forwards import dtype_inside
+from passes.program.hooks import has_hooks, is_parametrized
 from passes.program.model_tree import ModelTree
+from passes.program.recording import Runs
+from passes.program.runs import recorded_runs
 from passes.program.tensors import TensorRef
-from passes.program.weights import like_old
+from passes.program.weights import PLAIN_TENSORS, like_old
 
 
 @dataclass
@@ -41,6 +45,29 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         super().__init__(tree, left_alone)
         self.remarks: list[Remark] = []
         self.precision: Precision | None = None
+
+    def runs(self, context: Context) -> Runs | None:
+        """The recorded runs of the example inputs on the current model; None without example inputs."""
+        return recorded_runs(self.tree, context)
+
+    @property
+    def computes_in(self) -> torch.dtype | None:
+        """The half precision that an earlier pass has set for the whole model; None if there is none."""
+        return dtype_inside(self.tree.root)
+
+    def why_not(self, ref: TensorRef) -> str | None:
+        """The reason why a parameter or buffer can't be replaced by another tensor, as a clause; None if it can."""
+        tensor = ref.value
+        assert tensor is not None
+        if type(tensor) not in PLAIN_TENSORS:
+            return f"its {ref.name} is a {type(tensor).__name__}"
+        if is_parametrized(ref.owner):
+            return "it has parametrizations"
+        if has_hooks(ref.owner):
+            return f"it has hooks, which may set its {ref.name}"
+        if self.tree.holders_of(tensor) > 1:
+            return f"its {ref.name} is shared with another module"
+        return None
 
     def skip(self, where: str, reason: str) -> None:
         """Skip a candidate; the reason is a sentence without the full stop."""

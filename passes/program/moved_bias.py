@@ -202,7 +202,10 @@ class RefuseMeanAlone(_Hook):
 
 
 def mean_without(mean: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The mean less the bias, both (channels,): computed in float64 and cast back once, without gradients."""
+    """mean - bias, both (channels,), without gradients.
+
+    It is computed in float64, and has the dtype and device of the mean.
+    """
     wide = float64(mean)
     return (wide - float64(bias).to(wide.device)).to(mean)
 

@@ -87,18 +87,18 @@ def users_of(node: Node) -> list[Node]:
 
 
 def tensor_of(node: Any) -> TensorRef | None:
-    """The parameter or buffer that the node reads; None for other nodes, and what is no node."""
+    """The parameter or buffer that a node of a recorded run reads; None for anything else."""
     return node.meta["tensor"] if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
 def call_of(node: Node) -> ModuleCall:
-    """The call of the module that made this torch call."""
+    """The module call in which a recorded torch call was made: `.module`, and the enclosing call `.around`."""
     call: ModuleCall = node.meta["call"]
     return call
 
 
 def shape_of(node: Node) -> Shape | None:
-    """The shape of the one tensor that the node gives; None for several, or none."""
+    """The shape (`.sizes`, `.dtype`) of a recorded node's value; None if the value isn't one tensor."""
     return node.meta.get("shape")
 
 
@@ -136,11 +136,12 @@ def _takes_shape_alone(user: Node, value: Node) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run.
+    """One recorded run of the model.
 
     Attributes:
-        number: of the example call.
-        flag: the training flag that all modules had; None for the flags as they are.
+        number: the index of the example call.
+        flag: the training flag of all modules; None for their own flags.
+        recording: the torch calls of the run, in order: `.nodes()`, `.uses(ref)` of a parameter, and the `.outputs`.
     """
 
     number: int

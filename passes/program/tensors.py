@@ -10,7 +10,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A parameter or buffer by its owner and name there."""
+    """A parameter or buffer, identified by its place rather than by the tensor.
+
+    Attributes:
+        owner: the module that registers it.
+        name: its name there, such as "weight".
+    """
 
     owner: nn.Module
     name: str

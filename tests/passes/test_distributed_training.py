@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from optimizer import optimize, report_of
 from optimizer.errors import UsageError
 from passes import InsertCheckpoints
-from passes.checkpointing.units import units_among
 from passes.errors import RequirementNotMet
+from passes.interface import paths_matching
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -136,10 +136,10 @@ def test_units_that_are_nowhere_are_refused():
 
 def test_a_pattern_means_whole_paths():
     paths = ["stem", "layers", "layers.0", "layers.1", "layers.1.up", "decoder.layers.0"]
-    assert units_among(paths, "layers.*") == {"layers.0", "layers.1"}
-    assert units_among(paths, "stem | *.layers.*") == {"stem", "decoder.layers.0"}
-    assert units_among(paths, "layers") == {"layers"}
-    assert units_among(paths, "layer") == set()
+    assert paths_matching(paths, "layers.*") == {"layers.0", "layers.1"}
+    assert paths_matching(paths, "stem | *.layers.*") == {"stem", "decoder.layers.0"}
+    assert paths_matching(paths, "layers") == {"layers"}
+    assert paths_matching(paths, "layer") == set()
 
 
 @pytest.fixture

@@ -33,12 +33,12 @@ from passes import (
 )
 from passes.base import Context
 from passes.errors import RequirementNotMet
+from passes.fusion import fused, kernel_trial, kernels
+from passes.fusion.fused import FusedUnit
+from passes.fusion.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
-from passes.program import fused, kernel_trial, kernels
 from passes.program.captured import CapturedGraph, Modules
-from passes.program.fused import FusedUnit
 from passes.program.graph_rewriting import GraphRewriter
-from passes.program.pointwise import pointwise_groups
 from passes.torch_private import captured_call, torchscript_fuses
 
 CPU = Context("inference", torch.device("cpu"), example_calls=(((), {}),))
@@ -813,7 +813,7 @@ def test_where_no_compiler_is_any_more_operations_run_one_by_one(
     for unit in units:
         for _ in range(2):
             assert torch.equal(unit(x), by_hand_gelu(None, x))
-    told = [record.message for record in caplog.records if record.name == "passes.program.kernels"]
+    told = [record.message for record in caplog.records if record.name == "passes.fusion.kernels"]
     assert [
         message.startswith("fused operations run one by one: inductor needs a C++ compiler") for message in told
     ] == [True]

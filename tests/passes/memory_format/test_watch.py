@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from exporters.torchscript_deprecation import torchscript_allowed
 from passes.memory_format.forwards import ContiguousInput
 from passes.memory_format.watch import CONTIGUOUS, EITHER, LAST, Layouts, LayoutWatch, layout_of
-from passes.program.memory_formats import FORMATS, is_taken_for_last
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 
 LAST_2D, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -24,7 +24,7 @@ def in_last(model: nn.Module) -> nn.Module:
     """The model with weights of convolutions in channels_last, in eval."""
     for module in model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
-            module.weight.data = module.weight.data.contiguous(memory_format=FORMATS[module.weight.dim()])
+            module.weight.data = module.weight.data.contiguous(memory_format=CHANNELS_LAST_FORMATS[module.weight.dim()])
     return model.eval()
 
 
@@ -338,8 +338,8 @@ def test_the_format_of_a_map_is_what_torch_takes_it_for(sizes: tuple[int, ...]) 
         back = [order.index(dim) for dim in range(4)]
         tensor = torch.randn([sizes[dim] for dim in order]).permute(back)
         assert tensor.shape == sizes
-        assert is_taken_for_last(tensor) is (suggest_memory_format(tensor) is LAST_2D)
-        assert nn.functional.conv2d(tensor, torch.ones(4, sizes[1], 1, 1)).is_contiguous() or is_taken_for_last(tensor)
+        assert is_channels_last(tensor) is (suggest_memory_format(tensor) is LAST_2D)
+        assert nn.functional.conv2d(tensor, torch.ones(4, sizes[1], 1, 1)).is_contiguous() or is_channels_last(tensor)
         found = layout_of(tensor)
         if tensor.is_contiguous() and tensor.is_contiguous(memory_format=LAST_2D):
             assert found == EITHER

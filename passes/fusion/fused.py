@@ -9,35 +9,35 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from passes.program.graph_function import compile_graph
-from passes.program.kernels import KERNELS, Backend, Kernels, tell, why_none
-from passes.program.pointwise import PointwiseGroup, is_linear, name_of_pointwise
+from passes.fusion.graph_function import compile_graph
+from passes.fusion.kernels import KERNELS, Backend, Kernels, tell, why_none
+from passes.fusion.pointwise import PointwiseGroup, is_linear, name_of_pointwise
 from passes.torch_private import has_autocast, is_in_forward_mode, is_transformed, is_watched
 
-# Of fewer elements, on a CPU, it takes longer to find the kernel than to run its operations one by one, whose values stay
-# in the cache there: measured on two threads, 4 and 5 operations take 0.6 to 0.8 of the kernel's time at half as many.
+# The smallest number of elements for a kernel on a CPU. Below it, the kernel look-up takes longer than the operations,
+# whose values stay in the cache: with half as many elements on two threads, 4 and 5 operations took 0.6 to 0.8 of the
+# kernel's time.
 _FEWEST_ELEMENTS = 1 << 18
 
 
 class FusedUnit:
-    """A call in a graph: a function of tensors, run as one kernel; operation by operation where something looks at the operations.
+    """A call in a graph that computes a group of pointwise operations as one kernel.
 
-    That is where the call is traced, exported or compiled with what is around it, where torch's function or dispatch modes
-    watch, or a transform of torch.func; for tensors that are none of the plain ones; and where no kernel can be made.
-    Gradients are one kernel, too, made of the same sources; those that are differentiated again, or of many values at a
-    time, are computed by the operations.
+    The operations run one by one instead if the call is traced, exported or compiled; under torch function or dispatch
+    modes and torch.func transforms; for tensor subclasses; and if no kernel can be made. Gradients are computed by one
+    kernel as well, except for double backward and batched gradients, which use the operations.
 
     Args:
-        graph: of the function: its inputs are tensors, its output one.
-        name: what it holds.
-        backend: what makes the kernel.
-        place: what tells it from others; it is tried by that.
+        graph: the graph of the group: its inputs are tensors, its output is one tensor.
+        name: the names of its operations.
+        backend: makes the kernel.
+        place: identifies the unit in the kernel trial.
     """
 
-    # As torch.fx asks of what a graph calls.
+    # torch.fx requires a name for functions in a graph.
     __name__ = "fused"
     takes_and_gives = True
-    # Answers in the place of all units while their kernels are tried.
+    # If set, computes the values of all units, while their kernels are tried.
     trial: ClassVar[Callable[[FusedUnit, Sequence[torch.Tensor]], torch.Tensor] | None] = None
 
     def __init__(self, graph: fx.Graph, name: str, backend: Backend, place: Any = None) -> None:
@@ -52,11 +52,11 @@ class FusedUnit:
 
     @classmethod
     def of(cls, group: PointwiseGroup, backend: Backend, place: Any = None) -> FusedUnit:
-        """That of a group in a graph."""
+        """Make the unit of a group in a graph."""
         graph = fx.Graph()
         twins = {source: graph.placeholder(f"source_{number}") for number, source in enumerate(group.inputs)}
         for node in group.nodes:
-            # Equal functions have equal names inside.
+            # Equal graphs must have equal node names.
             twins[node] = graph.create_node(
                 node.op, node.target, *fx.map_arg((node.args, node.kwargs), twins.__getitem__), name_of_pointwise(node)
             )
@@ -65,7 +65,7 @@ class FusedUnit:
 
     @property
     def operations(self) -> int:
-        """How many operations it holds."""
+        """The number of operations in the unit."""
         return sum(node.op in ("call_function", "call_method") for node in self.graph.nodes)
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
@@ -79,17 +79,17 @@ class FusedUnit:
         return self.by_kernel(sources)
 
     def plain(self, *sources: torch.Tensor) -> torch.Tensor:
-        """The value, operation by operation."""
+        """Compute the value operation by operation."""
         value: torch.Tensor = self._plain(None, *sources)
         return value
 
     def by_kernel(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The value, by the kernel, where one can be made."""
+        """Compute the value by the kernel, or by the operations if there is no kernel."""
         kernels = self.kernels(sources)
         if kernels is None:
             return self.plain(*sources)
         with torch.no_grad():
-            # One kernel for what has a gradient and what hasn't.
+            # Detached, so that the same kernel serves sources with and without gradients.
             value = kernels.value([source.detach() if source.requires_grad else source for source in sources])
         if value is None:
             return self.plain(*sources)
@@ -98,7 +98,7 @@ class FusedUnit:
         return differentiated(self, value, sources)
 
     def kernels(self, sources: Sequence[torch.Tensor]) -> Kernels | None:
-        """Those for the device of the sources; None where none can be made for it."""
+        """The kernels for the device of the sources; None if none can be made."""
         device = next((source.device for source in sources if source.is_cuda), sources[0].device)
         if device.type not in self._kernels:
             reason = why_none(self.backend, device)
@@ -108,29 +108,29 @@ class FusedUnit:
         return self._kernels[device.type]
 
     def _has_gradient(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether the value has one, as that of a comparison hasn't."""
+        """Whether the value is differentiable; that of a comparison isn't."""
         if not any(source.requires_grad for source in sources):
             return False
         key = tuple((source.dtype, source.dim(), source.requires_grad) for source in sources)
         if key not in self._with_gradient:
             empty = (torch.empty((0,) * dims, dtype=dtype, requires_grad=needed) for dtype, dims, needed in key)
-            # Whoever counts what is kept for gradients is to count the same at each call.
+            # Hide this call from hooks that count saved tensors, so that they count the same at each call.
             with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
                 self._with_gradient[key] = self.plain(*empty).requires_grad
         return self._with_gradient[key]
 
     def can_run_kernel(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether a kernel computes what the operations do on these, which nobody watches."""
+        """Whether a kernel can compute the value for these sources."""
         if self.backend == "torchscript" and has_autocast():
             return False
         if is_in_forward_mode():
-            # No kernel has a derivative in the forward direction.
+            # Kernels don't support forward-mode derivatives.
             return False
         return all(map(_is_plain, sources))
 
 
 def _is_large(sources: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel is faster than the operations; false where not all are tensors, as where a graph is traced."""
+    """Whether a kernel is faster than the operations; False if not all sources are plain tensors, as in a trace."""
     is_large = False
     for source in sources:
         if type(source) is not torch.Tensor and type(source) is not nn.Parameter:
@@ -140,32 +140,32 @@ def _is_large(sources: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_plain(source: torch.Tensor) -> bool:
-    """Whether the tensor has its numbers in memory."""
+    """Whether the tensor's memory holds exactly its values."""
     return (
         type(source) in (torch.Tensor, nn.Parameter)
         and source.layout is torch.strided
         and not source.is_meta
         and not source.is_nested
-        # Their memory holds other numbers than they have.
+        # The memory of lazily negated or conjugated tensors holds other values.
         and not source.is_neg()
         and not source.is_conj()
-        # Many in one.
+        # A tensor under a torch.func transform represents a batch of tensors.
         and not is_transformed(source)
     )
 
 
 def differentiated(unit: FusedUnit, value: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A value that the unit's kernel computed of these, with their gradients."""
+    """Attach gradients to a value that the unit's kernel computed from these sources."""
     result: torch.Tensor = _Fused.apply(unit, (value,), *sources)
     return result
 
 
 class _Fused(torch.autograd.Function):
-    """The gradients of a value that a kernel computed."""
+    """The autograd function of a value that a kernel computed."""
 
     @staticmethod
     def forward(ctx: Any, unit: FusedUnit, value: tuple[torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
-        """Keep the sources that gradients depend on."""
+        """Save the sources that gradients depend on."""
         ctx.unit = unit
         ctx.save_for_backward(*(source for source, is_kept in zip(sources, unit.kept, strict=True) if is_kept))
         ctx.others = [
@@ -173,13 +173,13 @@ class _Fused(torch.autograd.Function):
             for source, is_kept in zip(sources, unit.kept, strict=True)
         ]
         types = dict.fromkeys(source.device.type for source in sources)
-        # Gradients are asked for outside of autocast.
+        # The backward pass runs outside of autocast.
         ctx.casts = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
         return value[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """The gradients, by the kernel, where nobody asks for more than numbers."""
+        """Compute the gradients, by the kernel if possible."""
         unit, (gradient,) = ctx.unit, gradients
         kept = iter(ctx.saved_tensors)
         sources = [next(kept) if other is None else _like(*other) for other in ctx.others]
@@ -207,12 +207,12 @@ def _gradients(
 def gradients_by_operations(
     unit: FusedUnit, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients of some sources, given that of the value; they can be differentiated where gradients are on."""
+    """Compute the gradients of some sources by the operations; differentiable if gradients are on."""
     again, given = torch.is_grad_enabled(), list(sources)
     with torch.enable_grad():
         for number in wanted:
             source = sources[number]
-            # One source may be made of another: what is between them isn't of the unit.
+            # One source may be computed from another; a view cuts that connection, which isn't part of the unit.
             given[number] = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
         value = unit.plain(*given)
     return torch.autograd.grad(
@@ -221,14 +221,14 @@ def gradients_by_operations(
 
 
 def _like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """In the place of a source on whose numbers no gradient depends."""
+    """A stand-in for a source whose values no gradient depends on."""
     with torch.enable_grad():
         has_gradient = dtype.is_floating_point or dtype.is_complex
         return torch.zeros((), dtype=dtype, device=device, requires_grad=has_gradient).expand(shape)
 
 
 def _kept_for_gradients(graph: fx.Graph) -> Iterator[bool]:
-    """For each input whether gradients depend on its numbers, as they don't on those of what is only added."""
+    """For each input, whether gradients depend on its values; they don't for inputs that are only added."""
     needed: dict[fx.Node, bool] = {}
     for node in reversed(graph.nodes):
         users = (user for user in node.users if user.op != "output")

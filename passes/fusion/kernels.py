@@ -1,4 +1,4 @@
-"""What makes one kernel of a function of pointwise operations, and one of its gradients."""
+"""Make one kernel for a function of pointwise operations, and one for its gradients."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ _numbers = itertools.count()
 
 
 class Kernels(Protocol):
-    """The kernels of one function, for tensors that have no gradients.
+    """The kernels of one function, for tensors without gradients.
 
     Attributes:
-        failure: a clause why the last call got none; "" for no such call.
+        failure: the reason why the last call failed to make a kernel, as a clause; "" if none failed.
     """
 
     failure: str
 
     def value(self, sources: Tensors) -> torch.Tensor | None:
-        """The value of the function; None where no kernel can be made for such sources."""
+        """Compute the function; None if no kernel can be made for such sources."""
 
     def gradients(self, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Tensors) -> Tensors | None:
-        """The gradients of those sources, given that of the value; None where no kernel can be made."""
+        """Compute the gradients of the wanted sources, given that of the value; None if no kernel can be made."""
 
 
 class InductorKernels:
-    """Kernels of inductor, of all sizes, as each element is computed by itself.
+    """Inductor kernels with dynamic shapes.
 
-    Where the compiler gives up, as at the ninth kind of call, that kind isn't tried again.
+    If the compiler gives up on a kind of call, for example because it is the ninth kind, that kind isn't tried again.
 
     Args:
-        function: f(None, *sources); equal ones are one function, and share their kernels.
+        function: f(None, *sources); equal graphs have the same function, and share their kernels.
+        graph: not used.
     """
 
     def __init__(self, function: Callable[..., Any], graph: fx.Graph) -> None:
         import_inductor()
         self.failure = ""
-        # No kernel is made: for one kind of call too many, of what it doesn't know, or as the compiler of C++ or of triton
-        # fails. None comes from the operations, and all of them only the compiler can tell.
+        # The errors of a failed compilation: too many kinds of calls, unsupported operations, or a failure of the C++
+        # or Triton compiler. Errors of the operations themselves aren't among them.
         self._failures = compiler_failures()
         self._function = function
         self._value = _compiled(function)
@@ -61,12 +62,12 @@ class InductorKernels:
         self._without: set[Any] = set()
 
     def value(self, sources: Tensors) -> torch.Tensor | None:
-        """As said there."""
+        """See `Kernels.value`."""
         found: torch.Tensor | None = self._run(self._value, (None,), sources)
         return found
 
     def gradients(self, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Tensors) -> Tensors | None:
-        """As said there."""
+        """See `Kernels.gradients`."""
         found: Tensors | None = self._run(self._gradients, (self._function, wanted), (gradient, *sources))
         return found
 
@@ -76,7 +77,7 @@ class InductorKernels:
         try:
             return kernel(*options, *tensors)
         except self._failures as error:
-            # Whoever calls so again pays for it no more.
+            # Don't try this kind of call again.
             self._without.add((options, _kind_of(tensors)))
             self.failure = f"inductor makes no kernel of it ({type(error).__name__}: {_first_line(error)})"
             tell(self.failure)
@@ -89,17 +90,18 @@ class TorchScriptKernels:
     def __init__(self, function: Callable[..., Any], graph: fx.Graph) -> None:
         self.failure = ""
         with warnings.catch_warnings():
-            # TorchScript is deprecated, and asked for; what it says of annotations is about a class of torch's own.
+            # Ignore the deprecation of TorchScript, which was selected on purpose, and a warning about a class of
+            # torch's own.
             warnings.simplefilter("ignore")
             self._scripted: Callable[..., Any] = torch.jit.script(fx.GraphModule(nn.Module(), graph))
 
     def value(self, sources: Tensors) -> torch.Tensor | None:
-        """As said there."""
+        """See `Kernels.value`."""
         value: torch.Tensor = self._scripted(*sources)
         return value
 
     def gradients(self, wanted: tuple[int, ...], gradient: torch.Tensor, sources: Tensors) -> Tensors | None:
-        """As said there."""
+        """See `Kernels.gradients`."""
         with torch.enable_grad():
             given = [value.detach().requires_grad_(number in wanted) for number, value in enumerate(sources)]
             value = self._scripted(*given)
@@ -113,14 +115,14 @@ KERNELS: Mapping[Backend, Callable[[Callable[..., Any], fx.Graph], Kernels]] = {
 
 
 def why_none(backend: Backend, device: torch.device) -> str | None:
-    """What the backend lacks to make kernels on the device, where it can be known before; None for nothing."""
-    # A model may be loaded on another machine than it was made on.
+    """The reason, known before a call, why the backend can't make kernels on the device; None if there is none."""
+    # A model may be loaded on another machine than the one that optimized it.
     return missing_compiler(device) if backend == "inductor" else None
 
 
 @functools.cache
 def tell(reason: str) -> None:
-    """Say once, for all units, why operations run one by one."""
+    """Warn once, for all units, that operations run one by one."""
     logger.warning("fused operations run one by one: %s", reason)
 
 
@@ -133,7 +135,7 @@ _known_gradients: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., An
 
 
 def _gradients_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`gradients` with a code of its own for each function: torch.compile counts what it makes of a code."""
+    """A copy of `gradients` with its own code object, because torch.compile counts recompilations per code object."""
     if function not in _known_gradients:
         code = gradients.__code__.replace(co_name=f"gradients_{next(_numbers)}")
         _known_gradients[function] = types.FunctionType(code, gradients.__globals__)
@@ -143,7 +145,7 @@ def _gradients_of(function: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], wanted: tuple[int, ...], gradient: torch.Tensor, *sources: torch.Tensor
 ) -> Any:
-    """What the gradients of some sources are, in a form that torch.compile follows."""
+    """Compute the gradients of the wanted sources, in a form that torch.compile can capture."""
 
     def of_wanted(*values: torch.Tensor) -> Any:
         given = list(sources)
@@ -156,7 +158,7 @@ def gradients(
 
 
 def _kind_of(tensors: Tensors) -> Any:
-    """What torch.compile makes one program for, about."""
+    """Approximately the key by which torch.compile distinguishes programs."""
     return tuple(
         (each.dtype, each.device, tuple(min(size, 2) for size in each.shape), _order_of(each.stride()))
         for each in tensors

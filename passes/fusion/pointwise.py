@@ -1,4 +1,4 @@
-"""Operations that compute each element by itself, and groups of them."""
+"""Find pointwise operations, which compute each element separately, and group them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from passes.program.captured import is_tensor, name_of
 from passes.program.effects import is_repeatable
 from passes.program.operations import schemas
 
-# Names that Python's operators, and torch's functions in Python, have of operations that torch tags by another name.
+# Names of Python operators and torch functions whose operation torch tags under another name.
 _SAME_AS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "floordiv": "floor_divide",
     "mod": "remainder", "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "inv": "bitwise_not",
     "invert": "bitwise_not", "logsigmoid": "log_sigmoid",
 }  # fmt: skip
-# Composed of pointwise operations, which alone are tagged.
+# Composed of pointwise operations; only these are tagged.
 _COMPOSED = frozenset({"hardswish", "log_sigmoid", "softsign", "tanhshrink", "floor_divide", "rsub"})
 _CASTS = frozenset({"float", "half", "bfloat16", "double", "to"})
 
 
 @dataclass(frozen=True)
 class PointwiseGroup:
-    """Nodes that compute one value element by element; the values of all others are used inside alone.
+    """Pointwise nodes that together compute one value; the values of the other nodes are only used inside.
 
     Attributes:
-        nodes: in the order of the forward; the last one gives the value.
-        inputs: what comes in, in the order of its use.
+        nodes: in the order of execution; the last one computes the value.
+        inputs: the nodes from outside, in the order of their first use.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -38,10 +38,10 @@ class PointwiseGroup:
 
 
 def pointwise_groups(nodes: Sequence[fx.Node], settings: Mapping[fx.Node, int]) -> Iterator[PointwiseGroup]:
-    """The largest groups of two operations or more, in the order of the forward.
+    """Yield the largest groups of two or more operations, in the order of execution.
 
-    A node is in the group of its users where these are all in one, and under the same settings. Takes time linear in the
-    nodes.
+    A node joins the group of its users if all of them are in one group and run under the same settings. The time is
+    linear in the number of nodes.
     """
     home: dict[fx.Node, fx.Node] = {}
     members: dict[fx.Node, list[fx.Node]] = {}
@@ -54,7 +54,7 @@ def pointwise_groups(nodes: Sequence[fx.Node], settings: Mapping[fx.Node, int]) 
             home[node] = found = next(filter(None, homes))
             members[found].append(node)
         elif not _is_cast(node) and node.users:
-            # What only casts may give what it is given: nobody outside is to be given that.
+            # A cast can't end a group: it may return its input, which nothing outside must receive.
             home[node], members[node] = node, [node]
     for last in nodes:
         group = tuple(reversed(members.get(last, ())))
@@ -65,7 +65,7 @@ def pointwise_groups(nodes: Sequence[fx.Node], settings: Mapping[fx.Node, int]) 
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the node's value, one tensor, is made of those at its place, and nothing else is done."""
+    """Whether each element of the value depends only on the input elements at its position, without side effects."""
     if not node.all_input_nodes or not all(map(is_tensor, node.all_input_nodes)) or not is_repeatable(node):
         return False
     if _is_cast(node):
@@ -74,16 +74,16 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def name_of_pointwise(node: fx.Node) -> str:
-    """What torch calls the operation."""
+    """torch's name of the operation."""
     name = name_of(node).strip("_")
     return _SAME_AS.get(name, name)
 
 
 def is_linear(node: fx.Node) -> bool:
-    """Whether the gradients of what a pointwise operation is given don't depend on the numbers in that."""
+    """Whether the gradients of a pointwise operation don't depend on the values of its inputs."""
     name = name_of_pointwise(node)
     if name in ("mul", "div"):
-        # By a number: not one by the tensor.
+        # Only a product with, or a quotient by, a number is linear.
         return len(node.args) == 2 and not isinstance(node.args[1], fx.Node)
     return name in ("add", "sub", "neg") or _is_cast(node)
 
@@ -94,7 +94,7 @@ def _is_tagged(name: str) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether the node brings a tensor into another dtype, and to no other device."""
+    """Whether the node only casts a tensor to another dtype."""
     if node.op != "call_method" or node.target not in _CASTS or node.kwargs:
         return False
     wanted = node.args[1:]

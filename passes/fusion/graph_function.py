@@ -1,4 +1,4 @@
-"""The Python function of a graph."""
+"""Compile a graph to a Python function."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from torch import fx
 
 _numbers = itertools.count()
-# By their source and what it names.
+# Keyed by the source code and the objects that it names.
 _known_functions: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
 def compile_graph(graph: fx.Graph, title: str) -> Callable[..., Any]:
-    """The Python function `f(owner, *tensors) -> list of leaves` of a graph, which is one for all equal graphs.
+    """The function `f(owner, *tensors) -> list of leaves` of a graph; equal graphs share one function.
 
-    What is compiled for one of many equal modules is then right for the others too: torch.compile tells functions apart by
-    their code. Tracebacks show the lines of the graph, under the title of the first that it was made for.
+    torch.compile identifies functions by their code, so code compiled for one of several equal modules serves the
+    others too. Tracebacks show the lines of the graph, under the title of the first graph.
     """
     code = graph.python_code("self")
     key = code.src, tuple((name, id(value)) for name, value in code.globals.items())
@@ -32,6 +32,6 @@ def compile_graph(graph: fx.Graph, title: str) -> Callable[..., Any]:
     exec(compile(code.src, name, "exec"), namespace)
     function: Callable[..., Any] = namespace["forward"]
     weakref.finalize(function, linecache.cache.pop, name, None)
-    # The function holds its names, so that what the key tells by identity lives as long.
+    # The function keeps the objects alive, so the ids in the key stay valid.
     _known_functions[key] = function
     return function

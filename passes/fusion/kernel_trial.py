@@ -1,4 +1,4 @@
-"""What the kernels of fused units compute beside the operations that they were made of."""
+"""Check the kernels of fused units against the operations that they replace."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any, Self
 
 import torch
 
-from passes.program.fused import FusedUnit, differentiated
+from passes.fusion.fused import FusedUnit, differentiated
 
-# What a kernel may be off by: so many times what its operations are off by, and so many roundings of its value.
+# The allowed error of a kernel: `_TIMES` times the largest error of its operations, plus `_ROUNDINGS` roundings of the
+# value.
 _TIMES, _ROUNDINGS = 4, 16
 
 
 class KernelTrial:
-    """Runs the kernel of each unit once, at its first call inside, whatever its size; the operations answer all calls.
+    """Runs the kernel of each unit once, at its first call in the context; the operations compute all results.
 
     Args:
-        training: whether gradients are computed inside, and the kernel of each unit's gradients is tried as well.
+        training: whether to run with gradients and check the gradient kernels too.
 
     Attributes:
-        units: by their places, those that were called.
-        wrong: by the place of the unit, the clause why its kernel is wrong, of those that are.
+        units: the units that were called, by place.
+        wrong: the wrong kernels, by place of the unit, each with the reason as a clause.
     """
 
     def __init__(self, *, training: bool = False) -> None:
@@ -54,7 +55,7 @@ class KernelTrial:
                 reason = self._why_wrong(unit, sources, value.detach())
                 if reason is None and value.requires_grad:
                     reason = _why_gradients_wrong(unit, sources, value.detach())
-            except Exception:  # noqa: BLE001 - a kernel that raises here would at a call
+            except Exception:  # noqa: BLE001 - a kernel that raises here would raise in a call too
                 reason = "its kernel raises on what the examples give it"
             if reason is not None:
                 self.wrong[unit.place] = reason
@@ -79,9 +80,9 @@ class KernelTrial:
 
 
 def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value: torch.Tensor) -> str | None:
-    """Why the gradients of a unit that its kernel computes aren't as good as those of its operations."""
+    """The reason why a gradient kernel is less accurate than the unit's operations; None if it isn't."""
     wanted = [number for number, source in enumerate(sources) if source.requires_grad]
-    # Numbers of both signs, and none that a power of two makes exact.
+    # Values of both signs, and not powers of two, which would make products exact.
     gradient = torch.linspace(-1.3, 1.7, value.numel(), device=value.device).to(value.dtype).reshape(value.shape)
 
     def gradients_of(run: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -90,7 +91,7 @@ def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value
 
     got = gradients_of(lambda *leaves: differentiated(unit, value, leaves), sources)
     own = gradients_of(unit.plain, sources)
-    # Each element by itself: what a broadcast source gets is a sum, which is as exact as what is in it is large.
+    # Elementwise gradients: that of a broadcast source is a sum, whose rounding error depends on the size of its terms.
     wide = [
         _in_float64(source).expand(value.shape) if number in wanted else _in_float64(source)
         for number, source in enumerate(sources)
@@ -98,7 +99,7 @@ def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value
     parts = gradients_of(unit.plain, wide)
     for number, found, expected, part in zip(wanted, got, own, parts, strict=True):
         if expected is None or part is None:
-            # What doesn't depend on a source has no gradient, or zeros.
+            # A source that the value doesn't depend on has no gradient, or zeros.
             if found is not None and found.count_nonzero():
                 return f"its kernel gives a gradient to input {number}, on which nothing depends"
             continue
@@ -114,15 +115,18 @@ def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value
 def _why_apart(
     got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | None = None
 ) -> str | None:
-    """Why a value isn't as good as another one, by what both should be; None where it is.
+    """The reason why `got` is less accurate than `value`, given the exact result; None if it isn't.
 
-    `size` is that of which a rounding is taken, where it isn't the value's: for a sum that of its terms.
+    Args:
+        got, value, exact: the results of the kernel, of the operations, and of the operations in float64.
+        size: the magnitudes that rounding errors are relative to, if not those of `exact`; for a sum, those of its
+            terms.
     """
     size = exact if size is None else size
     eps = torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
     got, value, exact = got.double(), value.double(), exact.double()
     same = torch.isclose(got, value, rtol=0, atol=0, equal_nan=True)
-    # What overflows in between, and not where it is computed exactly, may be either.
+    # A value that overflows in between, but is finite in float64, may have either result.
     open_to = ~value.isfinite() & exact.isfinite()
     off, may_be = (got - exact).abs(), (value - exact).abs()
     noise = float(may_be[may_be.isfinite()].max()) if may_be.isfinite().any() else 0.0
