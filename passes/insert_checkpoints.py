@@ -60,7 +60,8 @@ class InsertCheckpoints(Pass):
     Attributes:
         memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB", or "min" for as little as can be
             reached.
-        strategy: "optimal": the least to compute again; "uniform": all of several runs of equal work, as many as cost least.
+        strategy: "optimal": the least to compute again; "uniform": all of several runs of equal work, as many as cost least,
+            or of none.
         selective: whether results inside of a run may be kept; without it a run is computed again as a whole.
         units: the modules that `fully_shard` (FSDP2) will be called on, beside the root, as a pattern of their paths such as
             "layers.*" or "stem|stages.*.*": what goes from one to another is kept. Without it, a unit gathers its

@@ -165,18 +165,22 @@ class Solver:
 
     def solve_uniform(self, budget: int) -> Choice | None:
         """The cheapest of the uniform choices whose peak is within the budget; None where there is none."""
-        choices = (self.uniform(count) for count in range(1, len(self.cuts)))
         fitting = [
             (outcome.cost, number, choice)
-            for number, choice in enumerate(choices)
+            for number, choice in enumerate(self._uniform_choices())
             if (outcome := self.simulation.run(choice)).peak <= budget
         ]
         return min(fitting)[-1] if fitting else None
 
     def lowest_uniform(self) -> Choice:
         """The uniform choice with the lowest peak."""
-        choices = [self.uniform(count) for count in range(1, len(self.cuts))]
-        return min(choices, key=lambda choice: self.simulation.run(choice).peak)
+        return min(self._uniform_choices(), key=lambda choice: self.simulation.run(choice).peak)
+
+    def _uniform_choices(self) -> Iterator[Choice]:
+        """Nothing computed again, then one run, two runs, and so on."""
+        # Running again may take more memory: a run may hold an argument larger than all that it saves.
+        yield Choice.nothing(self.profile)
+        yield from (self.uniform(count) for count in range(1, len(self.cuts)))
 
     def _thinned(self, choice: Choice, budget: int) -> Choice:
         """The choice without the calls that needn't be computed again, the dearest first."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_steps import RandomStep, Step, rows_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training_models import STEPS, of_transformers, with_gradients
@@ -116,14 +117,31 @@ def test_uniform_choices_compute_all_but_what_goes_across():
 def test_the_cheapest_uniform_choice_within_the_budget_is_taken():
     solver = solver_of(*of_transformers("bert"))
     peaks = {}
-    for count in range(1, len(solver.cuts)):
-        choice = solver.uniform(count)
+    for choice in (Choice.nothing(solver.profile), *map(solver.uniform, range(1, len(solver.cuts)))):
         peaks.setdefault(solver.simulation.run(choice).peak, []).append(cost_of(solver, choice))
     for budget in sorted(peaks):
         found = solver.solve_uniform(budget)
         assert solver.simulation.run(found).peak <= budget
         assert cost_of(solver, found) == min(cost for peak in peaks if peak <= budget for cost in peaks[peak])
     assert solver.solve_uniform(min(peaks) - 1) is None
+
+
+def test_uniform_choices_include_computing_nothing_again():
+    """Any run here computes `argmax` again: it holds its argument (192 bytes) in place of its indices (48 bytes)."""
+    step = Step((("checkpoint", 0, 0), ("embedded", 0, 0)))
+    model, args, kwargs = with_gradients(RandomStep(step).train(), (rows_of(step),), {})
+    solver = Solver(profile(model, args, kwargs))
+
+    def peaks_of(choice):
+        plan = choice.plan(solver.profile)
+        return solver.simulation.run(choice).peak, measure(model, args, kwargs, plan).peak
+
+    nothing = Choice.nothing(solver.profile)
+    assert peaks_of(nothing) == (1208, 1208)
+    assert [peaks_of(solver.uniform(count)) for count in range(1, len(solver.cuts))] == [(1352, 1352)] * 3
+    assert solver.lowest_uniform() == nothing
+    assert solver.solve_uniform(1208) == nothing
+    assert solver.solve_uniform(1207) is None
 
 
 def test_without_selection_nothing_inside_is_kept():
