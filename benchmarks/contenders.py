@@ -29,6 +29,7 @@ OURS_COMPILED = "ours-compile"
 OURS_TORCHSCRIPT = "ours-torchscript"
 OURS_ONNX = "ours-onnx"
 FUSE = "fuse"
+BY_HAND = "fuse-channels-last"
 JIT = "jit"
 COMPILE = "compile"
 ONNX = "onnx"
@@ -40,6 +41,7 @@ LABELS = {
     OURS_TORCHSCRIPT: "optimize-export, TorchScript file",
     OURS_ONNX: "optimize-export, ONNX file in onnxruntime",
     FUSE: "torch.fx fuse",
+    BY_HAND: "torch.fx fuse, channels_last",
     JIT: "torch.jit.optimize_for_inference",
     COMPILE: "torch.compile",
     ONNX: "torch.onnx.export in onnxruntime",
@@ -95,6 +97,7 @@ class Workshop:
             OURS_TORCHSCRIPT: lambda inputs: self._artifact("torchscript", inputs),
             OURS_ONNX: lambda inputs: self._artifact("onnx", inputs),
             FUSE: lambda inputs: calling(Plain(self._once(FUSE, lambda: fuse(self._model))), inputs),
+            BY_HAND: lambda inputs: calling(Plain(self._once(BY_HAND, self._by_hand)), inputs),
             JIT: self._jit,
             COMPILE: lambda inputs: calling(Plain(_compiled(self._model)), inputs),
             ONNX: self._plain_onnx,
@@ -140,6 +143,10 @@ class Workshop:
         # On top of the verified result. Without example inputs nothing runs the compiled code before the first call,
         # which so compiles for one batch size, as that of torch.compile does.
         return calling(Plain(optimize(self._optimized(), ["torch-compile"])), inputs)
+
+    def _by_hand(self) -> nn.Module:
+        fused: nn.Module = fuse(self._model)
+        return fused.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def _artifact(self, form: str, inputs: tuple[torch.Tensor, ...]) -> Run:
         bundle = self._once(form, lambda: self._bundle(form))

@@ -20,7 +20,7 @@ from typing import Any
 
 from contenders import EAGER, LABELS, Contender, Workshop, error_against
 from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
-from models import SUBJECTS, subject
+from models import CLASSIFIERS, SUBJECTS, subject
 from table import Table, seconds, write
 
 # Of one figure of one round: shorter calls are repeated.
@@ -97,7 +97,11 @@ def time_cells(contender: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SUBJECTS), help="names, by commas (default: %(default)s)")
+    parser.add_argument(
+        "--models",
+        default=",".join(SUBJECTS),
+        help="names, by commas (default: %(default)s; also classifiers of torchvision, all of them as torchvision)",
+    )
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
     parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -107,8 +111,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
-    models = arguments.models.split(",")
-    refuse_unknown(parser, "model", models, SUBJECTS)
+    models = [
+        name for asked in arguments.models.split(",") for name in (CLASSIFIERS if asked == "torchvision" else (asked,))
+    ]
+    refuse_unknown(parser, "model", models, {**SUBJECTS, **CLASSIFIERS})
     names = [EAGER, *(name for name in arguments.contenders.split(",") if name != EAGER)]
     refuse_unknown(parser, "contender", names, LABELS)
     where = prepared(parser, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from optimizer.loading import load
 
 _RESNET = Path(__file__).parents[1] / "examples" / "resnet.py"
+_SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,24 @@ def volume_unet(scale: float) -> Subject:
     return Subject("volume_unet", bring_to_life(_VolumeNet(), torch.randn(2, 1, 16, 16, 16)), draw)
 
 
+def _classifier(name: str) -> Callable[[float], Subject]:
+    """A classifier of torchvision with random weights. torch.fx traces all of these, so that `fuse` takes them."""
+
+    def make(scale: float) -> Subject:
+        sys.path.insert(0, str(_SUPPORT))
+        try:
+            import torchvision_operators
+        finally:
+            sys.path.remove(str(_SUPPORT))
+        torchvision_operators.declare()
+        from torchvision.models import get_model
+
+        model = get_model(name, weights=None)
+        return Subject(f"torchvision:{name}", bring_to_life(model, *_images(96)(8)), _images(_image_size(scale)))
+
+    return make
+
+
 def _image_size(scale: float) -> int:
     # A multiple of 32, by which all of these shrink an image.
     return max(32, round(224 * scale / 32) * 32)
@@ -242,6 +262,14 @@ def _image_size(scale: float) -> int:
 SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, bert_small, resnet18)
 }
+
+# Those that benchmarks/latency.py compares with what is folded by hand.
+CLASSIFIERS: dict[str, Callable[[float], Subject]] = {
+    f"torchvision:{name}": _classifier(name)
+    for name in (
+        "resnet50", "mobilenet_v3_large", "efficientnet_b0", "shufflenet_v2_x1_0", "densenet121", "convnext_tiny",
+    )
+}  # fmt: skip
 
 # Those that benchmarks/channels_last.py measures: all that convolve maps.
 MAP_SUBJECTS: dict[str, Callable[[float], Subject]] = {
@@ -265,4 +293,4 @@ def subject(name: str, scale: float = 1.0) -> Subject:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return {**SUBJECTS, **MAP_SUBJECTS, **PASS_SUBJECTS}[name](scale)
+        return {**SUBJECTS, **CLASSIFIERS, **MAP_SUBJECTS, **PASS_SUBJECTS}[name](scale)

@@ -137,10 +137,17 @@ def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: R
     assert weight is not None
     if reason := why_no_format(weight):
         return reason
-    if _needs_no_change(module, weight) or is_kept_contiguous(module):
+    if is_channels_last(weight) or is_kept_contiguous(module):
         return ""
-    if reason := _why_not_tried(weight, context):
-        return reason
+    reason = _why_not_tried(weight, context) or _why_not_converted(model, module, seen)
+    if reason is not None and weight.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[weight.dim()]):
+        # Its values lie as they would in channels_last: it goes by the format of its input.
+        return ""
+    return reason
+
+
+def _why_not_converted(model: ModuleRewriter, module: nn.Module, seen: Runs) -> str | None:
+    """The reason why other code may count on the strides that the weight has."""
     ref = TensorRef(module, "weight")
     if reason := model.why_not(ref):
         return reason
@@ -158,17 +165,6 @@ def _why_not_tried(weight: nn.Parameter, context: Context) -> str | None:
     if weight.is_meta:
         return "its weight is on the meta device and has no values"
     return None
-
-
-def _needs_no_change(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Whether the weight is in the format, or in both, so that the convolution goes by that of its input.
-
-    An input of one channel is in both as well: then the strides of the weight decide what the output is in.
-    """
-    assert isinstance(module, AnyConvolution)
-    if not weight.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[weight.dim()]):
-        return False
-    return module.in_channels != 1 or is_channels_last(weight)
 
 
 def _convolves(user: Node, weight: Node | None) -> bool:
@@ -196,10 +192,15 @@ def _too_dear(seen: Runs, convolutions: Mapping[str, nn.Module], reasons: Mappin
     blocks and the output back. A measured ResNet-50 loses by the first what it gains by the second where the numbers of
     elements are equal. The kernels of torch's own, which it takes for small inputs, pack nothing. Between two
     convolutions of different formats, the input is changed. The cheapest formats for the whole run are found by going
-    through it in order, as the shortest path through two states.
+    through it in order, as the shortest path through two states. Convolutions of maps with one place only, as those of
+    a squeeze and excitation are, belong to neither.
     """
     paths = {id(module): path for path, module in convolutions.items()}
-    steps = [(paths[key], maps) for key, maps in _maps_in(seen.runs[:1]).items() if key in paths]
+    steps = [
+        (paths[key], maps)
+        for key, maps in _maps_in(seen.runs[:1]).items()
+        if key in paths and not _are_of_one_place(maps)
+    ]
     costs = [_costs(convolutions[path], reasons[path], maps) for path, maps in steps]
     formats = _cheapest_formats(costs)
     dear = (path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
@@ -219,6 +220,11 @@ def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
             if shapes[0] is not None and shapes[1] is not None:
                 found.setdefault(id(module), []).append((torch.Size(shapes[0].sizes), torch.Size(shapes[1].sizes)))
     return found
+
+
+def _are_of_one_place(maps: _Shapes) -> bool:
+    """Whether all of these maps have one place only: such a map, (batch, channels, 1, 1), is in both formats at once."""
+    return all(shape[2:].numel() == 1 for both in maps for shape in both)
 
 
 def _read_and_written(maps: _Shapes) -> tuple[int, int]:

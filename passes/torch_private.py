@@ -76,7 +76,8 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
 # no operation takes. Torch deprecates these dtypes for quantizing. Seen in 2.13.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    NOTHING = torch.empty(0, dtype=torch.quint4x2)
+    with torch.inference_mode():
+        NOTHING = torch.empty(0, dtype=torch.quint4x2)
 
 
 # Tensors that have shapes and no numbers, with the devices that they stand for. In torch's docs. Seen in 2.13.

@@ -188,11 +188,14 @@ def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """Copy the tensor to the strides of a memory format.
+    """Return the tensor with the strides of a memory format: a copy, or a view where both formats order the values alike.
 
     Unlike `contiguous(memory_format=…)`, this also changes tensors that are in both formats, such as those with one
-    channel.
+    channel: a convolution chooses its format by the strides of its weight.
     """
+    if values.is_contiguous() and values.is_contiguous(memory_format=memory_format):
+        strides = torch.empty(values.shape, device="meta", memory_format=memory_format).stride()
+        return values.as_strided(values.shape, strides)
     return torch.empty_like(values, memory_format=memory_format).copy_(values)
 
 

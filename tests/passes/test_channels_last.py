@@ -23,6 +23,7 @@ from passes.channels_last import _cheapest_formats, _Costs
 from passes.memory_format.forwards import is_kept_contiguous
 from passes.memory_format.watch import LayoutWatch
 from passes.program.folded import is_carried
+from passes.program.memory_formats import is_channels_last
 
 
 class Many(Pair):
@@ -85,7 +86,7 @@ def strides_of(outputs: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "x", "changed"),
     [
-        (net_2d, image(2, 3, 12, 12), ["0", "3", "7"]),
+        (net_2d, image(2, 3, 12, 12), ["0", "3", "4", "5", "7"]),
         (lambda: image_net(nn.Conv3d(3, 4, 2), nn.ReLU()), image(2, 3, 5, 6, 7), ["0"]),
         (lambda: Many().eval(), image(), ["conv"]),
         (lambda: Direct().eval(), image(), ["conv"]),
@@ -180,8 +181,16 @@ def test_what_is_in_the_format_already_is_left_alone() -> None:
     model = net_2d().to(memory_format=torch.channels_last)
     done = check_pass(ChannelsLast(), model, (image(2, 3, 12, 12),))
     assert (done.changes, done.skips) == ((), ())
-    pointwise = image_net(nn.Conv2d(3, 4, 1))
-    assert check_pass(ChannelsLast(), pointwise, (image(),)).changes == ()
+
+
+def test_a_weight_whose_values_lie_alike_in_both_formats_gets_the_strides_and_stays_where_it_is() -> None:
+    """A convolution goes by the strides: a map that lost the format on the way is brought back into it."""
+    model = image_net(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, groups=4))
+    fast = optimize(model, ["channels-last"], example_inputs=(image(),))
+    for name in ("0", "1"):
+        old, new = model.get_submodule(name).weight, fast.get_submodule(name).weight
+        assert (is_channels_last(old), is_channels_last(new)) == (False, True)
+        assert old.data_ptr() == new.data_ptr()
 
 
 KEPT = "kept in contiguous format"
@@ -436,7 +445,7 @@ def test_inputs_that_are_no_maps_stay_as_they_are() -> None:
         ),
         (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 9), []),
         (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)), torch.randn(2, 1, 9, 9), ["0", "1"]),
-        (lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 1)), torch.randn(2, 1, 9, 9, 9), ["0"]),
+        (lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 1)), torch.randn(2, 1, 9, 9, 9), ["0", "1"]),
     ],
 )
 def test_kinds_of_convolutions(model: Any, x: Tensor, changed: list[str]) -> None:
