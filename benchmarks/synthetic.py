@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 # Operations of one block: convolution, BatchNorm, activation, addition.
 OPERATIONS = 4
@@ -130,3 +132,31 @@ class Weights(nn.Module):
 
     def example(self) -> torch.Tensor:
         return torch.randn(2, self.channels, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class _PairOfLayers(nn.Module):
+    """A convolution and its BatchNorm, called as most models call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(_CHANNELS, _CHANNELS, 1, bias=False)
+        self.norm = nn.BatchNorm2d(_CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.conv(x))
+        return normed
+
+
+def pairs_of(count: int) -> nn.Sequential:
+    """A model in eval of that many pairs of a convolution and a BatchNorm, on maps so small that calls are all it costs."""
+    return nn.Sequential(*(_PairOfLayers() for _ in range(count))).eval()
+
+
+def pairs_folded_by_hand(model: nn.Sequential) -> nn.Sequential:
+    """The same with the public function of torch for one pair; an `nn.Identity` stands where the BatchNorm stood."""
+    folded = deepcopy(model)
+    for pair in folded:
+        assert isinstance(pair, _PairOfLayers)
+        pair.conv = fuse_conv_bn_eval(pair.conv, pair.norm)
+        pair.norm = nn.Identity()  # type: ignore[assignment]
+    return folded

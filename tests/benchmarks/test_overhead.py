@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from benchmark_runs import imported, run_benchmark
 
-run = partial(run_benchmark, "overhead", timeout=120)
+run = partial(run_benchmark, "overhead", timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,9 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overhead")
     paths = {"json": folder / "new" / "overhead.json", "markdown": folder / "overhead.md"}
     options = [f"--{name}={path}" for name, path in paths.items()]
-    process = run("--nodes=60,120", "--repeat=1", "--memory-mb=4", "--memory-cases=optimize-with-inputs", *options)
+    process = run(
+        "--nodes=60,120", "--repeat=1", "--pairs=10", "--memory-mb=4", "--memory-cases=optimize-with-inputs", *options
+    )
     assert process.returncode == 0, process.stderr
     return json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process.stdout
 
@@ -72,6 +74,20 @@ def test_memory_counts_the_tensors_of_the_result_that_are_new(done):
     # The folded weight and its bias.
     assert (case["new_tensors"], case["new_bytes"]) == (2 * layers, layers * (weight + per_channel))
     assert case["live_peak_bytes"] > layers * weight / 2
+
+
+def test_every_pair_is_folded_whose_calls_are_timed(done):
+    figures, markdown, _ = done
+    assert figures["pairs"]["folded"] == figures["pairs"]["pairs"] == 10
+    assert set(figures["pairs"]["seconds"]) == {"as written", "folded by optimize()", "folded by hand", "fuse"}
+    assert "A call of a folded pair" in markdown
+
+
+def test_a_pair_that_costs_too_much_is_told():
+    with imported("overhead") as overhead:
+        pairs = {"over_by_hand": {"median": 2.5e-6}}
+        (missed,) = overhead.misses([], {}, (), pairs)
+        assert missed == "a folded pair costs 2.5 µs per call over one that is folded by hand; the goal is 2 µs"
 
 
 def test_passes_that_are_asked_for_by_name_have_to_be_linear_too():
