@@ -56,6 +56,7 @@ from optimizer.locating import first_divergence
 from optimizer.locating_modules import first_wrong_part
 from optimizer.locating_values import first_module_without_value
 from optimizer.reference import Reference
+from passes.program.weights import bare
 from passes.registry import PRESETS
 
 GOAL = 38 / 40
@@ -321,7 +322,7 @@ _NAMED = re.compile(r"It first differs at (?P<module>\S+)(?:, call \d+)? \((?P<l
 def scaled(model: nn.Module, layer: str) -> nn.Module:
     changed = copy.deepcopy(model)
     with torch.no_grad():
-        changed.get_submodule(layer).weight.mul_(SCALE)
+        bare(changed.get_submodule(layer).weight).mul_(SCALE)
     return changed
 
 

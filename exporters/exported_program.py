@@ -70,7 +70,8 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
 def _plain_parameters(program: torch.export.ExportedProgram) -> None:
     """Leave no parameters of other classes in a program that are plain tensors once they are detached: files know no others."""
     for name, held in program.state_dict.items():
-        values = held.detach()
+        # Classes that guard their values have a method that gives them bare.
+        values = held.bare() if hasattr(held, "bare") else held.detach()
         if isinstance(held, nn.Parameter) and type(held) is not nn.Parameter and type(values) is torch.Tensor:
             program.state_dict[name] = nn.Parameter(values, requires_grad=held.requires_grad)
 

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.program.shared_memory import copied_together
 from passes.program.torch_calls import argument, name_of
+from passes.program.weights import bare, is_folded
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -339,7 +340,7 @@ class Float64Mode(TorchFunctionMode):
         if tensor.grad_fn is not None:
             shadow = tensor.to(raised(tensor.dtype))
         else:
-            shadow = tensor.detach().to(raised(tensor.dtype)).requires_grad_(tensor.requires_grad)
+            shadow = bare(tensor).to(raised(tensor.dtype)).requires_grad_(tensor.requires_grad)
         self._shadows[id(tensor)] = (tensor, shadow)
         return shadow
 
@@ -538,7 +539,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 def stands_for_infinity(value: torch.Tensor) -> torch.Tensor:
     """Where a float tensor is half of its dtype's largest number or more, as masks are filled with `torch.finfo(…).min`."""
-    return value.detach().abs() >= torch.finfo(value.dtype).max / 2
+    return bare(value).abs() >= torch.finfo(value.dtype).max / 2
 
 
 def random_signs(generator: torch.Generator) -> torch.Tensor:
@@ -553,6 +554,8 @@ def off_by_one_ulp(
 
     `eps` is that of the value's dtype where none is given.
     """
+    if is_folded(value):
+        value = bare(value)
     # In few steps that make another tensor as large: a value may be the weight that most of a model's memory goes to.
     offset = (value.detach() * _signs(value, signs, start)).mul_(torch.finfo(value.dtype).eps if eps is None else eps)
     return value + offset if value.requires_grad else offset.add_(value)
@@ -560,7 +563,7 @@ def off_by_one_ulp(
 
 def largest_finite(tensor: torch.Tensor) -> float:
     """The largest magnitude of a float tensor, infinity and NaN left out; 0 where there is none."""
-    sizes = tensor.detach().abs()
+    sizes = bare(tensor).abs()
     return float(torch.where(sizes.isfinite(), sizes, 0.0).max()) if tensor.numel() else 0.0
 
 

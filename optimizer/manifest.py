@@ -24,6 +24,7 @@ import torch
 from optimizer.errors import BundleError
 from optimizer.printable import printable
 from optimizer.regular_files import read_text_bytes
+from passes.program.weights import bare
 
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
@@ -520,7 +521,7 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
             continue
         _hash_line(digest, [name, str(value.dtype).removeprefix("torch."), list(value.shape), str(value.layout)])
         try:
-            for piece in _pieces(value.detach()):
+            for piece in _pieces(bare(value)):
                 digest.update(piece)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             kind = type(value).__name__

@@ -36,6 +36,7 @@ from passes.program.model_tree import ModelTree
 from passes.program.recording import Recorder, tensor_of
 from passes.program.runs import recorded_runs
 from passes.program.storage import same_values
+from passes.program.weights import bare
 from passes.registry import pass_named, pass_names
 
 logger = logging.getLogger(__name__)
@@ -416,7 +417,7 @@ class Pipeline:
         scripted = (module for module in reachable_modules(self.copy.root) if is_script(module))
         put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
         return [
-            (Source.of(name, tensor), tensor.detach().clone() if id(tensor) in put_back else None)
+            (Source.of(name, tensor), bare(tensor).clone() if id(tensor) in put_back else None)
             for name, tensor in named
             if not is_lazy(tensor)
         ]

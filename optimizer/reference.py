@@ -59,6 +59,7 @@ from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, Ou
 from passes.base import DeclaredError, Precision
 from passes.program.moved_bias import moved_biases
 from passes.program.shared_memory import groups_of, places_in
+from passes.program.weights import bare
 
 logger = logging.getLogger(__name__)
 
@@ -514,7 +515,7 @@ class Reference:
             found.gradients.add(f"gradient of {own_name(bias_path)}")
             if mean_path is None or (mean_name := f"buffer {own_name(mean_path)}") not in self.noises:
                 continue
-            bias = found.means[mean_name] = wide(own[bias_path].detach().cpu())
+            bias = found.means[mean_name] = wide(bare(own[bias_path]).cpu())
             mean, rest = self._original.target.get_buffer(mean_path).cpu(), candidate.get_buffer(mean_path).cpu()
             # A step with a momentum of one leaves nothing of what the mean was before.
             allowed = unit(rest.dtype) * (wide(mean).abs() + bias.abs())
@@ -1028,7 +1029,7 @@ class Original:
         def perturb(tensor: torch.Tensor) -> torch.Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
                 return tensor
-            value = tensor.detach()
+            value = bare(tensor)
             off = off_by_one_ulp(value, signs)
             if value.layout is torch.strided and not value.is_nested:
                 off = torch.where(stands_for_infinity(value), value, off)

@@ -27,7 +27,7 @@ from optimizer.module_tree import REGISTRIES, is_script, reachable_modules, unre
 from optimizer.sentences import lack_of_memory, listed, quote, type_name
 from optimizer.torch_private import copied_script
 from passes.program.forwards import unbound_forward
-from passes.program.weights import FoldedParameter, over_values, sealed_like
+from passes.program.weights import FoldedParameter, bare, over_values, sealed_like
 
 Mode = Literal["inference", "training"]
 
@@ -82,7 +82,7 @@ class WorkingCopy:
         for name in names:
             (parameter,) = _named(self.root, [name])
             with copying_tensors():
-                parameter.data = copy.deepcopy(parameter.detach(), memo)
+                parameter.data = copy.deepcopy(bare(parameter), memo)
 
     def unregistered(self) -> list[tuple[str, nn.Module]]:
         """The modules that stand in plain containers of the copy and not in its tree, each with its path."""
@@ -203,13 +203,13 @@ class _CopiedTensors(TorchFunctionMode):
         if is_lazy(tensor):
             return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
         if _storage_of(tensor) in self.shared:
-            return tensor.detach()
+            return bare(tensor)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn or tensor.is_quantized:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            return bare(tensor).clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
         if tensor.is_leaf:
             return tensor.__deepcopy__(memo)
         # The memo keeps alive what has an identity in it.
-        return copy.deepcopy(tensor.detach(), memo)
+        return copy.deepcopy(bare(tensor), memo)
 
 
 def copying_tensors(shared: frozenset[int] = frozenset()) -> _CopiedTensors:
@@ -271,7 +271,7 @@ def _memorize_parameters(
         place = _storage_of(parameter)
         if key in copied or place in moved or is_lazy(parameter):
             with copying_tensors():
-                own = copy.deepcopy(parameter if is_lazy(parameter) else parameter.detach(), memo)
+                own = copy.deepcopy(parameter if is_lazy(parameter) else bare(parameter), memo)
             memo[key] = own if is_lazy(parameter) else _as_parameter(parameter, own)
         else:
             memo[key] = stand_in(parameter)
@@ -397,7 +397,7 @@ def _copy_script(module: nn.Module, memo: dict[int, Any], mode: Mode, apart: fro
 
 def _same_storage(parameter: nn.Parameter) -> torch.Tensor:
     # `detach` shares the version counter with the caller's tensor, so a write is seen on both sides.
-    return _as_parameter(parameter, parameter.detach())
+    return _as_parameter(parameter, bare(parameter))
 
 
 def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:

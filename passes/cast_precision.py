@@ -36,8 +36,10 @@ from passes.interface import (
     RequirementNotMet,
     TensorEdit,
     TensorRef,
+    exact,
     in_place,
     is_atom,
+    like_old,
     paths_matching,
 )
 from passes.torch_private import AnyConvolution, AnyNorm
@@ -398,8 +400,9 @@ class _Casting:
 
     def _cast(self, tensor: torch.Tensor) -> nn.Parameter:
         if id(tensor) not in self._casts:
-            cast = tensor.detach().to(self.dtype)
-            self._casts[id(tensor)] = tensor, nn.Parameter(cast, requires_grad=tensor.requires_grad)
+            cast = exact(tensor).to(self.dtype)
+            made = nn.Parameter(cast, requires_grad=tensor.requires_grad)
+            self._casts[id(tensor)] = tensor, like_old(tensor, made)
         return self._casts[id(tensor)][1]
 
     def _flat_weights(self, module: nn.Module) -> list[AttributeEdit]:

@@ -27,6 +27,7 @@ from passes.interface import (
     batch_norm_arguments,
     call_of,
     convolution_arguments,
+    exact,
     in_place,
     is_channels_last,
     is_stock,
@@ -258,7 +259,7 @@ def _packs(module: nn.Module, shape: torch.Size) -> bool:
 def _backend(module: nn.Module, shape: torch.Size) -> str:
     """The name of the kernel that torch takes for an input of this shape."""
     assert isinstance(module, AnyConvolution)
-    weight = module.weight.detach()
+    weight = exact(module.weight)
     batched = shape if len(shape) == weight.dim() else (1, *shape)
     sides = module._reversed_padding_repeated_twice
     return convolution_kernel(

@@ -109,7 +109,7 @@ def folded_tensors(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         bias = bias if old is None else bias + old
     else:
         bias = shift if old is None else shift + old * scale
-    values = weight.detach()
+    values = exact(weight)
     # `empty_like` keeps the strides, and with them a channels_last layout.
     new = torch.empty_like(values)
     for rows in _row_slices(values):

@@ -35,6 +35,7 @@ from passes.program.recording import Run, Runs, call_of, shape_of, tensor_of
 from passes.program.tensor_pass import TensorPass
 from passes.program.tensor_rewriting import TensorRewriter
 from passes.program.tensors import TensorRef
+from passes.program.weights import like_old
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",
@@ -79,6 +80,7 @@ __all__ = [
     "is_channels_last",
     "is_parametrized",
     "is_stock",
+    "like_old",
     "mean_without",
     "paths_matching",
     "scale_of",

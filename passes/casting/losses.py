@@ -147,7 +147,7 @@ class LossWatch(_Watch):
             with self._lowered(module), torch.enable_grad():
                 args, kwargs = map_leaves(_copied, rounded)
                 lost = share_lost(outputs, module(*args, **kwargs))
-        except Exception as error:  # # noqa: BLE001 - missing kernels raise many kinds of errors
+        except Exception as error:  # noqa: BLE001 - missing kernels raise many kinds of errors
             self._note(module, Loss(math.inf, error=_first_line(error), feeder=feeder))
             return
         by_input = 0.0
@@ -209,7 +209,7 @@ class TrialWatch(_Watch):
             try:
                 stack.enter_context(way)
                 outputs = module(*args, **kwargs)
-            except Exception:  # # noqa: BLE001 - the next way is tried; at the end the first error is raised
+            except Exception:  # noqa: BLE001 - the next way is tried; at the end the first error is raised
                 stack.close()
                 continue
             # Keep this way for the rest of the run.

@@ -7,6 +7,7 @@ import math
 import torch
 
 from passes.program.matching import BatchNorm
+from passes.program.weights import bare
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -15,7 +16,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
     A product or sum with a float64 tensor is then computed in float64, without a float64 copy of a large weight. This
     doesn't hold for a float64 scalar tensor, unless this tensor is a scalar too.
     """
-    tensor = tensor.detach()
+    tensor = bare(tensor)
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 

@@ -26,6 +26,7 @@ from passes.program.captured import CapturedGraph, Modules
 from passes.program.changes import Place
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
+from passes.program.weights import a_forward_runs
 from passes.torch_private import COMPILED_CALL, captured_call, is_watched
 
 # A second attribute that holds the GraphCall, because copies and pickles of a module leave out its compiled call.
@@ -86,7 +87,8 @@ class GraphCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_watched() or has_global_hooks():
             return self.owner._call_impl(*args, **kwargs)
-        return compilation_of(self).compiled.run(self.owner, args, kwargs)
+        with a_forward_runs():
+            return compilation_of(self).compiled.run(self.owner, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
@@ -195,7 +197,7 @@ class _Program:
                     captured = step.rewrite(captured, inputs)
                 captured.graph.lint()
                 function = fx.GraphModule(self.origin, captured.graph).forward
-            except Exception as error:  # # noqa: BLE001 - a pass may be anyone's code; the original graph is correct
+            except Exception as error:  # noqa: BLE001 - a pass may be anyone's code; the original graph is correct
                 if (compilation := self._compilation()) is not None:
                     compilation.error = error
                 function = self.origin.forward

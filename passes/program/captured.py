@@ -124,7 +124,7 @@ def propagate(node: fx.Node) -> None:
     """Set the example value of a new node, computed from the examples of its arguments; sets nothing if that fails."""
     try:
         value = value_with(node, {})
-    except Exception:  # # noqa: BLE001 - the function may not support fake tensors; the node then has no example
+    except Exception:  # noqa: BLE001 - the function may not support fake tensors; the node then has no example
         return
     if value is not None:
         node.meta[EXAMPLE] = value

@@ -14,7 +14,8 @@ from torch import nn
 
 from passes.torch_private import without_torch_function
 
-_MISSING = object()
+# What a key without a value holds; as the new value of an edit, it removes the key.
+MISSING = object()
 
 
 class Edit(Protocol):
@@ -44,8 +45,8 @@ class _DictEdit(ABC):
     def apply(self) -> None:
         """Write the new value, and remember the current one."""
         home, name = self.place
-        self.old = home.get(name, _MISSING)
-        home[name] = self.new
+        self.old = home.get(name, MISSING)
+        _put(home, name, self.new)
 
     def undo(self) -> None:
         """Restore the value from before `apply`."""
@@ -55,11 +56,11 @@ class _DictEdit(ABC):
     def keep(self) -> Callable[[], None]:
         """Return a function that restores, after an `undo`, the value that is there now."""
         home, name = self.place
-        return functools.partial(_put, home, name, home.get(name, _MISSING))
+        return functools.partial(_put, home, name, home.get(name, MISSING))
 
 
 def _put(home: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
+    if value is MISSING:
         home.pop(name, None)
     else:
         home[name] = value
@@ -87,7 +88,7 @@ class TensorEdit(_DictEdit):
     module: nn.Module
     name: str
     new: torch.Tensor | None
-    old: Any = _MISSING
+    old: Any = MISSING
     order: tuple[str, ...] = ()
 
     def apply(self) -> None:
@@ -211,7 +212,7 @@ class AttributeEdit(_DictEdit):
     module: Any
     name: str
     new: Any
-    old: Any = _MISSING
+    old: Any = MISSING
 
     @property
     def place(self) -> tuple[dict[str, Any], str]:
@@ -255,7 +256,7 @@ class HookEdit(_DictEdit):
     registry: str
     name: str
     new: Any
-    old: Any = _MISSING
+    old: Any = MISSING
 
     @property
     def place(self) -> tuple[dict[str, Any], str]:

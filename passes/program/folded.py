@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.program.forwards import AroundForward, InstanceForward, inner_forward
+from passes.program.matching import reads_zeros
 from passes.program.pairs import FoldedPair
 from passes.program.seals import (
     SealedOutput,
@@ -23,7 +24,7 @@ from passes.program.seals import (
     sealed,
     sealed_for,
 )
-from passes.program.weights import unsealed
+from passes.program.weights import FoldedParameter, a_forward_runs, unsealed
 from passes.torch_private import NOTHING, make_subclass, without_subclasses
 
 linear = nn.functional.linear
@@ -44,6 +45,7 @@ class FoldedConvForward(InstanceForward):
         self.pair = pair
         self.front = front
         self.has_bias = owner._parameters.get("bias") is not None
+        self.is_sealed = isinstance(owner._parameters.get("weight"), FoldedParameter)
         # These layers compute with their parameters directly, so the fast path can do the same.
         self.is_plain = isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
 
@@ -54,18 +56,15 @@ class FoldedConvForward(InstanceForward):
             return self.through(None, input, *size, **named)
         owner: Any = self.owner
         parameters = owner._parameters
-        bias = parameters["bias"]
-        if bias is not None and not self.has_bias:
-            raise pair.other_tensors(pair.conv_path)
+        weight, bias = parameters["weight"], parameters["bias"]
+        if self.is_other(weight, bias):
+            raise pair.other_weight()
         if pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
         if isinstance(input, SealedOutput):
             raise input.sealed_by.went_astray()
         with without_subclasses():
-            if pair.dims:
-                output = owner._conv_forward(input, parameters["weight"], bias)
-            else:
-                output = linear(input, parameters["weight"], bias)
+            output = owner._conv_forward(input, weight, bias) if pair.dims else linear(input, weight, bias)
         if type(output) is not torch.Tensor:
             return sealed(output, pair, output.dim() - pair.dims - 1)
         seal: Any = make_subclass(SealedTensor, NOTHING)
@@ -78,17 +77,17 @@ class FoldedConvForward(InstanceForward):
     def through(self, layer: Any, input: Any, *size: Any, **named: Any) -> Any:
         """Compute `layer(owner, input, …)` with the checks of the seals; None means the layer's own forward."""
         owner, pair, front = self.owner, self.pair, self.front
+        parameters = owner._parameters
+        if self.is_other(parameters.get("weight"), parameters.get("bias")):
+            raise (pair or front).other_weight()  # type: ignore[union-attr]
         if front is not None:
             input = opened_from(input, front, front.dims)
             if _pads(owner):
                 raise front.other_padding()
         elif isinstance(input, SealedOutput):
             raise input.sealed_by.went_astray()
-        if pair is not None:
-            if not self.has_bias and owner._parameters.get("bias") is not None:
-                raise pair.other_tensors(pair.conv_path)
-            if pair.rank is not None and input.dim() != pair.rank:
-                raise pair.other_rank(input)
+        if pair is not None and pair.rank is not None and input.dim() != pair.rank:
+            raise pair.other_rank(input)
         if torch.compiler.is_dynamo_compiling():
             output = self._traced(layer, input, *size, **named)
         else:
@@ -122,6 +121,20 @@ class FoldedConvForward(InstanceForward):
             )
             return transposed
 
+    def is_other(self, weight: Any, bias: Any) -> bool:
+        """Whether the layer was given a parameter in the place of a folded one, or a bias where it had none."""
+        if (bias is not None) is not self.has_bias:
+            return True
+        if not self.is_sealed:
+            return False
+        # Tracers and torch.func put tensors of their own in place.
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            # With freezing, torch takes all parameters for plain ones.
+            return weight is None or getattr(weight, "sealed_layer", None) is None
+        if is_captured():
+            return weight is None
+        return weight is None or type(weight) is nn.Parameter or type(bias) is nn.Parameter
+
     def compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the layer alone, without checks and without a seal on the output."""
         with without_subclasses():
@@ -130,7 +143,9 @@ class FoldedConvForward(InstanceForward):
 
 
 def _pads(owner: Any) -> bool:
-    return bool(getattr(owner, "padding_mode", "") == "zeros" and any(owner._reversed_padding_repeated_twice))
+    if getattr(owner, "padding_mode", "") != "zeros":
+        return False
+    return reads_zeros(owner.padding, owner.kernel_size) or any(owner._reversed_padding_repeated_twice)
 
 
 class FoldedNormForward(InstanceForward):
@@ -226,7 +241,11 @@ class NoSealsLeave(AroundForward):
         self.is_root = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._inner_forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            outputs = self._inner_forward(*args, **kwargs)
+        else:
+            with a_forward_runs():
+                outputs = self._inner_forward(*args, **kwargs)
         if self.is_root and type(outputs) is not torch.Tensor:
             _refuse_seals(outputs, depth=4)
         return outputs

@@ -19,7 +19,7 @@ from passes.program.model_tree import ModelTree
 from passes.program.recording import Runs
 from passes.program.runs import recorded_runs
 from passes.program.tensors import TensorRef
-from passes.program.weights import PLAIN_TENSORS, like_old
+from passes.program.weights import PLAIN_TENSORS, bare, like_old
 
 
 @dataclass
@@ -107,7 +107,7 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         if isinstance(old, nn.Parameter) and self.tree.made.get(id(old)) is old and _fills_its_storage(old):
             self._do(FormatEdit(old, memory_format))
         else:
-            self.set_tensor(ref, in_format(old.detach(), memory_format))
+            self.set_tensor(ref, in_format(bare(old), memory_format))
 
     def set_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Change the class of one module instance, which keeps its attributes."""

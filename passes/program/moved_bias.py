@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from passes.program.arithmetic import float64
+from passes.program.weights import bare
 
 # A string key, because torch numbers its own hooks, and a pickled module may meet equal numbers in another process.
 _KEY = "optimize_export.moved_bias"
@@ -34,7 +35,7 @@ class MovedBias:
         bias_owner, mean_owner: the modules that register them; `mean_owner` is None without a mean.
         weight_owner, weight: the module and name of the convolution's weight, which has the dtype and device of the
             bias.
-        size: the number of elements of the bias.
+        value: the bias that the mean is less by: (out,). A checkpoint that is loaded brings its own.
         before: the names of the parameters that precede the bias in its owner.
     """
 
@@ -43,7 +44,7 @@ class MovedBias:
         bias: tuple[str, nn.Module, str],
         mean: tuple[str, nn.Module, str] | None,
         weight: tuple[nn.Module, str],
-        size: int,
+        value: torch.Tensor,
     ) -> None:
         self.mean_owner: nn.Module | None
         owner_path, self.bias_owner, self.bias = bias
@@ -52,7 +53,8 @@ class MovedBias:
         self.mean_path = None if mean is None else _joined(mean_owner_path, self.mean)
         self.holder_path = common_path(owner_path, mean_owner_path)
         self.weight_owner, self.weight = weight
-        self.size = size
+        self.value = value
+        self.size = value.numel()
         names = list(self.bias_owner._parameters)
         self.before = frozenset(names[: names.index(self.bias)])
         # The new mean, on its way from the hook that computed it to the owner that loads it.
@@ -83,7 +85,7 @@ class MovedBias:
     def zero(self) -> torch.Tensor:
         """The bias for a checkpoint: zeros of shape (out,)."""
         weight = self.weight_owner._parameters.get(self.weight)
-        like = torch.empty(0) if weight is None else weight.detach()
+        like = torch.empty(0) if weight is None else bare(weight)
         return torch.zeros(self.size, dtype=like.dtype, device=like.device)
 
     def alone(self, given: str, lacking: str) -> str:
@@ -160,6 +162,7 @@ class LoadIntoMean(_Hook):
             error_msgs.append(f"size mismatch for {bias_key}: {shape} in the checkpoint, ({moved.size},) in the model.")
         elif mean.shape == bias.shape:
             mean = state_dict[mean_key] = mean_without(mean, bias)
+            moved.value = bare(bias).clone()
         moved.made = mean
 
 
@@ -199,6 +202,29 @@ class RefuseMeanAlone(_Hook):
         key = prefix + moved.mean
         if moved.is_gone and key in state_dict and state_dict[key] is not made:
             error_msgs.append(moved.alone(key, moved.bias_path))
+
+
+class ResetWithBias:
+    """Replaces `reset_running_stats` of a BatchNorm whose running mean contains a bias; `reset_parameters` calls it too.
+
+    The original's own method runs on the original's mean, with the bias in it.
+    """
+
+    def __init__(self, owner: nn.Module, moved: MovedBias) -> None:
+        self.owner = owner
+        self.moved = moved
+
+    def __call__(self) -> None:
+        owner: Any = self.owner
+        moved = self.moved
+        self._move_mean(-moved.value)
+        type(owner).reset_running_stats(owner)
+        self._move_mean(moved.value)
+
+    def _move_mean(self, bias: torch.Tensor) -> None:
+        mean = self.owner._buffers.get(self.moved.mean)
+        if mean is not None and self.moved.is_gone:
+            mean.copy_(mean_without(mean, bias))
 
 
 def mean_without(mean: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,21 @@ class FoldedPair:
             f" two: {_ADVICE}"
         )
 
+    def written(self, path: str) -> UnseenCall:
+        """The error for a write to a folded tensor, at the path."""
+        return UnseenCall(
+            f"{path} was changed when {self.conv_path} was folded together with {self.norm_path}, and its tensors can't be"
+            " written to: write to the original model and optimize it again (to train, optimize it with"
+            ' mode="training").'
+        )
+
+    def other_weight(self) -> UnseenCall:
+        """The error for a layer that was given a parameter in the place of a folded one."""
+        return UnseenCall(
+            f"{self.conv_path} has another weight or bias than the one that was folded together with {self.norm_path}: give"
+            " it to the original model and optimize that again."
+        )
+
     def other_tensors(self, path: str) -> UnseenCall:
         """The error for a module, at the path, that has parameters again after the fold removed them."""
         return UnseenCall(

@@ -333,7 +333,7 @@ def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         with without_torch_function():
             meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
             answer = func(*meta_args, **meta_kwargs)
-    except Exception:  # # noqa: BLE001 - any error means that the call needs values
+    except Exception:  # noqa: BLE001 - any error means that the call needs values
         return False
     return answer is not None and all(isinstance(leaf, _PLAIN_ANSWERS) for leaf in pytree.tree_leaves(answer))
 

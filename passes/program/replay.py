@@ -19,6 +19,7 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, Pair, arguments_o
 from passes.program.recording import Node, Recorder, Recording, tensor_of
 from passes.program.seals import opened
 from passes.program.tensors import TensorRef
+from passes.program.weights import bare
 from passes.torch_private import without_subclasses
 
 Tensors = Mapping[TensorRef, torch.Tensor]
@@ -158,7 +159,7 @@ def _run(
                 if held is None or node is one.pair.conv.node:
                     return held
                 # Cloned, because a BatchNorm updates its statistics in place.
-                return held.detach().clone()
+                return bare(held).clone()
             return values.get(leaf, given) if isinstance(leaf, fx.Node) else given
 
         leaves = zip(_leaves(node.args, node.kwargs), _leaves(args, kwargs), strict=True)
@@ -183,7 +184,7 @@ def _run(
 def _as_parameters(one: Rewritten, tensors: Tensors) -> Tensors:
     """The tensors, with the layer's weight and bias as plain parameters without seals."""
     own = {ref: tensors[ref] for ref in (one.pair.conv.weight, one.bias) if ref is not None and ref in tensors}
-    return {**tensors, **{ref: nn.Parameter(held.detach(), requires_grad=False) for ref, held in own.items()}}
+    return {**tensors, **{ref: nn.Parameter(bare(held), requires_grad=False) for ref, held in own.items()}}
 
 
 def _plain(function: Any, *args: Any, **kwargs: Any) -> Any:

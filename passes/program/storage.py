@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from passes.program.weights import PLAIN_TENSORS
+from passes.torch_private import without_subclasses
 
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams, torch.per_channel_symmetric)
 _PLAIN_INDICES = {
@@ -38,7 +39,8 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     The parts of a sparse or nested tensor are views of its memory; a sparse tensor is not made dense. A strided tensor
     is its own only part.
     """
-    tensor = tensor.detach()
+    with without_subclasses():
+        tensor = tensor.detach()
     if tensor.is_nested:
         return tuple(tensor.unbind())
     if tensor.layout is torch.sparse_coo:

@@ -16,8 +16,9 @@ from torch import nn
 
 from passes.program.changes import Change, ChangeRecord, Place, Skip
 from passes.program.checkpoint_guard import refuse_checkpoint
-from passes.program.edits import AttributeEdit, HookEdit, TensorEdit
+from passes.program.edits import MISSING, AttributeEdit, HookEdit, TensorEdit
 from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave
+from passes.program.folded_checkpoint import admit_checkpoint, save_plain
 from passes.program.forwards import InstanceForward, in_place_of, inner_forward, standing_around
 from passes.program.judging import Judge
 from passes.program.matching import (
@@ -33,12 +34,13 @@ from passes.program.matching import (
     pair_in_front,
 )
 from passes.program.model_tree import ModelTree
-from passes.program.moved_bias import MovedBias
+from passes.program.moved_bias import MovedBias, ResetWithBias
 from passes.program.pairs import FoldedPair
 from passes.program.recording import Node, Recording, shape_of
 from passes.program.replay import Rewritten
 from passes.program.tensors import TensorRef
-from passes.program.weights import FoldedLayer, folded_parameter, folded_tensor
+from passes.program.unbiased import UnbiasedForward
+from passes.program.weights import FoldedLayer, bare, folded_parameter, folded_tensor, is_folded
 
 # Identifies a pair: the layer's weight, the tensor that identifies the affine operation, and whether that one leads.
 _Key = tuple[int, str, int, str, bool]
@@ -194,10 +196,12 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         folded = self._folded_pair(pair, carried=True)
         layer = self._layer_of(pair, folded)
         needs_gradient = any(ref.value is not None and ref.value.requires_grad for ref in change.sources)
-        self._put(conv.weight, folded_parameter(weight, layer, requires_grad=needs_gradient))
+        self._put_folded(conv.weight, folded_parameter(weight, layer, requires_grad=needs_gradient))
         if layer.bias is None:
             layer.bias = folded.added = TensorRef(conv.weight.owner, _free_name(conv.weight))
-        self._put(layer.bias, folded_parameter(bias, layer, requires_grad=needs_gradient))
+        if is_folded(layer.bias.owner.__dict__.get(layer.bias.name)):
+            self._set(layer.bias.owner, layer.bias.name, MISSING)
+        self._put_folded(layer.bias, folded_parameter(bias, layer, requires_grad=needs_gradient))
         if conv.module is not None:
             self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
         self._take_norm_away(affine, folded)
@@ -220,21 +224,23 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._changing().sources += sources
         folded = self._folded_pair(pair, carried=False, trained=trained)
         layer = self._layer_of(pair, folded)
+        bias = conv.bias_value
         if self.mode == "training":
             self._keep_in_checkpoints(pair)
         else:
             self._take_away(conv.bias)
-        if conv.module is not None:
-            self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
         weight = conv.weight.value
         assert weight is not None
         if self.mode != "training":
             # Without its bias, the layer is only correct as part of this pair.
-            self._put(conv.weight, folded_parameter(weight.detach(), layer, requires_grad=weight.requires_grad))
+            self._put_folded(conv.weight, folded_parameter(bare(weight), layer, requires_grad=weight.requires_grad))
+        if conv.module is not None and bias is not None:
+            self._set(conv.bias.owner, conv.bias.name, folded_tensor(_without_values(bias), layer=layer))
+            self._set_forward(conv.module, UnbiasedForward(conv.module, layer.pair, layer.front))
         if norm.module is not None:
             self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
         if norm.mean is not None and mean is not None:
-            self._put(norm.mean, self._moved(mean, folded))
+            self._put_folded(norm.mean, self._moved(mean, folded))
 
     def _tensors_of(self, pair: Pair) -> dict[TensorRef, torch.Tensor]:
         bias = self._bias_of(pair)
@@ -322,9 +328,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             held = ref.value
             self._take_away(ref)
             if held is not None:
-                # Shape, dtype and device can still be read; the values are in the layer.
-                empty = torch.zeros((), dtype=held.dtype, device=held.device).expand(held.shape)
-                self._set(ref.owner, ref.name, folded_tensor(empty, pair=folded))
+                self._set(ref.owner, ref.name, folded_tensor(_without_values(held), pair=folded))
         if norm is None:
             return
         self._set_forward(norm, FoldedNormForward(norm, folded, carried=True))
@@ -341,6 +345,17 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._set(ref.owner, "_load_state_dict_pre_hooks", OrderedDict(hooks))
             ref.owner.register_load_state_dict_pre_hook(refuse_checkpoint)
 
+    def _put_folded(self, ref: TensorRef, tensor: torch.Tensor) -> None:
+        """Register a folded tensor, and let it be saved to checkpoints and loaded from them."""
+        self._put(ref, tensor)
+        owner = ref.owner
+        if not is_folded(tensor) or save_plain in owner._state_dict_hooks.values():
+            return
+        self._set(owner, "_state_dict_hooks", OrderedDict(owner._state_dict_hooks))
+        owner.register_state_dict_post_hook(save_plain)
+        self._set(owner, "_load_state_dict_pre_hooks", OrderedDict(owner._load_state_dict_pre_hooks))
+        owner.register_load_state_dict_pre_hook(admit_checkpoint)
+
     def _keep_in_checkpoints(self, pair: Pair) -> None:
         """Keep the bias in checkpoints, as zeros, so that they load into the original and the reverse."""
         conv, norm = pair.conv, pair.affine
@@ -352,9 +367,11 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             (path(conv.bias.owner), conv.bias.owner, conv.bias.name),
             None if norm.mean is None else (path(norm.mean.owner), norm.mean.owner, norm.mean.name),
             (conv.weight.owner, conv.weight.name),
-            conv.bias_value.numel(),
+            bare(conv.bias_value).clone(),
         )
         self._put(conv.bias, None)
+        if norm.mean is not None and hasattr(type(norm.mean.owner), "reset_running_stats"):
+            self._set(norm.mean.owner, "reset_running_stats", ResetWithBias(norm.mean.owner, moved))
         for owner_path, registry, hook in moved.hooks():
             self._do(HookEdit(self.tree.root.get_submodule(owner_path), registry, moved.key, hook))
 
@@ -383,6 +400,12 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         for edit in edits:
             edit.apply()
             self._installed.append(edit)
+
+
+def _without_values(held: torch.Tensor) -> torch.Tensor:
+    """Values for a placeholder: shape, dtype and device can be read, and code that goes around the seal finds NaN."""
+    nothing = float("nan") if held.is_floating_point() else 0
+    return torch.full((), nothing, dtype=held.dtype, device=held.device).expand(held.shape)
 
 
 def _key_of(pair: Pair) -> _Key:

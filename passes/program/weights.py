@@ -1,14 +1,15 @@
 """Folded parameters and buffers: tensor subclasses that only the layer they belong to can compute with.
 
-They are subclasses of `nn.Parameter` and `torch.Tensor`. Moving, copying and writing work: `state_dict`, `detach`,
-`to`, `deepcopy`, saving. An operation that computes a tensor from them raises `UnseenCall`. torch's schemas tell which
-operations do: those that return a tensor which doesn't alias an input.
+They are subclasses of `nn.Parameter` and `torch.Tensor`. Moving, copying and saving work: `to`, `detach`, `deepcopy`,
+`state_dict`, `load_state_dict`. Whatever else reads their values or writes to them raises `UnseenCall`. torch's schemas
+tell which operations compute: those that return a tensor which doesn't alias an input.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.utils import _pytree as pytree
 from passes.errors import UnseenCall
 from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, layer_arguments, reads_zeros
 from passes.program.pairs import FoldedPair
+from passes.program.recording import asks_no_values
 from passes.program.seals import SealedOutput, check_function, given_on, opened_from, sealed, sealed_for
 from passes.program.seals import answer as answer_of_seal
 from passes.program.tensors import TensorRef
+from passes.program.torch_calls import METADATA
 from passes.torch_private import make_subclass, without_subclasses
 
 
@@ -90,8 +93,31 @@ class FoldedLayer:
 
 def unsealed(tensor: torch.Tensor) -> torch.Tensor:
     """An unsealed alias of the tensor, for a graph that torch compiles, where calls would meet the seal."""
-    alias: torch.Tensor = torch.ops.aten.alias.default(tensor) if _is_folded(tensor) else tensor
+    alias: torch.Tensor = torch.ops.aten.alias.default(tensor) if is_folded(tensor) else tensor
     return alias
+
+
+class _Forwards(threading.local):
+    """How many forwards of optimized models run in this thread, one inside another.
+
+    In a forward, `detach` gives a folded tensor again, and numbers can't be read: a branch that no run showed can't
+    compute with them. Outside, where files, averages and state dicts are made of weights, both give the values.
+    """
+
+    running = 0
+
+
+FORWARDS = _Forwards()
+
+
+class a_forward_runs:
+    """Count a forward of an optimized model for the block."""
+
+    def __enter__(self) -> None:
+        FORWARDS.running += 1
+
+    def __exit__(self, *error: object) -> None:
+        FORWARDS.running -= 1
 
 
 class _Folded:
@@ -104,6 +130,12 @@ class _Folded:
 
     sealed_layer: FoldedLayer | None = None
     sealed_pair: FoldedPair | None = None
+
+    def bare(self) -> torch.Tensor:
+        """The values as a plain tensor over the same memory, without gradient: for files and comparisons."""
+        with without_subclasses():
+            values: torch.Tensor = self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
+        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,21 +234,41 @@ def like_old(old: torch.Tensor | None, new: nn.Parameter) -> nn.Parameter:
     return folded_parameter(new, layer, requires_grad=new.requires_grad)
 
 
-def _is_folded(leaf: Any) -> bool:
+def is_folded(leaf: Any) -> bool:
+    """Whether the value is a folded tensor."""
     return isinstance(leaf, _Folded)
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as a tensor over the same memory without gradient, and without the seal of a folded one."""
+    return tensor.bare() if isinstance(tensor, _Folded) else tensor.detach()
+
+
+def like_folded(held: Any, values: torch.Tensor) -> torch.Tensor:
+    """A folded tensor with other values, and the seal of the one that is held."""
+    kind = FoldedParameter if isinstance(held, FoldedParameter) else FoldedTensor
+    twin = _made(kind, bare(values), held.requires_grad)
+    twin.sealed_layer, twin.sealed_pair = held.sealed_layer, held.sealed_pair
+    made: torch.Tensor = twin
+    return made
+
+
+def admit(held: Any, values: torch.Tensor) -> None:
+    """Allow the next `held.copy_(values)`, with just these values."""
+    held.admitted = values
 
 
 def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Handle a torch call that has folded tensors among its arguments.
 
     Raises:
-        UnseenCall: the call computes a tensor, and is not that of the layer or of the affine operation.
+        UnseenCall: the call reads or writes values, and is not that of the layer or of the affine operation.
     """
     if any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
         # torch asks the class of the first argument, which may be this one in a product with a sealed value.
         return answer_of_seal(func, args, kwargs)
-    if getattr(func, "namespace", "") in ("aten", "prims"):
-        # Graphs that torch captured call operators directly; code in a forward doesn't.
+    if _namespace_of(func) in _OF_COMPILED_CODE or func is torch.convolution or _adds_bias(func, args, kwargs):
+        # Code that torch captured or compiled calls operators directly; code in a forward doesn't.
         with without_subclasses():
             return func(*args, **kwargs)
     if func in CONVOLUTIONS:
@@ -232,21 +284,50 @@ def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         pair = next((pair for pair in named if pair is not None), None)
         if pair is not None:
             return _normalised(pair, given)
-    if _kind(func) == "computes" or _writes_elsewhere(func, args, kwargs):
+    if _name_of(func) in _ASKED or _name_of(func) in METADATA:
+        with without_subclasses():
+            return func(*args, **kwargs)
+    kind = _kind(func)
+    if kind == "computes" or (kind == "answers" and FORWARDS.running and not asks_no_values(func, args, dict(kwargs))):
         raise _read_elsewhere(args, kwargs)
+    if kind == "writes" and not _may_write(func, args, kwargs):
+        raise _written(args, kwargs)
     with without_subclasses():
         result = func(*args, **kwargs)
-    if _kind(func) == "unknown" and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+    if kind == "answers" and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+        # A function without a schema, such as one written in Python, computed a tensor.
         raise _read_elsewhere(args, kwargs)
     return _sealed_again(func, args, result)
 
 
+# The namespaces of the operators that torch's compilers call.
+_OF_COMPILED_CODE = frozenset({"aten", "prims", "mkldnn", "mkl", "onednn", "inductor"})
+
+
+def _namespace_of(func: Any) -> str:
+    """The namespace of an operator of `torch.ops`, with an overload or without; "" for other functions."""
+    return str(getattr(func, "_qualified_op_name", getattr(func, "namespace", ""))).partition("::")[0]
+
+
+def _adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether code that inductor compiled calls a linear layer: it takes the bias as it is, and the weight by its memory."""
+    if func is not torch.addmm or "out" not in kwargs or not args:
+        return False
+    return is_folded(args[0]) and not any(map(is_folded, (*args[1:], *kwargs.values())))
+
+
 def _read_elsewhere(args: Any, kwargs: Any) -> UnseenCall:
-    leaf: Any = next(leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if _is_folded(leaf))
+    leaf: Any = next(leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if is_folded(leaf))
     layer, pair = leaf.sealed_layer, leaf.sealed_pair
     if layer is not None:
         return layer.any_pair.read_elsewhere(layer.any_pair.conv_path)
     return pair.read_elsewhere(pair.norm_path)
+
+
+def _written(args: Any, kwargs: Any) -> UnseenCall:
+    leaf: Any = next(leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if is_folded(leaf))
+    layer, pair = leaf.sealed_layer, leaf.sealed_pair
+    return layer.any_pair.written(layer.any_pair.conv_path) if layer is not None else pair.written(pair.norm_path)
 
 
 def _normalised(pair: FoldedPair, given: dict[str, Any]) -> Any:
@@ -265,26 +346,32 @@ _COPIES = frozenset({
     "clone", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory", "__getitem__", "__iter__", "__get__",
     "__set__", "__deepcopy__",
 })  # fmt: skip
-# Operations that take the values out, as a state dict does, or make a tensor without them.
-_FREE = frozenset(
-    {"detach", "alias", "grad", "_base", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"}
-)
+# Operations that make a tensor without the values.
+_FREE = frozenset({"grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"})
+# What is asked of a tensor without reading its values; compiled code takes the address.
+_ASKED = frozenset({
+    "data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_pinned", "__hash__",
+    "__repr__", "__delete__", "share_memory_",
+})  # fmt: skip
+# What changes how a tensor is recorded, and not its values.
+_OF_AUTOGRAD = frozenset({"requires_grad_", "detach_", "retain_grad_"})
 
 
 def _kind(func: Any) -> str:
-    """Classify a torch function: "aliases" inputs, "writes" to one, "computes" a tensor, or "answers" without one.
-
-    Functions that are not operators, such as those written in Python, are "unknown".
-    """
+    """Classify a torch function: "aliases" inputs, "writes" to one, "computes" a tensor, or "answers" without one."""
     name = _name_of(func)
+    if name == "__get__":
+        return "aliases"
+    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+        return "writes"
     return "aliases" if name in _COPIES or name in _FREE else _kind_of_operator(name)
 
 
 @functools.cache
 def _kind_of_operator(name: str) -> str:
-    packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
     if packet is None:
-        return "unknown"
+        return "answers"
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if not overload.endswith("out")]
     returns = [result for schema in schemas for result in schema.returns if "Tensor" in str(result.type)]
     if any(result.alias_info is None for result in returns):
@@ -298,26 +385,37 @@ def _name_of(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
-def _writes_elsewhere(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call writes the values into another tensor, which has no seal."""
-    if _kind(func) != "writes" and _name_of(func) != "__setitem__":
+def _may_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call may write: `load_state_dict` copies what the module admitted, `to` sets a folded tensor as `data`."""
+    name = _name_of(func)
+    if name in _OF_AUTOGRAD:
+        return True
+    if name == "__set__":
+        return _property_of(func) != "data" or is_folded(args[1])
+    target = args[0] if args else None
+    if name != "copy_" or not is_folded(target) or len(args) < 2:
         return False
-    return not args or not _is_folded(args[0]) or any(map(_is_folded, pytree.tree_leaves((args[1:], dict(kwargs)))))
+    return target.__dict__.pop("admitted", None) is args[1]
+
+
+def _property_of(func: Any) -> str:
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
 def _sealed_again(func: Any, args: Sequence[Any], result: Any) -> Any:
     """Seal the results that alias or copy a folded tensor like that tensor."""
     name = _name_of(func)
     if name == "__get__":
-        name = str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    if name in _FREE or not args or not _is_folded(args[0]):
+        name = _property_of(func)
+    if name in _FREE or (name == "detach" and not FORWARDS.running) or not args or not is_folded(args[0]):
         return result
     source = args[0]
 
     def seal(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or _is_folded(leaf):
+        if not isinstance(leaf, torch.Tensor) or is_folded(leaf):
             return leaf
-        view: Any = leaf.as_subclass(FoldedTensor)
+        # `nn.Parameter(tensor)` asks that a detached tensor be of the same class.
+        view: Any = leaf.as_subclass(type(source) if name == "detach" else FoldedTensor)
         view.sealed_layer, view.sealed_pair = source.sealed_layer, source.sealed_pair
         return view
 

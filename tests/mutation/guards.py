@@ -44,14 +44,14 @@ LETS_PASS = {
     "_pads": False, "reads_zeros": False, "is_stock": True, "_scales_channels": True, "_leads_to": True, "_writes": False,
     "_is_write": False, "_is_layer": False, "_is_beyond": False, "is_tied": False, "is_computed": False, "is_there": True,
     "is_gone": True, "_are_tensors": True, "is_named_by": True, "_asks": True, "_has_other_bias": False,
-    "_writes_elsewhere": False, "is_given_back": False,
+    "_may_write": True, "is_given_back": False, "is_other": False, "_adds_bias": False,
 }  # fmt: skip
 # What stands in these files and judges no fold.
 OTHER_WORK = {
     "is_carried": "tells a layer's part in a pair, for reports",
     "is_captured": "tells whether torch traces, for the kind of seal",
     "is_as_given": "tells a run in eval from one in training",
-    "_is_folded": "tells the class of a tensor",
+    "is_folded": "tells the class of a tensor",
     "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
 }
 # Given instead of a name in a tuple: nothing is called so.

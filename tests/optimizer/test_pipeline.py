@@ -20,6 +20,7 @@ from optimizer.errors import OptimizeFailed, ParityError
 from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
 from passes.base import Context
 from passes.errors import UnseenCall
+from passes.program.arithmetic import exact
 from passes.program.folded import is_carried
 from passes.program.model_tree import ModelTree
 from passes.program.module_pass import ModulePass
@@ -81,7 +82,7 @@ class ScaleOneWeight(ModulePass):
     def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
         module = graph.tree.root.get_submodule(self.path)
         region = module if self.declared else None
-        weight = module.weight.detach().clone()
+        weight = exact(module.weight).clone()
         weight[0] *= 1 + self.percent / 100
         with graph.change(self.path, f"scaled by {self.percent} percent", region):
             graph.set_tensor(TensorRef(module, "weight"), weight)

@@ -33,6 +33,7 @@ from passes.program.matching import BatchNorm, Convolution, pair_behind
 from passes.program.model_tree import ModelTree
 from passes.program.recording import Recorder, Recording
 from passes.program.runs import recorded_runs
+from passes.program.weights import bare
 
 Snapshot = dict[str, Any]
 
@@ -213,7 +214,7 @@ def _plain(value: Any) -> Any:
 def _bits(tensor: torch.Tensor) -> Any:
     if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return None
-    return tensor.requires_grad, tensor.dtype, tensor.stride(), tensor.detach().flatten().tolist()
+    return tensor.requires_grad, tensor.dtype, tensor.stride(), bare(tensor).flatten().tolist()
 
 
 def check_same(before: Snapshot, after: Snapshot, message: str) -> None:

@@ -295,7 +295,9 @@ def test_the_mean_is_moved_in_float64_and_rounded_once(dtype: torch.dtype) -> No
 
 def test_names_before_the_bias_are_known_by_their_owner() -> None:
     conv = nn.Conv2d(1, 2, 1)
-    moved = MovedBias(("a.conv", conv, "bias"), ("a.b.norm", nn.BatchNorm2d(2), "running_mean"), (conv, "weight"), 2)
+    moved = MovedBias(
+        ("a.conv", conv, "bias"), ("a.b.norm", nn.BatchNorm2d(2), "running_mean"), (conv, "weight"), torch.zeros(2)
+    )
     assert (moved.bias_path, moved.mean_path, moved.holder_path) == ("a.conv.bias", "a.b.norm.running_mean", "a")
     assert moved.before == {"weight"}
     assert not moved.is_gone

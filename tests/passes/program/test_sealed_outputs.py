@@ -172,7 +172,7 @@ def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
         home[name] = None
     assert torch.equal(second(output), conv(x))
     conv.bias = nn.Parameter(torch.ones(4))
-    with pytest.raises(UnseenCall, match=r"^conv has parameters again"):
+    with pytest.raises(UnseenCall, match=r"^conv has another weight or bias"):
         first(x)
 
 

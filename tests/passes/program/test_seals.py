@@ -4,17 +4,19 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from passes.errors import UnseenCall
-from passes.program.folded import FoldedConvForward, FoldedNormForward
+from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave
+from passes.program.folded_checkpoint import admit_checkpoint, save_plain
 from passes.program.pairs import FoldedPair
 from passes.program.seals import SealedOutput, SealedTensor, opened_from, sealed
 from passes.program.tensors import TensorRef
-from passes.program.weights import FoldedLayer, FoldedParameter, FoldedTensor, folded_parameter, folded_tensor
+from passes.program.weights import FoldedLayer, FoldedParameter, FoldedTensor, bare, folded_parameter, folded_tensor
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -69,6 +71,8 @@ def folded(functional):
     pair.taken = tuple(TensorRef(bn, name) for name in names)
     conv._parameters["weight"] = folded_parameter(weight, layer, requires_grad=True)
     conv._parameters["bias"] = folded_parameter(bias, layer, requires_grad=True)
+    conv.register_state_dict_post_hook(save_plain)
+    conv.register_load_state_dict_pre_hook(admit_checkpoint)
     if not functional:
         conv.__dict__["forward"] = FoldedConvForward(conv, pair)
         bn.__dict__["forward"] = FoldedNormForward(bn, pair, carried=True)
@@ -120,9 +124,7 @@ def test_copies_stand_by_themselves(functional):
         twin = again(result)
         assert type(twin.conv.weight) is FoldedParameter
         assert twin.conv.weight.sealed_layer.weight.owner is twin.conv
-        with torch.no_grad():
-            twin.conv.weight.zero_()
-            twin.conv.bias.zero_()
+        twin.load_state_dict({name: torch.zeros_like(value) for name, value in twin.state_dict().items()})
         assert not twin(X).any()
         assert result(X).any()
 
@@ -250,25 +252,75 @@ def test_a_functional_norm_is_called_as_it_was():
 def test_a_folded_weight_refuses_to_be_computed_with(use):
     _, result = folded(False)
     with pytest.raises(
-        UnseenCall, match=r"^conv was changed when conv was folded together with bn, and is used without"
+        UnseenCall,
+        match=r"^conv was changed when conv was folded together with bn, and (is used without|its tensors can't be written)",
     ):
         use(result.conv.weight)
 
 
-def test_a_folded_weight_can_be_written_moved_and_saved():
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.flatten()[0].item(), lambda t: float(t.flatten()[0]), lambda t: bool(t.flatten()[0]), lambda t: t.tolist(),
+        lambda t: torch.equal(t, t), lambda t: torch.allclose(t, t), lambda t: np.asarray(t), lambda t: t.data.numpy(),
+        lambda t: t.data.norm(), lambda t: next(iter(t.flatten())) + 1, lambda t: t.storage()[0],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["conv.weight", "bn.running_var"])
+def test_in_a_forward_no_number_of_a_folded_tensor_can_be_read(read, name):
+    _, result = folded(True)
+    owner, _, attribute = name.partition(".")
+    tensor = getattr(result.get_submodule(owner), attribute)
+    with pytest.raises(UnseenCall):
+        NoSealsLeave(nn.Identity(), lambda: read(tensor))()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.zero_(), lambda t: t.data.fill_(1), lambda t: t.copy_(torch.ones_like(t)), lambda t: nn.init.zeros_(t),
+        lambda t: nn.init.kaiming_normal_(t), lambda t: t.__setitem__(0, 5), lambda t: setattr(t, "data", torch.ones(t.shape)),
+        lambda t: torch._foreach_add_([t], 1.0),
+    ],
+)  # fmt: skip
+def test_a_folded_weight_cant_be_written_to(write):
+    model, result = folded(False)
+    with torch.no_grad(), pytest.raises(UnseenCall, match="can't be written to: write to the original model"):
+        write(result.conv.weight)
+    assert same(result(X), model(X))
+
+
+def test_detached_in_a_forward_it_stays_folded_and_outside_it_gives_the_values():
+    _, result = folded(False)
+    root = NoSealsLeave(nn.Identity(), lambda: result.conv.weight.detach())
+    with pytest.raises(UnseenCall):
+        root().sum()
+    assert type(result.conv.weight.detach()) is torch.Tensor
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("value", [None, "new"])
+def test_a_parameter_in_the_place_of_a_folded_one_is_refused(name, value):
+    model, result = folded(False)
+    old = getattr(model.conv, name)
+    setattr(result.conv, name, None if value is None else nn.Parameter(old.detach().clone()))
+    with pytest.raises(UnseenCall, match="another weight or bias than the one that was folded together with bn"):
+        result(X)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_folded_weight_can_be_loaded_moved_and_saved(assign):
     model, result = folded(False)
     own = {name: value.clone() for name, value in result.state_dict().items()}
     assert {type(value) for value in own.values()} == {torch.Tensor}
-    with torch.no_grad():
-        nn.init.zeros_(result.conv.weight)
-        result.conv.weight.mul_(2).add_(1)
-        result.conv.weight[0] = 5
+    result.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()}, assign=assign)
     assert not same(result(X), model(X))
-    result.load_state_dict(own)
+    result.load_state_dict(own, assign=assign)
     assert same(result(X), model(X))
     assert type(result.conv.weight) is FoldedParameter
-    assert torch.equal(result.conv.weight, own["conv.weight"])
-    assert not torch.allclose(result.conv.weight, model.conv.weight)
+    assert torch.equal(bare(result.conv.weight), own["conv.weight"])
+    with pytest.raises(UnseenCall):
+        result.conv.weight.sum()
     assert result.conv.weight.shape == (4, 3, 3, 3)
     assert result.conv.weight.numel() == 108
     assert f"{result.conv.weight}".startswith("Parameter")
@@ -279,9 +331,11 @@ def test_a_folded_weight_can_be_written_moved_and_saved():
 
 def test_functional_call_takes_its_own_weights():
     model, result = folded(False)
-    own = {key: tensor.detach() * 1 for key, tensor in result.named_parameters()}
+    own = {key: tensor.detach() for key, tensor in result.named_parameters()}
     assert same(torch.func.functional_call(result, own, (X,)), model(X))
-    with pytest.raises(UnseenCall, match="has parameters again that went into another module"):
+    own = {key: bare(tensor) * 1 for key, tensor in result.named_parameters()}
+    assert same(torch.func.functional_call(result, own, (X,)), model(X))
+    with pytest.raises(UnseenCall, match="has another weight or bias than the one that was folded"):
         torch.func.functional_call(result, dict(model.named_parameters()), (X,))
 
 
