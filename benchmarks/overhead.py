@@ -232,10 +232,10 @@ def pairs_table(result: dict[str, Any]) -> Table:
     table = Table("A call of a folded pair", ["", "per pair", "quartiles"], left=1)
     for name, figure in result["seconds"].items():
         table.add(name, seconds(figure["median"]), f"{seconds(figure['low'])} – {seconds(figure['high'])}")
-    over = result["over_by_hand"]
+    over, side = result["over_by_hand"], example_of_graph().shape[-1]
     table.caption.append(
-        f"{result['pairs']} pairs of a convolution and a BatchNorm on maps of {example_of_graph().shape[-1]} × "
-        f"{example_of_graph().shape[-1]}. By hand: torch's fuse_conv_bn_eval for each pair, with an nn.Identity in the"
+        f"{result['pairs']} pairs of a convolution and a BatchNorm on maps of {side} × {side}."
+        " By hand: torch's fuse_conv_bn_eval for each pair, with an nn.Identity in the"
         " BatchNorm's place; fuse (of torch.fx) leaves the call out. The check that nothing else gets what is between"
         f" the two costs {seconds(over['median'])} ({seconds(over['low'])} – {seconds(over['high'])}) of a pair; the goal is at"
         f" most {seconds(COST_OF_A_PAIR)}."

@@ -142,7 +142,7 @@ def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: R
         return ""
     reason = _why_not_tried(weight, context) or _why_not_converted(model, module, seen)
     if reason is not None and weight.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[weight.dim()]):
-        # Its values lie as they would in channels_last: it goes by the format of its input.
+        # Its values lie in the same order in both formats, so nothing is lost: the kernel takes the format of its input.
         return ""
     return reason
 

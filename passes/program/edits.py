@@ -157,8 +157,7 @@ class FormatEdit:
             if values.numel() <= _ELEMENTS:
                 self.parameter.data = in_format(values, self.memory_format)
                 return
-            strides = torch.empty(values.shape, device="meta", memory_format=self.memory_format).stride()
-            self.parameter.data = _restrided(values, strides)
+            self.parameter.data = _restrided(values, _strides_in(values.shape, self.memory_format))
 
 
 def _restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -188,6 +187,10 @@ def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     return row > 0 and strides[0] == row == reach
 
 
+def _strides_in(shape: torch.Size, memory_format: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
+
+
 def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
     """Return the tensor with the strides of a memory format: a copy, or a view where both formats order the values alike.
 
@@ -195,8 +198,7 @@ def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch
     channel: a convolution chooses its format by the strides of its weight.
     """
     if values.is_contiguous() and values.is_contiguous(memory_format=memory_format):
-        strides = torch.empty(values.shape, device="meta", memory_format=memory_format).stride()
-        return values.as_strided(values.shape, strides)
+        return values.as_strided(values.shape, _strides_in(values.shape, memory_format))
     return torch.empty_like(values, memory_format=memory_format).copy_(values)
 
 

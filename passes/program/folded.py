@@ -78,7 +78,8 @@ class FoldedConvForward(InstanceForward):
         """Compute `layer(owner, input, …)` with the checks of the seals; None means the layer's own forward."""
         owner, pair, front = self.owner, self.pair, self.front
         parameters = owner._parameters
-        if self.is_other(parameters.get("weight"), parameters.get("bias")):
+        is_other = self.is_other_captured if is_captured() else self.is_other
+        if is_other(parameters.get("weight"), parameters.get("bias")):
             raise (pair or front).other_weight()  # type: ignore[union-attr]
         if front is not None:
             input = opened_from(input, front, front.dims)
@@ -103,43 +104,49 @@ class FoldedConvForward(InstanceForward):
             if layer is not None:
                 output: torch.Tensor = layer(owner, input, *size, **named)
                 return output
-            weight, bias = unsealed(owner.weight), owner.bias
-            bias = None if bias is None else unsealed(bias)
-            if isinstance(owner, nn.Linear):
-                return nn.functional.linear(input, weight, bias)
-            if not owner.transposed:
-                conv: torch.Tensor = owner._conv_forward(input, weight, bias)
-                return conv
-            dims = len(owner.kernel_size)
-            function = getattr(nn.functional, f"conv_transpose{dims}d")
-            padding = owner._output_padding(
-                input, *(size or (named.get("output_size"),)), owner.stride, owner.padding, owner.kernel_size, dims,
-                owner.dilation,
-            )  # fmt: skip
-            transposed: torch.Tensor = function(
-                input, weight, bias, owner.stride, owner.padding, padding, owner.groups, owner.dilation
-            )
-            return transposed
+            bias = None if owner.bias is None else unsealed(owner.bias)
+            return layer_output(owner, unsealed(owner.weight), bias, input, *size, **named)
 
     def is_other(self, weight: Any, bias: Any) -> bool:
         """Whether the layer was given a parameter in the place of a folded one, or a bias where it had none."""
         if (bias is not None) is not self.has_bias:
             return True
-        if not self.is_sealed:
-            return False
-        # Tracers and torch.func put tensors of their own in place.
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        is_plain = type(weight) is nn.Parameter or type(bias) is nn.Parameter
+        return self.is_sealed and (weight is None or is_plain)
+
+    def is_other_captured(self, weight: Any, bias: Any) -> bool:
+        """The same while torch traces, compiles or exports, which puts tensors of its own in the place of parameters."""
+        if (bias is not None) is not self.has_bias:
+            return True
+        if self.is_sealed and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
             # With freezing, torch takes all parameters for plain ones.
             return weight is None or getattr(weight, "sealed_layer", None) is None
-        if is_captured():
-            return weight is None
-        return weight is None or type(weight) is nn.Parameter or type(bias) is nn.Parameter
+        return self.is_sealed and weight is None
 
     def compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the layer alone, without checks and without a seal on the output."""
         with without_subclasses():
             output: torch.Tensor = self._class_forward(*args, **kwargs)
         return output
+
+
+def layer_output(
+    owner: Any, weight: torch.Tensor, bias: torch.Tensor | None, input: Any, output_size: Any = None
+) -> torch.Tensor:
+    """What a torch.nn convolution, transposed convolution or linear layer computes with this weight and this bias."""
+    output: torch.Tensor
+    if isinstance(owner, nn.Linear):
+        output = linear(input, weight, bias)
+    elif not owner.transposed:
+        output = owner._conv_forward(input, weight, bias)
+    else:
+        dims = len(owner.kernel_size)
+        padding = owner._output_padding(
+            input, output_size, owner.stride, owner.padding, owner.kernel_size, dims, owner.dilation
+        )
+        function = getattr(nn.functional, f"conv_transpose{dims}d")
+        output = function(input, weight, bias, owner.stride, owner.padding, padding, owner.groups, owner.dilation)
+    return output
 
 
 def _pads(owner: Any) -> bool:

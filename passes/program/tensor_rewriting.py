@@ -7,7 +7,7 @@ for anything else. Checkpoint hooks handle the loading of old weights. Everythin
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -340,10 +340,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
     def _take_away(self, ref: TensorRef) -> None:
         """Remove the tensor, and make each attempt to load it an error."""
         self._put(ref, None)
-        hooks = ref.owner._load_state_dict_pre_hooks
-        if not any(getattr(hook, "hook", None) is refuse_checkpoint for hook in hooks.values()):
-            self._set(ref.owner, "_load_state_dict_pre_hooks", OrderedDict(hooks))
-            ref.owner.register_load_state_dict_pre_hook(refuse_checkpoint)
+        self._before_load(ref.owner, refuse_checkpoint)
 
     def _put_folded(self, ref: TensorRef, tensor: torch.Tensor) -> None:
         """Register a folded tensor, and let it be saved to checkpoints and loaded from them."""
@@ -353,8 +350,14 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             return
         self._set(owner, "_state_dict_hooks", OrderedDict(owner._state_dict_hooks))
         owner.register_state_dict_post_hook(save_plain)
-        self._set(owner, "_load_state_dict_pre_hooks", OrderedDict(owner._load_state_dict_pre_hooks))
-        owner.register_load_state_dict_pre_hook(admit_checkpoint)
+        self._before_load(owner, admit_checkpoint)
+
+    def _before_load(self, owner: nn.Module, hook: Callable[..., None]) -> None:
+        """Register a `load_state_dict` pre-hook of a module, once, so that it can be rolled back."""
+        hooks = owner._load_state_dict_pre_hooks
+        if not any(getattr(each, "hook", None) is hook for each in hooks.values()):
+            self._set(owner, "_load_state_dict_pre_hooks", OrderedDict(hooks))
+            owner.register_load_state_dict_pre_hook(hook)
 
     def _keep_in_checkpoints(self, pair: Pair) -> None:
         """Keep the bias in checkpoints, as zeros, so that they load into the original and the reverse."""

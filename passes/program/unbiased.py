@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from passes.program.folded import FoldedConvForward
+from passes.program.folded import FoldedConvForward, layer_output
 from passes.program.weights import unsealed
 from passes.torch_private import without_subclasses
 
@@ -27,19 +25,5 @@ class UnbiasedForward(FoldedConvForward):
 
 
 def _unbiased(owner: Any, input: Any, output_size: Any = None) -> torch.Tensor:
-    weight, output = owner.weight, None
-    if torch.compiler.is_dynamo_compiling():
-        weight = unsealed(weight)
-    if isinstance(owner, nn.Linear):
-        output = functional.linear(input, weight)
-    elif not owner.transposed:
-        output = owner._conv_forward(input, weight, None)
-    else:
-        dims = len(owner.kernel_size)
-        padding = owner._output_padding(
-            input, output_size, owner.stride, owner.padding, owner.kernel_size, dims, owner.dilation
-        )
-        output = getattr(functional, f"conv_transpose{dims}d")(
-            input, weight, None, owner.stride, owner.padding, padding, owner.groups, owner.dilation
-        )
-    return output
+    weight = unsealed(owner.weight) if torch.compiler.is_dynamo_compiling() else owner.weight
+    return layer_output(owner, weight, None, input, output_size)

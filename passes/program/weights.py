@@ -284,7 +284,7 @@ def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         pair = next((pair for pair in named if pair is not None), None)
         if pair is not None:
             return _normalised(pair, given)
-    if _name_of(func) in _ASKED or _name_of(func) in METADATA:
+    if _name_of(func) in _ASKED:
         with without_subclasses():
             return func(*args, **kwargs)
     kind = _kind(func)
@@ -317,17 +317,22 @@ def _adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def _read_elsewhere(args: Any, kwargs: Any) -> UnseenCall:
-    leaf: Any = next(leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if is_folded(leaf))
-    layer, pair = leaf.sealed_layer, leaf.sealed_pair
-    if layer is not None:
-        return layer.any_pair.read_elsewhere(layer.any_pair.conv_path)
-    return pair.read_elsewhere(pair.norm_path)
+    pair, path = _told_by(args, kwargs)
+    return pair.read_elsewhere(path)
 
 
 def _written(args: Any, kwargs: Any) -> UnseenCall:
+    pair, path = _told_by(args, kwargs)
+    return pair.written(path)
+
+
+def _told_by(args: Any, kwargs: Any) -> tuple[FoldedPair, str]:
+    """The pair that changed the first folded tensor among the arguments, and the path of the module that holds it."""
     leaf: Any = next(leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if is_folded(leaf))
-    layer, pair = leaf.sealed_layer, leaf.sealed_pair
-    return layer.any_pair.written(layer.any_pair.conv_path) if layer is not None else pair.written(pair.norm_path)
+    if leaf.sealed_layer is not None:
+        pair = leaf.sealed_layer.any_pair
+        return pair, pair.conv_path
+    return leaf.sealed_pair, leaf.sealed_pair.norm_path
 
 
 def _normalised(pair: FoldedPair, given: dict[str, Any]) -> Any:
@@ -349,7 +354,7 @@ _COPIES = frozenset({
 # Operations that make a tensor without the values.
 _FREE = frozenset({"grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"})
 # What is asked of a tensor without reading its values; compiled code takes the address.
-_ASKED = frozenset({
+_ASKED = METADATA | frozenset({
     "data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_pinned", "__hash__",
     "__repr__", "__delete__", "share_memory_",
 })  # fmt: skip
