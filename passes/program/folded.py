@@ -44,33 +44,32 @@ class FoldedConvForward(InstanceForward):
         self.owner = owner
         self.pair = pair
         self.front = front
-        self.has_bias = owner._parameters.get("bias") is not None
-        self.is_sealed = isinstance(owner._parameters.get("weight"), FoldedParameter)
-        # These layers compute with their parameters directly, so the fast path can do the same.
-        self.is_plain = isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+        weight, bias = owner._parameters.get("weight"), owner._parameters.get("bias")
+        self.has_bias = bias is not None
+        self.is_sealed = isinstance(weight, FoldedParameter)
+        # These layers compute with their parameters directly, so the fast path can do the same with those of the fold.
+        is_plain = isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+        self.is_fast = is_plain and pair is not None and front is None
+        self.weight_class, self.bias_class = type(weight), type(bias)
 
     def __call__(self, input: Any, *size: Any, **named: Any) -> Any:
         # This is the hot path: every call of every pair comes here.
-        pair = self.pair
-        if pair is None or not self.is_plain or size or named or self.front is not None or is_captured():
-            return self.through(None, input, *size, **named)
         owner: Any = self.owner
         parameters = owner._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        if self.is_other(weight, bias):
-            raise pair.other_weight()
-        if pair.rank is not None and input.dim() != pair.rank:
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        is_usual = type(weight) is self.weight_class and type(bias) is self.bias_class and type(input) is torch.Tensor
+        if not (is_usual and self.is_fast) or size or named or is_captured():
+            return self.through(None, input, *size, **named)
+        pair: Any = self.pair
+        rank = input.dim()
+        if rank != pair.rank and pair.rank is not None:
             raise pair.other_rank(input)
-        if isinstance(input, SealedOutput):
-            raise input.sealed_by.went_astray()
         with without_subclasses():
             output = owner._conv_forward(input, weight, bias) if pair.dims else linear(input, weight, bias)
-        if type(output) is not torch.Tensor:
-            return sealed(output, pair, output.dim() - pair.dims - 1)
         seal: Any = make_subclass(SealedTensor, NOTHING)
         seal.sealed_value = output
         seal.sealed_by = pair
-        seal.sealed_dim = output.dim() - pair.dims - 1
+        seal.sealed_dim = rank - pair.dims - 1
         seal.sealed_grad = is_grad_enabled()
         return seal
 
