@@ -20,14 +20,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import fx, nn
 
-from passes.program.captured import CapturedGraph, Modules
+from passes.program.captured import CapturedGraph, Modules, under_seal
 from passes.program.changes import Place
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
-from passes.program.weights import a_forward_runs
-from passes.torch_private import COMPILED_CALL, captured_call, is_watched
+from passes.program.weights import PLAIN_TENSORS, a_forward_runs
+from passes.torch_private import COMPILED_CALL, captured_call, is_watched, without_subclasses
 
 # A second attribute that holds the GraphCall, because copies and pickles of a module leave out its compiled call.
 GRAPH_CALL = "_graph_call"
@@ -196,13 +197,33 @@ class _Program:
                 for step in passes:
                     captured = step.rewrite(captured, inputs)
                 captured.graph.lint()
-                function = fx.GraphModule(self.origin, captured.graph).forward
+                function = _function_of(captured, self.origin, inputs)
             except Exception as error:  # noqa: BLE001 - a pass may be anyone's code; the original graph is correct
                 if (compilation := self._compilation()) is not None:
                     compilation.error = error
                 function = self.origin.forward
             self._made = passes, function
             return self._made
+
+
+def _function_of(captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a captured graph to a function that computes with the folded tensors among its inputs."""
+    if not all(type(value) in PLAIN_TENSORS for value in inputs if isinstance(value, torch.Tensor)):
+        # The graph may need the `__torch_function__` of another class.
+        return fx.GraphModule(origin, captured.graph).forward
+    # Without the alias nodes, which unwrap folded tensors one by one: each takes some microseconds in every call.
+    graph = captured.copied()[0].graph
+    for node in graph.nodes:
+        if (parameter := under_seal(node)) is not node:
+            node.replace_all_uses_with(parameter)
+            graph.erase_node(node)
+    forward = fx.GraphModule(origin, graph).forward
+
+    def run(*inputs: Any) -> Any:
+        with without_subclasses():
+            return forward(*inputs)
+
+    return run
 
 
 # Kept outside of the calls, so that code which copies or restores the state of modules doesn't touch the captures.

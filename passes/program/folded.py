@@ -24,7 +24,7 @@ from passes.program.seals import (
     sealed,
     sealed_for,
 )
-from passes.program.weights import FoldedParameter, a_forward_runs, unsealed
+from passes.program.weights import FoldedParameter, a_forward_runs, needs_unsealed, unsealed
 from passes.torch_private import NOTHING, make_subclass, without_subclasses
 
 linear = nn.functional.linear
@@ -59,7 +59,7 @@ class FoldedConvForward(InstanceForward):
         weight, bias = parameters.get("weight"), parameters.get("bias")
         is_usual = type(weight) is self.weight_class and type(bias) is self.bias_class and type(input) is torch.Tensor
         if not (is_usual and self.is_fast) or size or named or is_captured():
-            return self.through(None, input, *size, **named)
+            return self._through(input, *size, **named)
         pair: Any = self.pair
         rank = input.dim()
         if rank != pair.rank and pair.rank is not None:
@@ -73,8 +73,8 @@ class FoldedConvForward(InstanceForward):
         seal.sealed_grad = is_grad_enabled()
         return seal
 
-    def through(self, layer: Any, input: Any, *size: Any, **named: Any) -> Any:
-        """Compute `layer(owner, input, …)` with the checks of the seals; None means the layer's own forward."""
+    def _through(self, input: Any, *size: Any, **named: Any) -> Any:
+        """Compute the layer with all checks of the seals."""
         owner, pair, front = self.owner, self.pair, self.front
         parameters = owner._parameters
         is_other = self.is_other_captured if is_captured() else self.is_other
@@ -88,23 +88,18 @@ class FoldedConvForward(InstanceForward):
             raise input.sealed_by.went_astray()
         if pair is not None and pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
-        if torch.compiler.is_dynamo_compiling():
-            output = self._traced(layer, input, *size, **named)
-        else:
-            with without_subclasses():
-                # Transposed convolutions take an optional output size.
-                output = (layer or type(owner).forward)(owner, input, *size, **named)
+        output = self.compute(input, *size, **named)
         return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
 
-    def _traced(self, layer: Any, input: Any, *size: Any, **named: Any) -> torch.Tensor:
-        """Compute the layer with unsealed tensors, because the captured graph runs without the checks."""
-        owner: Any = self.owner
+    def compute(self, input: Any, *size: Any, **named: Any) -> torch.Tensor:
+        """Compute the layer alone, without checks and without a seal on the output."""
+        # Registered parameters, as the attribute of a bias that was moved away is a placeholder.
+        owner, parameters = self.owner, self.owner._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if needs_unsealed(input):
+            return layer_output(owner, unsealed(weight), unsealed(bias), input, *size, **named)
         with without_subclasses():
-            if layer is not None:
-                output: torch.Tensor = layer(owner, input, *size, **named)
-                return output
-            bias = None if owner.bias is None else unsealed(owner.bias)
-            return layer_output(owner, unsealed(owner.weight), bias, input, *size, **named)
+            return layer_output(owner, weight, bias, input, *size, **named)
 
     def is_other(self, weight: Any, bias: Any) -> bool:
         """Whether the layer was given a parameter in the place of a folded one, or a bias where it had none."""
@@ -122,15 +117,9 @@ class FoldedConvForward(InstanceForward):
             return weight is None or getattr(weight, "sealed_layer", None) is None
         return self.is_sealed and weight is None
 
-    def compute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the layer alone, without checks and without a seal on the output."""
-        with without_subclasses():
-            output: torch.Tensor = self._class_forward(*args, **kwargs)
-        return output
-
 
 def layer_output(
-    owner: Any, weight: torch.Tensor, bias: torch.Tensor | None, input: Any, output_size: Any = None
+    owner: Any, weight: Any, bias: torch.Tensor | None, input: Any, output_size: Any = None
 ) -> torch.Tensor:
     """What a torch.nn convolution, transposed convolution or linear layer computes with this weight and this bias."""
     output: torch.Tensor
@@ -217,13 +206,10 @@ class FoldedNormForward(InstanceForward):
         if self.carried:
             return input
         owner: Any = self.owner
+        if needs_unsealed(input) and not owner.training and owner.running_mean is not None:
+            mean, var = unsealed(owner.running_mean), owner.running_var
+            return nn.functional.batch_norm(input, mean, var, owner.weight, owner.bias, False, 0.0, owner.eps)
         with without_subclasses():
-            if torch.compiler.is_dynamo_compiling() and not owner.training and owner.running_mean is not None:
-                # The captured graph runs without the checks, on unsealed tensors.
-                mean = unsealed(owner.running_mean)
-                return nn.functional.batch_norm(
-                    input, mean, owner.running_var, owner.weight, owner.bias, False, 0.0, owner.eps
-                )
             output: torch.Tensor = self._class_forward(input)
         return output
 

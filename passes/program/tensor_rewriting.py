@@ -39,7 +39,6 @@ from passes.program.pairs import FoldedPair
 from passes.program.recording import Node, Recording, shape_of
 from passes.program.replay import Rewritten
 from passes.program.tensors import TensorRef
-from passes.program.unbiased import UnbiasedForward
 from passes.program.weights import FoldedLayer, bare, folded_parameter, folded_tensor, is_folded
 
 # Identifies a pair: the layer's weight, the tensor that identifies the affine operation, and whether that one leads.
@@ -236,7 +235,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._put_folded(conv.weight, folded_parameter(bare(weight), layer, requires_grad=weight.requires_grad))
         if conv.module is not None and bias is not None:
             self._set(conv.bias.owner, conv.bias.name, folded_tensor(_without_values(bias), layer=layer))
-            self._set_forward(conv.module, UnbiasedForward(conv.module, layer.pair, layer.front))
+            self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
         if norm.module is not None:
             self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
         if norm.mean is not None and mean is not None:

@@ -76,13 +76,12 @@ class FoldedLayer:
         if pair is not None and pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
         bias: Any = None if self.bias is None else self.bias.owner._parameters.get(self.bias.name)
-        with without_subclasses():
-            if torch.compiler.is_dynamo_compiling():
-                weight, bias = (
-                    unsealed(weight) if weight is not None else None,
-                    bias if bias is None else unsealed(bias),
-                )
-            output: torch.Tensor = func(**{**given, "input": input, "weight": weight, "bias": bias})
+        output: torch.Tensor
+        if needs_unsealed(input):
+            output = func(**{**given, "input": input, "weight": unsealed(weight), "bias": unsealed(bias)})
+        else:
+            with without_subclasses():
+                output = func(**{**given, "input": input, "weight": weight, "bias": bias})
         return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
 
     def _has_other_bias(self, given: Any) -> bool:
@@ -91,10 +90,23 @@ class FoldedLayer:
         return given is not None and given is not getattr(self.bias.owner, self.bias.name, None)
 
 
-def unsealed(tensor: torch.Tensor) -> torch.Tensor:
-    """An unsealed alias of the tensor, for a graph that torch compiles, where calls would meet the seal."""
-    alias: torch.Tensor = torch.ops.aten.alias.default(tensor) if is_folded(tensor) else tensor
-    return alias
+def unsealed(tensor: Any) -> Any:
+    """An unsealed alias of a folded tensor, for calls that would meet its seal; anything else, or None, as it is."""
+    if not is_folded(tensor):
+        return tensor
+    with without_subclasses():
+        return torch.ops.aten.alias.default(tensor)
+
+
+def needs_unsealed(input: Any) -> bool:
+    """Whether a layer with folded tensors has to compute with unsealed aliases of them for this input.
+
+    That is so in a graph that torch.compile captures, which runs without the checks, and for an input of a class that
+    defines what its operations compute.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return type(input) is not torch.Tensor and torch.overrides.has_torch_function((input,))
 
 
 class _Forwards(threading.local):

@@ -1,0 +1,99 @@
+"""Captured graphs compute with folded tensors directly."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import enliven
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from optimizer import optimize, report_of
+
+X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Two folded pairs, one by modules and one by functions, and an operation that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.second, self.norm = nn.Conv2d(6, 4, 1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.first(x)).relu()
+        y = F.conv2d(y, self.second.weight)
+        norm = self.norm
+        x.new_ones(2) * 2
+        return F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.1, norm.eps) * 1
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = enliven(Net()).eval()
+    fast = optimize(model, ["fold-conv-bn", "simplify"], example_inputs=(X,))
+    assert [len(record.changes) for record in report_of(fast).passes] == [2, 1]
+    return model, fast
+
+
+def operations(module: nn.Module) -> set[str]:
+    with torch.no_grad():
+        module(X)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            module(X)
+    return {event.key for event in profiled.key_averages() if event.key.startswith("aten::")}
+
+
+def test_no_operation_unwraps_them(pair: Any) -> None:
+    assert "aten::conv2d" in operations(pair[1])
+    assert "aten::alias" not in operations(pair[1])
+    assert "aten::batch_norm" not in operations(pair[1])
+
+
+def test_results_and_gradients_are_right(pair: Any) -> None:
+    model, fast = pair
+    twins = [fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]
+    for twin in twins:
+        for x in (X, X[:1], torch.randn(2, 3, 11, 5)):
+            torch.testing.assert_close(twin(x), model(x), rtol=1e-4, atol=1e-5)
+        with torch.inference_mode():
+            torch.testing.assert_close(twin(X), model(X), rtol=1e-4, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(twin(X), model(X), rtol=0.1, atol=0.1)
+        found = []
+        for one in (model, twin):
+            x = X.clone().requires_grad_()
+            found.append(torch.autograd.grad(one(x).square().sum(), x)[0])
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(fast.double()(X.double()), model.double()(X.double()), rtol=1e-5, atol=1e-6)
+
+
+class Tagged(Tensor):
+    """A tensor class of a user, whose products are of the class."""
+
+
+class Doubling(Tensor):
+    """A tensor class of a user that changes what an operation computes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.Tensor.relu else result
+
+
+@pytest.mark.parametrize("kind", [Tagged, Doubling])
+def test_a_tensor_class_of_the_user_keeps_its_meaning(kind: type[Tensor], pair: Any) -> None:
+    model, fast = pair
+    folded = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    x = X.as_subclass(kind)
+    # torch.compile's front end, which captures the graphs of `fast`, may return a plain tensor.
+    assert type(folded(x)) is type(model(x)) is kind
+    for one in (folded, fast):
+        got, wanted = (each(x).as_subclass(Tensor) for each in (one, model))
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one(X), model(X), rtol=1e-4, atol=1e-5)
