@@ -52,6 +52,7 @@ OTHER_WORK = {
     "is_captured": "tells whether torch traces, for the kind of seal",
     "is_as_given": "tells a run in eval from one in training",
     "is_folded": "tells the class of a tensor",
+    "needs_unsealed": "tells whether a layer computes with unsealed tensors, not whether it may compute",
     "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
 }
 # Given instead of a name in a tuple: nothing is called so.
