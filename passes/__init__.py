@@ -1,30 +1,50 @@
-"""What can be done to a module: one pass a file, found by name in `passes.registry`; and what passes are written with."""
+"""What can be done to a module: one pass a file, found by name in `passes.registry`; and what passes are written with.
 
-from passes import interface
+A pass is a `GraphPass`, which rewrites captured graphs; a `TensorPass`, which changes weights; a `ModulePass`, which
+changes how modules hold their tensors and how they run; or a `Pass`, which wraps the call of the whole model. The first
+three get a rewriter that finds, judges and changes places. Each kind has a file that lists what it is written with:
+`graph_interface`, `tensor_interface`, `module_interface`.
+"""
+
+from passes import graph_interface, module_interface, tensor_interface
+from passes.base import Context, Pass, PassResult, Precision
 from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
+from passes.errors import RequirementNotMet
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
+from passes.graph_interface import *  # noqa: F403 - each of the three files has its list
 from passes.insert_checkpoints import InsertCheckpoints
-from passes.interface import *  # noqa: F403 - their one list is there
 from passes.jit_fusion import JitFusion
 from passes.merge_linears import MergeLinears
+from passes.module_interface import *  # noqa: F403
 from passes.pad_channels import PadChannels
+from passes.program.changes import Change, Skip
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
+from passes.tensor_interface import *  # noqa: F403
 from passes.torch_compile import TorchCompile
 
 __all__ = [
     "CastPrecision",
+    "Change",
     "ChannelsLast",
+    "Context",
     "FoldConvBias",
     "FoldConvBn",
     "InsertCheckpoints",
     "JitFusion",
     "MergeLinears",
     "PadChannels",
+    "Pass",
+    "PassResult",
+    "Precision",
+    "RequirementNotMet",
     "Simplify",
+    "Skip",
     "SyncBatchNorm",
     "TorchCompile",
 ]
-__all__ += interface.__all__
+__all__ += graph_interface.__all__
+__all__ += module_interface.__all__
+__all__ += tensor_interface.__all__

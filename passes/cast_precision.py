@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from passes.base import Context, Precision
 from passes.casting.forwards import (
     AutocastForward,
     CastForward,
@@ -25,15 +26,13 @@ from passes.casting.forwards import (
     takes_one_dtype,
 )
 from passes.casting.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
-from passes.interface import (
+from passes.errors import RequirementNotMet
+from passes.module_interface import (
     AttributeEdit,
-    Context,
     Edit,
     ModelTree,
     ModulePass,
     ModuleRewriter,
-    Precision,
-    RequirementNotMet,
     TensorEdit,
     TensorRef,
     exact,

@@ -12,11 +12,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from passes.interface import (
+from passes.base import Context
+from passes.memory_format.forwards import (
+    ChannelsLastInput,
+    ChannelsLastInputs,
+    ContiguousInput,
+    DrawsInOrder,
+    FormattedForward,
+    dim_order,
+    enters_channels_last,
+    is_kept_contiguous,
+    ordered_leaves,
+    why_no_format,
+)
+from passes.memory_format.watch import Layouts, LayoutWatch, Loss
+from passes.module_interface import (
     CHANNELS_LAST_FORMATS,
     AroundForward,
     AttributeEdit,
-    Context,
     ModuleChange,
     ModulePass,
     ModuleRewriter,
@@ -34,19 +47,6 @@ from passes.interface import (
     shape_of,
     training_flags,
 )
-from passes.memory_format.forwards import (
-    ChannelsLastInput,
-    ChannelsLastInputs,
-    ContiguousInput,
-    DrawsInOrder,
-    FormattedForward,
-    dim_order,
-    enters_channels_last,
-    is_kept_contiguous,
-    ordered_leaves,
-    why_no_format,
-)
-from passes.memory_format.watch import Layouts, LayoutWatch, Loss
 from passes.torch_private import AnyBatchNorm, AnyConvolution, convolution_kernel
 
 # The shapes of what a layer reads and writes, in each call of one run.

@@ -7,16 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from passes.interface import (
-    BatchNorm,
-    Context,
-    Pair,
-    TensorPass,
-    TensorRewriter,
-    are_finite,
-    mean_without,
-    scale_of,
-)
+from passes.base import Context
+from passes.tensor_interface import BatchNorm, Pair, TensorPass, TensorRewriter, are_finite, mean_without, scale_of
 
 
 @dataclass(frozen=True)

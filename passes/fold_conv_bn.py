@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from passes.interface import (
+from passes.base import Context
+from passes.tensor_interface import (
     Affine,
     BatchNorm,
     ChannelScale,
-    Context,
     Convolution,
     Pair,
     TensorPass,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from passes.base import Context, Pass, PassResult
 from passes.checkpointing.budget import bytes_of, is_share, shown
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
@@ -24,18 +25,8 @@ from passes.checkpointing.regions import regions_of
 from passes.checkpointing.report import CheckpointReport, Point
 from passes.checkpointing.solve import Solver
 from passes.checkpointing.units import keep_between
-from passes.interface import (
-    AttributeEdit,
-    Context,
-    ModelTree,
-    ModuleRewriter,
-    Pass,
-    PassResult,
-    RequirementNotMet,
-    in_place,
-    paths_matching,
-    training_flags,
-)
+from passes.errors import RequirementNotMet
+from passes.module_interface import AttributeEdit, ModelTree, ModuleRewriter, in_place, paths_matching, training_flags
 
 _TRIES = 4
 # The budgets of the curve that the plan is shown on.

@@ -8,12 +8,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from passes.base import Context, PassResult
 from passes.compiling.compiler import missing_compiler
+from passes.errors import RequirementNotMet
 from passes.fusion.fused import FusedUnit
 from passes.fusion.kernel_trial import KernelTrial
 from passes.fusion.kernels import Backend
 from passes.fusion.pointwise import pointwise_groups
-from passes.interface import Context, GraphPass, GraphRewriter, ModelTree, PassResult, RequirementNotMet
+from passes.graph_interface import GraphPass, GraphRewriter, ModelTree
 from passes.torch_private import torchscript_fuses
 
 # TorchScript's fuser looks at the first runs of a function, and makes its kernels then.

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from passes.interface import Context, GraphPass, GraphRewriter, Memory, Node
+from passes.base import Context
+from passes.graph_interface import GraphPass, GraphRewriter, Memory, Node
 
 
 @dataclass(frozen=True)

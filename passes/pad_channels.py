@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from passes.interface import CHANNELS_LAST_FORMATS, Context, GraphPass, GraphRewriter, Node, is_channels_last
+from passes.base import Context
+from passes.graph_interface import CHANNELS_LAST_FORMATS, GraphPass, GraphRewriter, Node, is_channels_last
 
 
 @dataclass(frozen=True)

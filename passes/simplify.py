@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from passes.interface import Context, GraphPass, GraphRewriter, Memory, Node
+from passes.base import Context
+from passes.graph_interface import GraphPass, GraphRewriter, Memory, Node
 
 
 @dataclass(frozen=True)

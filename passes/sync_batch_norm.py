@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from passes.interface import (
-    Context,
+from passes.base import Context
+from passes.errors import RequirementNotMet
+from passes.module_interface import (
     ModulePass,
     ModuleRewriter,
-    RequirementNotMet,
     batch_norm_arguments,
     call_of,
     inner_forward,

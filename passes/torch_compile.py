@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from passes.base import Context, Pass, PassResult
 from passes.compiling.blocks import COMPILED_CALL, Blocks, FusibleWork, repeated_blocks
 from passes.compiling.calls import (
     BlocksTrial,
@@ -20,7 +21,8 @@ from passes.compiling.calls import (
 from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.compiling.frozen import Compile, FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
-from passes.interface import Context, ModelTree, ModuleRewriter, Pass, PassResult, RequirementNotMet
+from passes.errors import RequirementNotMet
+from passes.module_interface import ModelTree, ModuleRewriter
 from passes.program.backend import GraphCall, rewritten, without_graph_call
 from passes.torch_private import compiler_named, options_of_mode
 

@@ -13,7 +13,7 @@ import pytest
 import exporters
 import optimizer
 import passes
-import passes.interface
+from passes import graph_interface, module_interface, tensor_interface
 
 PACKAGES = {module.__name__: Path(module.__file__ or "").parent for module in (optimizer, passes, exporters)}
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
@@ -165,9 +165,17 @@ def test_the_readers_find_what_they_look_for() -> None:
 
 
 # What is in `passes` and is no pass.
-SHARED = {"__init__", "base", "errors", "interface", "registry", "torch_private"}
+KINDS = (graph_interface, module_interface, tensor_interface)
+SHARED = {
+    "__init__",
+    "base",
+    "errors",
+    "registry",
+    "torch_private",
+    *(kind.__name__.partition(".")[2] for kind in KINDS),
+}
 PASS_FILES = [path for path in sorted(PACKAGES["passes"].glob("*.py")) if path.stem not in SHARED]
-# What passes import beside the interface: the sub-packages that belong to them, and the private names of torch.
+# What passes import besides the interface of their kind: sub-packages of their own, and the private names of torch.
 OWN = {
     "cast_precision": ("passes.casting", "passes.torch_private"),
     "channels_last": ("passes.memory_format", "passes.torch_private"),
@@ -183,13 +191,19 @@ def imported_by_a_pass(tree: ast.AST, own: tuple[str, ...]) -> Iterator[str]:
     """What a pass imports of the project that an author of a pass is not promised."""
     for name, _ in imports_in(tree):
         home = name.rpartition(".")[0]
-        if name.split(".")[0] not in PACKAGES or home == "passes.interface":
+        if name.split(".")[0] not in PACKAGES or home in {kind.__name__ for kind in KINDS} or name in COMMON:
             continue
         if not any(f"{name}.".startswith(f"{package}.") for package in own) or name.rpartition(".")[2] in INTERFACE:
             yield name
 
 
-INTERFACE = set(passes.interface.__all__)
+# What all kinds of passes have in common.
+COMMON = {
+    *(f"passes.base.{name}" for name in ("Context", "Pass", "PassResult", "Precision")),
+    "passes.errors.RequirementNotMet",
+    *(f"passes.program.changes.{name}" for name in ("Change", "Skip")),
+}
+INTERFACE = {name for kind in KINDS for name in kind.__all__} | {name.rpartition(".")[2] for name in COMMON}
 
 
 @pytest.mark.parametrize("path", PASS_FILES, ids=name_of)
@@ -200,7 +214,7 @@ def test_a_pass_is_written_with_the_interface(path: Path) -> None:
 
 def test_the_reader_of_the_imports_of_a_pass_finds_them() -> None:
     tree = ast.parse(
-        "import torch\nimport passes.base\nfrom passes import Pass\nfrom passes.interface import Context\n"
+        "import torch\nimport passes.base\nfrom passes import Pass\nfrom passes.graph_interface import Node\n"
         "from passes.fusion.kernels import Backend\nfrom passes.fusionless import Backend\n"
         "from passes.program.captured import name_of\nfrom passes.program.edits import in_place\n"
     )
@@ -224,14 +238,19 @@ def documented(tree: ast.Module) -> Iterator[str]:
 
 def test_the_interface_is_public_and_documented() -> None:
     assert set(passes.__all__) >= INTERFACE
-    assert all(getattr(passes, name) is getattr(passes.interface, name) for name in INTERFACE)
-    tree = ast.parse((PACKAGES["passes"] / "interface.py").read_text(encoding="utf-8"))
-    homes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert {alias.name for node in homes for alias in node.names} == INTERFACE
-    for node in homes:
-        module = sys.modules[node.module or ""]
-        known = set(documented(ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8"))))
-        assert {alias.name for alias in node.names} <= known, node.module
+    homes: dict[str, set[str]] = {}
+    for kind in KINDS:
+        tree = ast.parse((PACKAGES["passes"] / f"{kind.__name__.partition('.')[2]}.py").read_text(encoding="utf-8"))
+        names = [name for name, _ in imports_in(tree)]
+        assert sorted(name.rpartition(".")[2] for name in names) == sorted(kind.__all__)
+        for name in names:
+            homes.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
+    for name in COMMON:
+        homes.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
+    for module, names_there in homes.items():
+        known = set(documented(ast.parse(Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8"))))
+        assert names_there <= known, module
+        assert all(getattr(passes, name) is getattr(sys.modules[module], name) for name in names_there)
 
 
 def test_all_that_the_passes_use_is_in_the_interface_and_no_more() -> None:
@@ -239,7 +258,7 @@ def test_all_that_the_passes_use_is_in_the_interface_and_no_more() -> None:
         name.rpartition(".")[2]
         for path in PASS_FILES
         for name, _ in imports_in(ast.parse(path.read_text(encoding="utf-8")))
-        if name.startswith("passes.interface.")
+        if name.rpartition(".")[0] in {kind.__name__ for kind in KINDS} or name in COMMON
     }
     # The records, which a pass reads and need not make.
     assert INTERFACE - used == {"Change", "Skip"}

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from passes.program.tensors import TensorRef
 from passes.torch_private import without_torch_function
 
-# A torch call, or the read of a parameter or buffer, in the graph of a run.
 Node = fx.Node
+"""A torch call, or the read of a parameter or buffer, in the graph of a run."""
 
 
 @dataclass(frozen=True)

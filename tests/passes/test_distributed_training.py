@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optimizer import optimize, report_of
 from optimizer.errors import UsageError
-from passes import InsertCheckpoints
+from passes import InsertCheckpoints, paths_matching
 from passes.errors import RequirementNotMet
-from passes.interface import paths_matching
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

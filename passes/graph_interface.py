@@ -1,0 +1,9 @@
+"""What a `GraphPass` is written with: it rewrites the graphs that torch.compile captures. All in `passes` too."""
+
+from passes.program.effects import Memory
+from passes.program.graph_pass import GraphPass
+from passes.program.graph_rewriting import GraphRewriter, Node
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.program.model_tree import ModelTree
+
+__all__ = ["CHANNELS_LAST_FORMATS", "GraphPass", "GraphRewriter", "Memory", "ModelTree", "Node", "is_channels_last"]
