@@ -38,7 +38,7 @@ from rich.markup import escape
 
 ROOT = Path(__file__).parents[2]
 # What the tests of the judge need of the project.
-_COPIED = ("passes", "optimizer", "exporters", "tests", "pyproject.toml")
+_COPIED = ("passes", "optimizer", "exporters", "benchmarks", "tests", "pyproject.toml")
 # The tests that are near to the judge.
 _TESTS = (
     "tests/passes/program/test_moves.py",
@@ -65,6 +65,8 @@ _PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")
 _FAILED = ("FAILED ", "ERROR ")
 # A run whose tests took so long in all, in seconds, is stuck.
 _LIMIT = 600
+# The exit code of pytest that says that all tests were run, and some failed.
+_TESTS_FAILED = 1
 # The exit codes of pytest that say that it was given no tests, or that it couldn't begin.
 _NOT_RUN = (4, 5, 70)
 
@@ -184,7 +186,7 @@ def _forks_in(tree: Path) -> Forks:
 def _copy_to(tree: Path) -> Path:
     for name in _COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
             shutil.copy2(ROOT / name, tree / name)
     return tree
@@ -202,7 +204,10 @@ def _reaching(forks: Forks, guards: Sequence[Guard], tests: Sequence[str], jobs:
     notes = tree / "notes"
     notes.mkdir()
     spread = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 and len(tests) > 1 else []
-    forks.run(*_PYTEST, "-p", "reached", "--tb", "no", *spread, *tests)
+    run = forks.run(*_PYTEST, "-p", "reached", "--tb", "no", *spread, *tests)
+    if run.code not in (0, _TESTS_FAILED):
+        unread = "\n".join(test for test, _ in _failed_in(run))
+        raise RuntimeError(f"the tests can't be run:\n{unread or run.output[-2000:]}")
     for file, original in originals.items():
         (tree / file).write_bytes(original)
     records: dict[str, dict[str, Any]] = {}

@@ -208,6 +208,14 @@ def test_a_run_without_tests_says_nothing(mutants):
         mutants._status(mutants.Run(4, "ERROR: not found: test_a.py::test_gone"))
 
 
+def test_tests_that_cant_be_imported_are_an_error_and_no_guard_counts_as_unreached(tmp_path):
+    (tmp_path / "test_a.py").write_text("import no_such_module\n")
+    done = run("--matching", "moves.py: _unsqueezed", "--tests", str(tmp_path / "test_a.py"))
+    assert done.returncode == 1
+    assert "RuntimeError: the tests can't be run" in done.stderr
+    assert "test_a.py" in done.stderr.splitlines()[-1]
+
+
 def test_each_run_reads_the_files_anew_and_a_stuck_one_is_ended(mutants, tmp_path):
     test = tmp_path / "test_a.py"
     bodies = [("assert 1", 0, 0), ("assert 0", 0, 1), ("import time; time.sleep(100)", 1, None), ("assert 2", 0, 0)]
