@@ -42,7 +42,7 @@ class FoldConvBias(TensorPass):
         """Move every bias that can be moved."""
         for pair in model.pairs():
             conv, norm = pair.conv, pair.affine
-            if not isinstance(norm, BatchNorm) or conv.bias is None or not conv.bias.is_there:
+            if not isinstance(norm, BatchNorm) or conv.bias_value is None:
                 continue
             if reason := _why_not(model, pair) or model.why_not(pair):
                 model.skip(conv, reason)
@@ -67,12 +67,9 @@ def _why_not(model: TensorRewriter, pair: Pair) -> str | None:
 
 
 def _why_not_statistics(model: TensorRewriter, norm: BatchNorm) -> str | None:
-    where = f"the BatchNorm {model.where(norm)}"
-    if (norm.mean is None) != (norm.var is None):
-        return f"{where} keeps one of its running statistics without the other"
     # Without running statistics it takes off the mean of the batch in training and in eval.
     if norm.mean is not None and norm.uses_batch_statistics and model.mode != "training":
-        return f"{where} uses the statistics of the batch"
+        return f"the BatchNorm {model.where(norm)} uses the statistics of the batch"
     return None
 
 

@@ -72,11 +72,8 @@ class FoldConvBn(TensorPass):
 
 def _why_not(model: TensorRewriter, pair: Pair) -> str | None:
     norm, where = pair.affine, model.where(pair.conv)
-    if isinstance(norm, BatchNorm):
-        if norm.uses_batch_statistics:
-            return "it uses the statistics of the batch"
-        if norm.mean is None or norm.var is None:
-            return "it keeps no running statistics"
+    if isinstance(norm, BatchNorm) and norm.uses_batch_statistics:
+        return "it uses the statistics of the batch"
     reason = _why_not_in_front(model, pair) if norm.leads else model.why_not(pair)
     if reason is None:
         return None

@@ -25,6 +25,7 @@ from torch._C import (
     # Whether torch.jit.trace is running: `torch.jit.is_tracing` asks the same after a check for scripts. Seen in 2.13.
     _is_tracing,
 )
+from torch._subclasses import FakeTensor  # What torch.export computes with. Seen in 2.13.
 from torch.amp.autocast_mode import (
     _enter_autocast,
 )  # What captured graphs call to enter an autocast, with its arguments. Seen in 2.13.
@@ -93,6 +94,18 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of torch.func made the tensor, which stands for many then. Seen in 2.13."""
     functorch = torch._C._functorch
     return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def real_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a fake one was made from while it is traced with; any other tensor as it is.
+
+    Torch makes one fake tensor of each real one, and remembers under the same number which they are. Seen in 2.13.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    converter = tensor.fake_mode.fake_tensor_converter.meta_converter
+    numbers = converter.describer.lookup_tensor.items()
+    return next((real for real, number in numbers if converter.tensor_memo.get(number) is tensor), tensor)
 
 
 def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:

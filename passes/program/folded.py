@@ -24,6 +24,7 @@ from passes.program.seals import (
     sealed,
     sealed_for,
 )
+from passes.program.tensors import is_own
 from passes.program.weights import FoldedParameter, a_forward_runs, needs_unsealed, unsealed
 from passes.torch_private import NOTHING, make_subclass, without_subclasses
 
@@ -77,15 +78,14 @@ class FoldedConvForward(InstanceForward):
         """Compute the layer with all checks of the seals."""
         owner, pair, front = self.owner, self.pair, self.front
         parameters = owner._parameters
-        is_other = self.is_other_captured if is_captured() else self.is_other
-        if is_other(parameters.get("weight"), parameters.get("bias")):
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        is_other = (bias is not None) is not self.has_bias
+        if is_other or (self.is_sealed and not (is_own(weight) and (bias is None or is_own(bias)))):
             raise (pair or front).other_weight()  # type: ignore[union-attr]
         if front is not None:
             input = opened_from(input, front, front.dims)
             if _pads(owner):
                 raise front.other_padding()
-        elif isinstance(input, SealedOutput):
-            raise input.sealed_by.went_astray()
         if pair is not None and pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
         output = self.compute(input, *size, **named)
@@ -100,22 +100,6 @@ class FoldedConvForward(InstanceForward):
             return layer_output(owner, unsealed(weight), unsealed(bias), input, *size, **named)
         with without_subclasses():
             return layer_output(owner, weight, bias, input, *size, **named)
-
-    def is_other(self, weight: Any, bias: Any) -> bool:
-        """Whether the layer was given a parameter in the place of a folded one, or a bias where it had none."""
-        if (bias is not None) is not self.has_bias:
-            return True
-        is_plain = type(weight) is nn.Parameter or type(bias) is nn.Parameter
-        return self.is_sealed and (weight is None or is_plain)
-
-    def is_other_captured(self, weight: Any, bias: Any) -> bool:
-        """The same while torch traces, compiles or exports, which puts tensors of its own in the place of parameters."""
-        if (bias is not None) is not self.has_bias:
-            return True
-        if self.is_sealed and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            # With freezing, torch takes all parameters for plain ones.
-            return weight is None or getattr(weight, "sealed_layer", None) is None
-        return self.is_sealed and weight is None
 
 
 def layer_output(
@@ -140,7 +124,7 @@ def layer_output(
 def _pads(owner: Any) -> bool:
     if getattr(owner, "padding_mode", "") != "zeros":
         return False
-    return reads_zeros(owner.padding, owner.kernel_size) or any(owner._reversed_padding_repeated_twice)
+    return reads_zeros(owner.padding, owner.kernel_size)
 
 
 class FoldedNormForward(InstanceForward):

@@ -31,4 +31,4 @@ def has_global_hooks() -> bool:
 
 def is_parametrized(module: nn.Module) -> bool:
     """Whether `torch.nn.utils.parametrize` computes a parameter of the module from others at every access."""
-    return "parametrizations" in module._modules and parametrize.is_parametrized(module)
+    return parametrize.is_parametrized(module)

@@ -161,8 +161,7 @@ class Judge:
 
     def _why_not_tensor(self, ref: TensorRef, recording: Recording, own: Collection[Node]) -> str | None:
         tensor = ref.value
-        if tensor is None or _registered(ref) is not tensor:
-            return "is computed or set by other code, and is no parameter or buffer"
+        assert tensor is not None
         if type(tensor) not in PLAIN_TENSORS:
             return f"is a {type(tensor).__name__}, which has an arithmetic of its own"
         if kind := kind_of(tensor):
@@ -233,9 +232,7 @@ def _layer_around(node: Node) -> nn.Module | None:
 
 def _leads_to(user: Node, following: Node) -> bool:
     """Whether the user is the next call on the path, or a call that pads the input of the next one."""
-    if user is following:
-        return True
-    return call_of(user) is call_of(following) and following.args[:1] == (user,)
+    return user is following or following.args[:1] == (user,)
 
 
 def _modules_between(pair: Pair) -> Iterator[nn.Module]:
@@ -260,12 +257,6 @@ def _what_hooks_set(module: nn.Module) -> str:
     """The tensor that a module's hooks set, as a clause; the older weight_norm and spectral_norm are such hooks."""
     names = [name for name in ("weight", "bias") if isinstance(module.__dict__.get(name), torch.Tensor)]
     return f", which set its {names[0]} at every call" if names else ""
-
-
-def _registered(ref: TensorRef) -> torch.Tensor | None:
-    if ref.is_computed or ref.name in ref.owner.__dict__:
-        return None
-    return ref.owner._parameters.get(ref.name, ref.owner._buffers.get(ref.name))
 
 
 def _writes(recording: Recording) -> bool:

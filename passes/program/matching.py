@@ -206,12 +206,12 @@ class Pair:
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether the module runs the forward of one of these torch.nn classes: an instance, or a subclass that keeps it.
 
-    False if `__call__`, `forward` or a method that the forward calls is overridden, in the class or on the instance.
+    False if `forward` is overridden, in the class or on the instance, or `_conv_forward`, which a convolution computes by.
     """
     own = type(module)
-    if own.__call__ is not nn.Module.__call__ or not isinstance(inner_forward(module), InstanceForward | None):
+    if not isinstance(inner_forward(module), InstanceForward | None):
         return False
-    kept = ("forward", "_conv_forward", "_check_input_dim", "_output_padding")
+    kept = ("forward", "_conv_forward")
     return any(
         own is cls
         or (isinstance(module, cls) and all(getattr(own, name, None) is getattr(cls, name, None) for name in kept))
@@ -227,13 +227,11 @@ def convolution_at(node: Node) -> Convolution | None:
     dims, transposed = found
     given = arguments_of(node, TRANSPOSED_ARGUMENTS if transposed else CONVOLUTION_ARGUMENTS)
     weight, bias, groups = tensor_of(given.get("weight")), tensor_of(given.get("bias")), given.get("groups", 1)
-    source = given.get("input")
-    if not isinstance(source, fx.Node) or weight is None or not isinstance(groups, int):
-        return None
-    if given.get("bias") is not None and bias is None:
+    source: Node = given["input"]
+    if weight is None or (given.get("bias") is not None and bias is None):
         return None
     module: nn.Module | None = call_of(node).module
-    if module is None or not is_stock(module, STOCK_LAYERS) or weight != TensorRef(module, "weight"):
+    if module is None or not is_stock(module, STOCK_LAYERS) or not _is_of(module, weight=weight, bias=bias):
         module = None
     else:
         bias = TensorRef(module, "bias")
@@ -242,6 +240,10 @@ def convolution_at(node: Node) -> Convolution | None:
             source = next(iter(source.all_input_nodes))
     pads = reads_zeros(given.get("padding", 0), _shape_of_tensor(weight)[2:])
     return Convolution(node, source, weight, bias, dims, transposed, groups, module, pads)
+
+
+def _is_of(module: nn.Module, **tensors: TensorRef | None) -> bool:
+    return all(ref is None or ref == TensorRef(module, name) for name, ref in tensors.items())
 
 
 def reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
@@ -263,8 +265,8 @@ def batch_norm_at(node: Node) -> BatchNorm | None:
     if names is None:
         return None
     given = arguments_of(node, names)
-    source, eps, training = given.get("input"), given.get("eps", 1e-5), given.get("training", False)
-    if not isinstance(source, fx.Node) or not isinstance(eps, float) or not isinstance(training, bool):
+    source, eps, training = given["input"], given.get("eps", 1e-5), given.get("training", False)
+    if not isinstance(eps, float):
         return None
     tensors = ("weight", "bias", "running_mean", "running_var")
     refs = {name: tensor_of(given.get(name)) for name in tensors}
@@ -289,12 +291,12 @@ def channel_scale_at(node: Node) -> ChannelScale | None:
 
     The shapes are not checked.
     """
-    operation = scale_named(node.target) if node.op == "call_function" else None
+    operation = scale_named(node.target)
     if operation is None or len(node.args) != 2 or node.kwargs:
         return None
     first, second = map(tensor_of, node.args)
     value, tensor = (node.args[1], first) if second is None else (node.args[0], second)
-    if tensor is None or not isinstance(value, fx.Node) or value.op == "get_attr":
+    if tensor is None or not isinstance(value, fx.Node):
         return None
     if second is None:
         operation = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}.get(operation, "")
@@ -373,7 +375,7 @@ def _input_of(node: Node) -> Node:
 
 def move_at(node: Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
     """(name, further arguments, keyword arguments) of a node that only moves its first argument, else None."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+    if not node.args:
         return None
     target: Any = node.target
     name = move_named(target)
@@ -387,12 +389,9 @@ def channels_at_end(pair: Pair) -> Channels | None:
     """The channel dim of the second one's input; None if it isn't known."""
     conv, affine = pair.conv, pair.affine
     made = shape_of(pair.first.node)
-    if made is None:
-        return None
+    assert made is not None
     rank = len(made.sizes)
     dim, count = (1, conv.input_channels) if affine.leads else (rank - conv.dims - 1, conv.channels)
-    if not 0 <= dim < rank:
-        return None
     channels: Channels | None = Channels(rank, dim, count)
     for node in affine.moves:
         move = move_at(node)
@@ -405,7 +404,8 @@ def _scales_channels(pair: Pair) -> bool:
     """Whether the tensor has one number per channel of the layer, or one for all, and broadcasting adds no dims."""
     assert isinstance(pair.affine, ChannelScale)
     tensor, channels = pair.affine.tensor.value, channels_at_end(pair)
-    if tensor is None or channels is None or tensor.dim() > channels.rank:
+    assert tensor is not None
+    if channels is None or tensor.dim() > channels.rank:
         return False
     shape = [1] * (channels.rank - tensor.dim()) + list(tensor.shape)
     return all(size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape))

@@ -32,9 +32,9 @@ class FoldedPair:
         argument: for a functional BatchNorm, the name of the argument that receives that tensor.
         operation: "batch_norm", or the name of the product or sum.
         eps: the BatchNorm's `eps` at the time of the fold.
-        behind: the number of dims after the channel dim in the input of a product or sum; None if the channel dim is 1.
+        behind: the number of dims after the channel dim in the input of the second.
         taken: the tensors, given to a function, whose values are now in the layer.
-        convolves: whether a function computes the layer rather than a torch.nn module.
+        convolved: the weight and bias of the layer if a function computes it; empty for a torch.nn module.
         added: the bias that the fold added to a functional layer without one; None otherwise.
         farther: the pair of the same layer with the next affine operation further away, if the layer does that one's
             work too.
@@ -53,7 +53,7 @@ class FoldedPair:
         function: TensorRef | None = None,
         operation: str = "batch_norm",
         eps: float = 0.0,
-        behind: int | None = None,
+        behind: int = 0,
     ) -> None:
         self.conv_path = conv_path
         self.norm_path = norm_path
@@ -69,7 +69,7 @@ class FoldedPair:
         self.farther: FoldedPair | None = None
         self.argument = "running_mean"
         self.taken: tuple[TensorRef, ...] = ()
-        self.convolves = False
+        self.convolved: tuple[TensorRef, ...] = ()
         self.added: TensorRef | None = None
         self.warned = False
 

@@ -23,6 +23,7 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
+from passes.program.tensors import holds_own
 from passes.torch_private import NOTHING, is_tracing, make_subclass, without_subclasses
 
 
@@ -84,7 +85,7 @@ class TracedOutput(SealedOutput):
 
     def __getattr__(self, name: str) -> Any:
         # During a copy, the attributes are not set yet.
-        if name.startswith("__") or name.startswith("sealed_"):
+        if name.startswith(("__", "sealed_")):
             raise AttributeError(name)
         if name in SHAPE_AND_KIND:
             return getattr(self.sealed_value, name)
@@ -193,8 +194,10 @@ def _exported(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
         UnseenCall: torch.export isn't running, or the layer isn't functional.
     """
     is_fake = isinstance(value, torch.Tensor) and type(value) is not torch.Tensor
-    if not (is_fake and pair.convolves and not pair.leads and torch.compiler.is_exporting()):
+    if not (is_fake and pair.convolved and not pair.leads and torch.compiler.is_exporting()):
         raise pair.came_from_elsewhere()
+    if not all(map(holds_own, pair.convolved)):
+        raise pair.other_weight()
     bias = None if pair.added is None else pair.added.value
     after = value.dim() - 2 if behind is None else behind
     return value if bias is None else value + bias.reshape(-1, *[1] * after)
@@ -244,7 +247,7 @@ def _normalised(func: Any, seal: SealedOutput, given: dict[str, Any]) -> Any:
         # A second BatchNorm before the same layer.
         check_function(nearer, given)
         return sealed(opened_from(seal, pair, None), nearer)
-    if pair.leads or pair.operation != "batch_norm" or not pair.is_named_by(given):
+    if pair.leads or not pair.is_named_by(given):
         raise pair.went_astray()
     opened = opened_from(seal, pair, None)
     if not pair.carried:
@@ -278,11 +281,10 @@ def check_function(pair: FoldedPair, given: Mapping[str, Any]) -> None:
 
 def _scaled(operation: str, seal: SealedOutput, args: Sequence[Any]) -> Any:
     pair = seal.sealed_by
-    place = pair.function
     other = args[1] if args[0] is seal else args[0]
     if args[0] is not seal:
         operation = {"sub": "rsub", "rsub": "sub", "div": ""}.get(operation, operation)
-    if place is None or pair.operation != operation or other is not getattr(place.owner, place.name):
+    if pair.operation != operation or not pair.is_named_by({pair.argument: other}):
         raise pair.went_astray()
     if pair.is_given_back:
         raise pair.other_tensors(pair.norm_path)
@@ -305,7 +307,7 @@ def _method(func: Any) -> str | None:
 
 def _asks(func: Any, seal: SealedOutput, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if getattr(func, "__name__", "") in SHAPED_AS:
-        return len(args) == 2 and args[0] is not seal
+        return args[0] is not seal
     return asks_no_values(
         func, *pytree.tree_map_only(SealedOutput, lambda leaf: leaf.sealed_value, (args, dict(kwargs)))
     )

@@ -120,9 +120,6 @@ class TensorRewriter(ChangeRecord[TensorChange]):
                     return f"{when}, {reason}" if when else reason
             elif any(recording.uses(ref) for ref in (*pair.conv.tensors, *pair.affine.tensors)):
                 return f"{when or 'in some run'} its output doesn't go to {self._judge.where(pair.second.node)}"
-        ranks = {shape.sizes for shape in map(shape_of, self._inputs_of(pair)) if shape is not None}
-        if len(set(map(len, ranks))) > 1:
-            return "its input hasn't the same number of dims in all runs"
         return None
 
     def runs_of(self, pair: Pair) -> list[Pair]:
@@ -141,9 +138,6 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             if pair is not None:
                 # A functional layer without a bias uses the bias that a fold added.
                 yield replace(pair, conv=replace(pair.conv, bias=self._bias_of(pair)))
-
-    def _inputs_of(self, pair: Pair) -> Iterator[Node]:
-        return (one.first.input for one in self.runs_of(pair))
 
     def is_as_given(self, affine: Affine) -> bool:
         """Whether the operation is from a run with the model's own training flags."""
@@ -198,6 +192,8 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         self._put_folded(conv.weight, folded_parameter(weight, layer, requires_grad=needs_gradient))
         if layer.bias is None:
             layer.bias = folded.added = TensorRef(conv.weight.owner, _free_name(conv.weight))
+        if conv.module is None:
+            folded.convolved = layer.places
         if is_folded(layer.bias.owner.__dict__.get(layer.bias.name)):
             self._set(layer.bias.owner, layer.bias.name, MISSING)
         self._put_folded(layer.bias, folded_parameter(bias, layer, requires_grad=needs_gradient))
@@ -233,8 +229,11 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         if self.mode != "training":
             # Without its bias, the layer is only correct as part of this pair.
             self._put_folded(conv.weight, folded_parameter(bare(weight), layer, requires_grad=weight.requires_grad))
-        if conv.module is not None and bias is not None:
+        if bias is not None:
             self._set(conv.bias.owner, conv.bias.name, folded_tensor(_without_values(bias), layer=layer))
+        if conv.module is None:
+            folded.convolved = layer.places
+        else:
             self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
         if norm.module is not None:
             self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
@@ -269,25 +268,23 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             behind=self._dims_behind(pair),
         )
         folded.argument = _argument_of(affine)
-        folded.convolves = conv.module is None
         folded.taken = affine.tensors if carried and affine.module is None else ()
         return folded
 
     def _rank_of(self, pair: Pair) -> int | None:
         """The number of dims of the layer's input if the channel dim depends on it; None if it doesn't."""
         conv, affine = pair.conv, pair.affine
-        if affine.leads or self._is_beyond(pair):
+        if affine.leads:
             return None
         if isinstance(affine, ChannelScale) and not affine.moves:
             value = affine.tensor.value
             if value is not None and value.dim() <= conv.dims + 1:
                 return None
         shape = shape_of(conv.input)
-        return None if shape is None else len(shape.sizes)
+        assert shape is not None
+        return len(shape.sizes)
 
-    def _dims_behind(self, pair: Pair) -> int | None:
-        if not isinstance(pair.affine, ChannelScale):
-            return None
+    def _dims_behind(self, pair: Pair) -> int:
         channels = channels_at_end(pair)
         assert channels is not None
         return channels.rank - channels.dim - 1

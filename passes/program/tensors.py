@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from passes.torch_private import real_of
+
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -22,29 +24,27 @@ class TensorRef:
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The tensor; None if the name is registered without one, or if the owner computes it."""
-        owner, name = self.owner, self.name
-        if (parameter := owner._parameters.get(name)) is not None:
-            return parameter
-        if (buffer := owner._buffers.get(name)) is not None:
-            return buffer
-        if (name in owner._parameters and name not in owner.__dict__) or self.is_computed:
-            return None
-        if hasattr(owner.__dict__.get(name), "sealed_layer"):
-            # A placeholder for a tensor whose values were folded into others.
-            return None
-        value = getattr(owner, name, None)
-        return value if isinstance(value, torch.Tensor) else None
+        """The tensor; None if none is registered."""
+        parameter = self.owner._parameters.get(self.name)
+        return self.owner._buffers.get(self.name) if parameter is None else parameter
 
-    @property
-    def is_computed(self) -> bool:
-        """Whether a property of the owner's class computes it at every access.
 
-        The computation may write to the model, as that of spectral_norm does.
-        """
-        return hasattr(type(self.owner), self.name)
+def is_own(tensor: torch.Tensor | None) -> bool:
+    """Whether a folded layer may compute with this parameter: what the fold put there, or `functional_call` for a while.
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the owner has a tensor under the name, or computes one."""
-        return self.value is not None or self.is_computed
+    Not where somebody has put another parameter there, or none.
+    """
+    if tensor is None:
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        # With freezing, torch takes all parameters for plain ones, but their attributes are there.
+        return getattr(tensor, "sealed_layer", None) is not None
+    # torch.export computes with fake tensors, which are all of one class.
+    return type(real_of(tensor)) is not nn.Parameter
+
+
+def holds_own(ref: TensorRef) -> bool:
+    """Whether a folded layer that a function computes may do so with the tensor in this place."""
+    held = ref.owner._parameters.get(ref.name)
+    # A bias that was moved into a BatchNorm has left a tensor without values.
+    return is_own(held) or (held is None and hasattr(ref.owner.__dict__.get(ref.name), "sealed_layer"))

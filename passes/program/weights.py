@@ -23,7 +23,7 @@ from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
 from passes.program.seals import SealedOutput, check_function, given_on, opened_from, sealed, sealed_for
 from passes.program.seals import answer as answer_of_seal
-from passes.program.tensors import TensorRef
+from passes.program.tensors import TensorRef, holds_own
 from passes.program.torch_calls import METADATA
 from passes.torch_private import make_subclass, without_subclasses
 
@@ -54,6 +54,11 @@ class FoldedLayer:
         assert pair is not None
         return pair
 
+    @property
+    def places(self) -> tuple[TensorRef, ...]:
+        """Where its tensors are."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute a functional layer with its folded tensors, and seal the output.
 
@@ -65,14 +70,16 @@ class FoldedLayer:
         pair, front = self.pair, self.front
         input = given["input"]
         weight: Any = getattr(self.weight.owner, self.weight.name)
-        if self.module or given.get("weight") is not weight or self._has_other_bias(given.get("bias")):
+        biases = (None, None if self.bias is None else getattr(self.bias.owner, self.bias.name, None))
+        has_own = given.get("weight") is weight and any(given.get("bias") is bias for bias in biases)
+        if self.module or not has_own:
             raise self.any_pair.read_elsewhere(self.any_pair.conv_path)
+        if not all(map(holds_own, self.places)):
+            raise self.any_pair.other_weight()
         if front is not None:
             input = opened_from(input, front, self.dims)
-            if reads_zeros(given.get("padding", 0), input.shape[:0] if weight is None else weight.shape[2:]):
+            if reads_zeros(given.get("padding", 0), weight.shape[2:]):
                 raise front.other_padding()
-        elif isinstance(input, SealedOutput):
-            raise input.sealed_by.went_astray()
         if pair is not None and pair.rank is not None and input.dim() != pair.rank:
             raise pair.other_rank(input)
         bias: Any = None if self.bias is None else self.bias.owner._parameters.get(self.bias.name)
@@ -83,11 +90,6 @@ class FoldedLayer:
             with without_subclasses():
                 output = func(**{**given, "input": input, "weight": weight, "bias": bias})
         return output if pair is None else sealed(output, pair, output.dim() - pair.dims - 1)
-
-    def _has_other_bias(self, given: Any) -> bool:
-        if self.bias is None:
-            return given is not None
-        return given is not None and given is not getattr(self.bias.owner, self.bias.name, None)
 
 
 def unsealed(tensor: Any) -> Any:
@@ -409,10 +411,9 @@ def _may_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return True
     if name == "__set__":
         return _property_of(func) != "data" or is_folded(args[1])
-    target = args[0] if args else None
-    if name != "copy_" or not is_folded(target) or len(args) < 2:
+    if name != "copy_" or len(args) < 2:
         return False
-    return target.__dict__.pop("admitted", None) is args[1]
+    return args[0].__dict__.pop("admitted", None) is args[1]
 
 
 def _property_of(func: Any) -> str:

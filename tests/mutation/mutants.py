@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 _COPIED = ("passes", "optimizer", "exporters", "benchmarks", "tests", "pyproject.toml")
 # The tests that are near to the judge.
 _TESTS = (
+    "tests/passes/program/test_backend.py",
     "tests/passes/program/test_moves.py",
     "tests/passes/program/test_matching.py",
     "tests/passes/program/test_moved_bias.py",
@@ -59,6 +60,9 @@ _TESTS = (
     "tests/passes/test_folding_tensors.py",
     "tests/passes/test_fold_conv_bias.py",
     "tests/passes/test_fold_conv_bn.py",
+    "tests/passes/test_unseen_branches.py",
+    "tests/optimizer/test_exported_results.py",
+    "tests/optimizer/test_seals.py",
 )
 _PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")
 # How lines on tests that failed begin.

@@ -571,6 +571,13 @@ def _parametrized_norm() -> nn.Module:
     return model
 
 
+def _parametrized_as_it_is() -> nn.Module:
+    """A parametrization that gives the parameter itself."""
+    model = Pair()
+    nn.utils.parametrize.register_parametrization(model.conv, "weight", nn.Identity())
+    return model
+
+
 def _left_in_training() -> nn.Module:
     class Model(Pair):
         def train(self, mode: bool = True) -> nn.Module:
@@ -647,6 +654,7 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "old weight_norm": (_normed(nn.utils.weight_norm), "the weight of conv"),
     "old spectral_norm": (_normed(nn.utils.spectral_norm), "the weight of conv"),
     "parametrized norm": (_parametrized_norm, "its weight is computed or set by other code"),
+    "parametrized as it is": (_parametrized_as_it_is, "conv has parametrizations"),
     "parametrized bias": (_parametrized_bias, "the bias of conv"),
     "computed scale": (ComputedScale, "its weight is computed or set by other code"),
     "plain weight": (PlainWeight, "the weight of conv"),
@@ -1439,7 +1447,7 @@ def test_refuses_under_hooks_of_all_modules(kind: str) -> None:
     assert len(FoldConvBn().run(tree, context).changes) == 1
 
 
-@pytest.mark.parametrize("tensor", ["running_var", "weight"])
+@pytest.mark.parametrize("tensor", ["running_var", "weight", "bias"])
 def test_refuses_what_would_not_be_finite(tensor: str) -> None:
     model = Pair().eval()
     model.bn.eps = 0.0
@@ -1504,3 +1512,22 @@ def test_without_seals_other_branches_are_refused() -> None:
         assert len(each.run(tree, context).changes) == 1
         with pytest.raises(UnseenCall):
             tree.root(image(), True)
+
+
+class _Called(Pair):
+    """Calls both as functions."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = nn.functional.conv2d(x, self.conv.weight, self.conv.bias)
+        return nn.functional.batch_norm(y, self.bn.running_mean, self.bn.running_var, self.bn.weight, self.bn.bias) * 2
+
+
+def test_hooks_of_a_module_around_functions_keep_nothing_from_being_folded() -> None:
+    """They see what goes into the module and comes out of it."""
+    model = nn.Sequential(_Called()).eval()
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    tree, context = captured(model, image())
+    assert len(FoldConvBn().run(tree, context).changes) == 1
+    seen.clear()
+    assert torch.equal(tree.root(image()), seen[0])

@@ -137,8 +137,20 @@ class SharedInput(Front):
         return self.layer(self.norm(x)) + x
 
 
+class Unsqueezed(Front):
+    """What moves the values between the two gives them another dim."""
+
+    example = image(6, 4)
+
+    def more(self) -> None:
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.norm(x).unsqueeze(1))
+
+
 FOLDED: dict[type[Front], int] = {
-    Front: 1, BothSides: 2, InRow: 2, Twice: 2, Function: 1, Island: 1, Transposed: 1, SharedInput: 1,
+    Front: 1, BothSides: 2, InRow: 2, Twice: 2, Function: 1, Island: 1, Transposed: 1, SharedInput: 1, Unsqueezed: 1,
 }  # fmt: skip
 
 
@@ -172,6 +184,20 @@ def test_what_is_folded_can_be_exported_and_compiled(kind: type[Front], tmp_path
     bundle = export(fast, example_inputs=(model.example,), output=tmp_path / "out", formats=("torchscript", "onnx"))
     assert bundle.parity.ok
     check_compiles(model, fast, model.example)
+
+
+class PaddedLater(Front):
+    padding = 0
+
+    def forward(self, x: Tensor) -> Any:
+        return F.conv2d(self.norm(x), self.layer.weight, padding=self.padding)
+
+
+def test_a_function_that_comes_to_pad_raises() -> None:
+    fast = optimize(PaddedLater().eval(), ["fold-conv-bn"], example_inputs=(PaddedLater.example,))
+    fast.padding = 1
+    with pytest.raises(UnseenCall, match="padding"):
+        fast(PaddedLater.example)
 
 
 class Padded(Front):

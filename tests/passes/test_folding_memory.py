@@ -61,6 +61,18 @@ class _WritesUnseen(_ViewOfMean):
         return self.bn(self.conv(x))
 
 
+class _SetsItem(_ViewOfMean):
+    def forward(self, x: Tensor) -> Any:
+        self.center[0] = 0.5
+        return self.bn(self.conv(x))
+
+
+class _WritesOut(_ViewOfMean):
+    def forward(self, x: Tensor) -> Any:
+        torch.add(self.center, 0.5, out=self.center)
+        return self.bn(self.conv(x))
+
+
 class _ScriptedTwin(Pair):
     """A scripted layer has the same bias."""
 
@@ -210,7 +222,7 @@ def test_in_inference_others_keep_the_values_that_the_pair_had(make: Callable[[]
     assert done.changes
 
 
-@pytest.mark.parametrize("cls", [_WritesIntoTheMean, _WritesUnseen])
+@pytest.mark.parametrize("cls", [_WritesIntoTheMean, _WritesUnseen, _SetsItem, _WritesOut])
 @pytest.mark.parametrize("item", [FoldConvBias(), FoldConvBn()])
 def test_in_inference_a_pair_stays_that_a_forward_writes_to(cls: type[nn.Module], item: Any) -> None:
     tree, context = captured(cls().eval(), image())

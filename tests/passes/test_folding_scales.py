@@ -151,8 +151,15 @@ def test_what_is_folded_can_be_exported_and_compiled(tmp_path: Any) -> None:
 def test_another_way_raises(kind: type[Scaled]) -> None:
     model = kind().eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
-    with pytest.raises(UnseenCall):
-        fast.layer(model.example) + 1
+    for use in (
+        lambda y: y + 1,
+        lambda y: y * 2,
+        lambda y: y + model.gamma,
+        lambda y: y - fast.gamma,
+        lambda y: fast.gamma - y,
+    ):
+        with pytest.raises(UnseenCall, match="its output was used without it"):
+            use(fast.layer(model.example))
     if kind is Island:
         with pytest.raises(UnseenCall):
             fast(model.example + 1e3)

@@ -116,6 +116,7 @@ class Scaled(nn.Module):
         (lambda y, s: y + s, "add"), (lambda y, s: s - y, "rsub"), (lambda y, s: y - s, "sub"),
         (lambda y, s: y / s, "div"), (lambda y, s: torch.add(y, s), "add"), (torch.div, "div"),
         (lambda y, s: s / y, None), (lambda y, s: torch.add(y, s, alpha=2), None), (lambda y, s: y**s, None),
+        (torch.maximum, None),
     ],
 )  # fmt: skip
 def test_products_and_sums(compute, operation):
@@ -125,12 +126,58 @@ def test_products_and_sums(compute, operation):
 
 @pytest.mark.parametrize(
     ("shape", "count"),
-    [((4, 1, 1), 1), ((1,), 1), ((), 1), ((1, 4, 1, 1), 1), ((8,), 0), ((2, 1, 1, 1), 0), ((1, 1, 4, 1, 1), 0)],
+    [
+        ((4, 1, 1), 1),
+        ((1,), 1),
+        ((), 1),
+        ((1, 4, 1, 1), 1),
+        ((8,), 0),
+        ((4, 1, 1, 1), 0),
+        ((1, 1, 4, 1, 1), 0),
+        ((1, 4, 1, 1, 1), 0),
+    ],
 )
 def test_only_what_has_one_number_for_each_channel_scales_them(shape, count):
-    found = list(pairs_behind(recorded(Scaled(lambda y, s: y * s, shape), image(2, 3, 8, 8))))
+    found = list(pairs_behind(recorded(Scaled(lambda y, s: y * s, shape), image(4, 3, 8, 8))))
     assert len(found) == count
     assert all(isinstance(pair.affine, ChannelScale) for pair in found)
+
+
+def test_what_scales_channels_that_were_mixed_is_no_pair():
+    model = Scaled(lambda y, s: y.flatten(1) * s, (1,))
+    assert not list(pairs_behind(recorded(model, image())))
+
+
+def test_a_layer_with_its_bias_from_elsewhere_is_taken_as_a_function():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    del model[0]._parameters["bias"]
+    model[0].__dict__["bias"] = model[2].bias
+    (pair,) = pairs_behind(recorded(model, image()))
+    assert pair.conv.module is None
+    assert pair.conv.bias == TensorRef(model[2], "bias")
+
+
+@pytest.mark.parametrize("patched", ["forward", "_conv_forward"])
+def test_a_layer_with_a_forward_of_its_own_is_taken_as_a_function(patched):
+    class Own(nn.Conv2d):
+        def _conv_forward(self, *args):
+            return super()._conv_forward(*args)
+
+    conv = Own(3, 4, 1) if patched == "_conv_forward" else nn.Conv2d(3, 4, 1)
+    if patched == "forward":
+        conv.forward = lambda x: F.conv2d(x, conv.weight, conv.bias)
+    (pair,) = pairs_behind(recorded(nn.Sequential(conv, nn.BatchNorm2d(4)).eval(), image()))
+    assert pair.conv.module is None
+
+
+def test_a_number_that_a_tensor_holds_is_no_eps():
+    class Norm(nn.BatchNorm2d):
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, eps=self.epsilon)
+
+    norm = Norm(4)
+    norm.register_buffer("epsilon", torch.tensor(1e-3))
+    assert not list(pairs_behind(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval(), image())))
 
 
 def test_what_stands_after_a_folded_one_is_a_pair_too():

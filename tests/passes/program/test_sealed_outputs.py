@@ -16,8 +16,10 @@ from passes.errors import UnseenCall
 from passes.program.checkpoint_guard import refuse_checkpoint
 from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave, is_carried
 from passes.program.pairs import FoldedPair
-from passes.program.seals import SealedOutput, sealed_for
+from passes.program.seals import SealedOutput, TracedOutput, opened_from, sealed_for
 from passes.program.seals import sealed as seal_of
+from passes.program.tensors import TensorRef
+from passes.program.weights import folded_tensor
 
 PAIR = FoldedPair("conv", "bn", 4, 2)
 VALUE = torch.randn(2, 4, 3, 3)
@@ -163,7 +165,9 @@ def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
     first, second = FoldedConvForward(conv, PAIR), FoldedNormForward(norm, PAIR, carried=True)
     output = first(x)
     assert torch.equal(second(output), conv(x))
-    for name, home in (("weight", norm._parameters), ("running_mean", norm._buffers)):
+    homes = {"weight": norm._parameters, "bias": norm._parameters}
+    homes |= {"running_mean": norm._buffers, "running_var": norm._buffers}
+    for name, home in homes.items():
         home[name] = torch.ones(4)
         with pytest.raises(
             UnseenCall, match=r"^bn has parameters again that went into another module when conv was folded"
@@ -204,8 +208,12 @@ def test_channels_that_come_in_another_dim_are_not_opened() -> None:
 
 
 def test_input_of_other_dims_than_were_seen_is_refused() -> None:
-    conv = nn.Conv2d(3, 4, 1)
-    for give in (FoldedConvForward(conv, PAIR), lambda value: sealed_for(value, PAIR, 2)):
+    conv, transposed = nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(3, 4, 1)
+    for give in (
+        FoldedConvForward(conv, PAIR),
+        FoldedConvForward(transposed, PAIR),
+        lambda value: sealed_for(value, PAIR, 2),
+    ):
         assert isinstance(give(torch.randn(2, 3, 5, 5)), SealedOutput)
         with pytest.raises(UnseenCall, match="for 4-D input and is given 3-D input"):
             give(torch.randn(3, 5, 5))
@@ -228,9 +236,64 @@ def test_what_is_set_on_a_norm_that_is_carried_is_not_ignored(leads: bool) -> No
     with pytest.raises(UnseenCall, match="bn has another eps than when it was folded into conv"):
         forward(given)
     norm.eps = forward.eps
+    norm.train()
+    with pytest.raises(UnseenCall, match="bn was put in training, and it was folded together with conv"):
+        forward(given)
+    norm.eval()
     norm._parameters["weight"] = torch.ones(4)
     with pytest.raises(UnseenCall, match=r"^bn has parameters again"):
         forward(given)
+
+
+def test_a_value_that_was_made_without_gradients_is_not_opened_with_them() -> None:
+    """A fold of a layer that runs inside an autograd function would lose its gradient."""
+    with torch.no_grad():
+        value = sealed()
+    norm = FoldedNormForward(_without_tensors(), PAIR, carried=True)
+    for use in (norm, lambda y: y.transpose(2, 3), lambda y: opened_from(y, PAIR, None)):
+        with pytest.raises(UnseenCall, match="its output was used without it"):
+            use(value)
+        with torch.no_grad():
+            use(value)
+
+
+def test_a_function_opens_only_its_own_input() -> None:
+    norm = _without_tensors()
+    x, ones = torch.ones(2, 4, 3, 3), torch.ones(4)
+    for leads in (False, True):
+        pair = FoldedPair("conv", "bn", 4, 2, leads=leads, function=TensorRef(norm, "running_mean"))
+        mean = norm.__dict__["running_mean"] = folded_tensor(ones, pair=pair)
+        value = seal_of(x, pair)
+        if not leads:
+            assert torch.equal(F.batch_norm(value, mean, ones, eps=0.0), x)
+        for use in (
+            lambda y, mean=mean: F.batch_norm(x, mean, y, eps=0.0),
+            *([lambda y, mean=mean: F.batch_norm(y, mean, ones, eps=0.0)] if leads else []),
+        ):
+            with pytest.raises(UnseenCall, match="its output was used without it"):
+                use(value)
+
+
+def test_a_leading_function_is_known_by_its_mean() -> None:
+    norm = _without_tensors()
+    pair = FoldedPair("conv", "bn", 4, 2, leads=True, function=TensorRef(norm, "running_mean"))
+    mean, scale = (folded_tensor(torch.ones(4), pair=pair) for _ in range(2))
+    norm.__dict__["running_mean"] = mean
+    assert isinstance(F.batch_norm(VALUE, mean, torch.ones(4), scale, eps=0.0), SealedOutput)
+    with pytest.raises(UnseenCall, match="is used without the two"):
+        F.batch_norm(VALUE, torch.zeros(4), torch.ones(4), scale, eps=0.0)
+
+
+def test_while_torch_traces_it_answers_for_its_shape_alone() -> None:
+    value = TracedOutput(VALUE, PAIR, 1)
+    assert (value.shape, value.dim(), len(value)) == (VALUE.shape, 4, 2)
+    with pytest.raises(UnseenCall, match="its output was used without it"):
+        value.T  # noqa: B018
+    with pytest.raises(UnseenCall, match="its output was used without it"):
+        value.relu()
+    for name in ("__deepcopy__", "sealed_layer"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(value, name)
 
 
 def test_a_checkpoint_with_what_was_given_away_is_an_error() -> None:

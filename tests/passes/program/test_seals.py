@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import numpy as np
@@ -66,7 +67,7 @@ def folded(functional):
     pair = FoldedPair("conv", "bn", 4, 2, function=function, eps=bn.eps)
     layer = FoldedLayer(TensorRef(conv, "weight"), TensorRef(conv, "bias"), 2, module=not functional)
     layer.pair = pair
-    pair.convolves = functional
+    pair.convolved = layer.places if functional else ()
     names = ("weight", "bias", "running_mean", "running_var") if functional else ()
     pair.taken = tuple(TensorRef(bn, name) for name in names)
     conv._parameters["weight"] = folded_parameter(weight, layer, requires_grad=True)
@@ -247,6 +248,7 @@ def test_a_functional_norm_is_called_as_it_was():
         lambda w: [row * 1 for row in w], lambda w: F.conv2d(X, w), lambda w: F.interpolate(w, scale_factor=2),
         lambda w: torch.cat([w, w]), lambda w: w.to(torch.float64) + 1, lambda w: w.data @ w.data.mT, lambda w: w.unbind()[0] + 1,
         lambda w: torch.zeros(4, 3, 3, 3).__setitem__(0, w[0]), lambda w: torch.einsum("oikl->o", w), lambda w: w.mul_(w),
+        lambda w: torch.addmm(torch.ones(4), X.flatten(1)[:, :27], w.view(4, -1).t(), out=torch.empty(2, 4)),
     ],
 )  # fmt: skip
 def test_a_folded_weight_refuses_to_be_computed_with(use):
@@ -280,7 +282,7 @@ def test_in_a_forward_no_number_of_a_folded_tensor_can_be_read(read, name):
     [
         lambda t: t.zero_(), lambda t: t.data.fill_(1), lambda t: t.copy_(torch.ones_like(t)), lambda t: nn.init.zeros_(t),
         lambda t: nn.init.kaiming_normal_(t), lambda t: t.__setitem__(0, 5), lambda t: setattr(t, "data", torch.ones(t.shape)),
-        lambda t: torch._foreach_add_([t], 1.0),
+        lambda t: torch._foreach_add_([t], 1.0), lambda t: t.clamp_(None, 0.1), lambda t: t.copy_(other=torch.ones_like(t)),
     ],
 )  # fmt: skip
 def test_a_folded_weight_cant_be_written_to(write):
@@ -288,6 +290,16 @@ def test_a_folded_weight_cant_be_written_to(write):
     with torch.no_grad(), pytest.raises(UnseenCall, match="can't be written to: write to the original model"):
         write(result.conv.weight)
     assert same(result(X), model(X))
+
+
+def test_a_function_takes_a_folded_weight_and_bias_together_alone():
+    model, result = folded(True)
+    weight, bias = result.conv.weight, result.conv.bias
+    # The bias may be one that the fold added: then the call gives none.
+    assert isinstance(F.conv2d(X, weight, None), SealedOutput)
+    for given in ((weight, torch.zeros(4)), (torch.zeros(4, 3, 3, 3), bias), (weight, model.conv.bias)):
+        with pytest.raises(UnseenCall, match="is used without the two"):
+            F.conv2d(X, *given)
 
 
 def test_detached_in_a_forward_it_stays_folded_and_outside_it_gives_the_values():
@@ -298,14 +310,34 @@ def test_detached_in_a_forward_it_stays_folded_and_outside_it_gives_the_values()
     assert type(result.conv.weight.detach()) is torch.Tensor
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("value", [None, "new"])
-def test_a_parameter_in_the_place_of_a_folded_one_is_refused(name, value):
-    model, result = folded(False)
-    old = getattr(model.conv, name)
-    setattr(result.conv, name, None if value is None else nn.Parameter(old.detach().clone()))
-    with pytest.raises(UnseenCall, match="another weight or bias than the one that was folded together with bn"):
-        result(X)
+WAYS = {
+    "eager": lambda module: module(X),
+    "compiled": lambda module: torch.compile(module, backend="eager")(X),
+    "exported": lambda module: torch.export.export(module, (X,)),
+    "traced": lambda module: torch.jit.trace(module, (X,), check_trace=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@BOTH
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "value"), [*itertools.product(["weight", "bias"], ["parameter", "buffer", None])])
+def test_a_tensor_in_the_place_of_a_folded_one_is_refused(functional, way, name, value):
+    model, result = folded(functional)
+    WAYS[way](result)
+    new = getattr(model.conv, name).detach().clone()
+    setattr(result.conv, name, None if value is None else nn.Parameter(new))
+    if value == "buffer":
+        delattr(result.conv, name)
+        result.conv.register_buffer(name, new)
+    # torch itself refuses a function's weight that is None.
+    error, text = (
+        (TypeError, "conv2d")
+        if functional and (name, value) == ("weight", None)
+        else (UnseenCall, "another weight or bias")
+    )
+    with pytest.raises(error, match=text):
+        WAYS[way](result)
 
 
 @pytest.mark.parametrize("assign", [False, True])
