@@ -14,6 +14,7 @@ from passes.torch_private import (
     is_watched,
     mark_open,
     module_id_of,
+    real_of,
     shape_environment,
 )
 
@@ -170,3 +171,23 @@ def test_a_whole_graph_that_breaks_raises():
         captured_call(_call_of_its_own(), lambda graph, inputs, around: graph.forward, whole=True).run(
             Breaks(), (torch.ones(2),), {}
         )
+
+
+def test_a_fake_tensor_tells_which_tensor_it_was_made_from():
+    model, found = nn.Linear(2, 2), []
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            found.extend((self.inner.weight, real_of(self.inner.weight), real_of(x + 1)))
+            return self.inner(x)
+
+    torch.export.export(Asks(), (torch.ones(1, 2),))
+    seen, real, result = found[:3]
+    assert type(seen) is not nn.Parameter
+    assert real is model.weight
+    assert type(result) is not torch.Tensor
+    assert real_of(model.weight) is model.weight
