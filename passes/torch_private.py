@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,16 +96,24 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def real_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a fake one was made from while it is traced with; any other tensor as it is.
+def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each fake tensor among these, and the real one that it was made from; without those that were computed.
 
     Torch makes one fake tensor of each real one, and remembers under the same number which they are. Seen in 2.13.
     """
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    converter = tensor.fake_mode.fake_tensor_converter.meta_converter
-    numbers = converter.describer.lookup_tensor.items()
-    return next((real for real, number in numbers if converter.tensor_memo.get(number) is tensor), tensor)
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    sources: dict[int, torch.Tensor] = {}
+    for converter in {
+        id(fake.fake_mode): fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes
+    }.values():
+        for real, number in converter.describer.lookup_tensor.items():
+            sources[id(converter.tensor_memo.get(number))] = real
+    return [(fake, sources[id(fake)]) for fake in fakes if id(fake) in sources]
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether the value is a tensor without numbers, with which torch.export runs a forward. Seen in 2.13."""
+    return isinstance(tensor, FakeTensor)
 
 
 def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:

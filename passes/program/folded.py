@@ -25,8 +25,8 @@ from passes.program.seals import (
     sealed_for,
 )
 from passes.program.tensors import is_own
-from passes.program.weights import FoldedParameter, a_forward_runs, needs_unsealed, unsealed
-from passes.torch_private import NOTHING, make_subclass, without_subclasses
+from passes.program.weights import FoldedParameter, SealsWhileExporting, a_forward_runs, needs_unsealed, unsealed
+from passes.torch_private import NOTHING, is_fake, make_subclass, without_subclasses, without_torch_function
 
 linear = nn.functional.linear
 
@@ -98,7 +98,8 @@ class FoldedConvForward(InstanceForward):
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if needs_unsealed(input):
             return layer_output(owner, unsealed(weight), unsealed(bias), input, *size, **named)
-        with without_subclasses():
+        # `SealsWhileExporting` would take a call with fake tensors for one by other code.
+        with without_torch_function() if is_fake(input) else without_subclasses():
             return layer_output(owner, weight, bias, input, *size, **named)
 
 
@@ -217,8 +218,11 @@ class NoSealsLeave(AroundForward):
         self.is_root = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             outputs = self._inner_forward(*args, **kwargs)
+        elif torch.compiler.is_exporting():
+            with SealsWhileExporting(self.owner), a_forward_runs():
+                outputs = self._inner_forward(*args, **kwargs)
         else:
             with a_forward_runs():
                 outputs = self._inner_forward(*args, **kwargs)

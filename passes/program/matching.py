@@ -292,14 +292,14 @@ def channel_scale_at(node: Node) -> ChannelScale | None:
     The shapes are not checked.
     """
     operation = scale_named(node.target)
-    if operation is None or len(node.args) != 2 or node.kwargs:
+    if len(node.args) != 2 or node.kwargs:
         return None
     first, second = map(tensor_of, node.args)
     value, tensor = (node.args[1], first) if second is None else (node.args[0], second)
     if tensor is None or not isinstance(value, fx.Node):
         return None
     if second is None:
-        operation = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}.get(operation, "")
+        operation = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}.get(str(operation))
     return ChannelScale(node, value, operation, tensor) if operation else None
 
 

@@ -34,8 +34,6 @@ class FoldedPair:
         eps: the BatchNorm's `eps` at the time of the fold.
         behind: the number of dims after the channel dim in the input of the second.
         taken: the tensors, given to a function, whose values are now in the layer.
-        convolved: the weight and bias of the layer if a function computes it; empty for a torch.nn module.
-        added: the bias that the fold added to a functional layer without one; None otherwise.
         farther: the pair of the same layer with the next affine operation further away, if the layer does that one's
             work too.
     """
@@ -69,8 +67,6 @@ class FoldedPair:
         self.farther: FoldedPair | None = None
         self.argument = "running_mean"
         self.taken: tuple[TensorRef, ...] = ()
-        self.convolved: tuple[TensorRef, ...] = ()
-        self.added: TensorRef | None = None
         self.warned = False
 
     def is_named_by(self, given: Mapping[str, Any]) -> bool:

@@ -23,7 +23,6 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
-from passes.program.tensors import holds_own
 from passes.torch_private import NOTHING, is_tracing, make_subclass, without_subclasses
 
 
@@ -171,9 +170,7 @@ def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tenso
     Raises:
         UnseenCall: the value isn't the output of the first, or its channels are in another dim.
     """
-    if not isinstance(value, SealedOutput):
-        return _exported(value, pair, behind)
-    if value.sealed_by is not pair:
+    if not isinstance(value, SealedOutput) or value.sealed_by is not pair:
         raise pair.came_from_elsewhere()
     if value.sealed_grad is not is_grad_enabled():
         raise pair.went_astray()
@@ -182,25 +179,6 @@ def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tenso
     if value.sealed_dim != wanted:
         raise pair.other_dim(value.sealed_dim, wanted)
     return opened
-
-
-def _exported(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tensor:
-    """Accept an unsealed value during torch.export, which replaces folded weights by plain fake tensors.
-
-    A functional layer with such a weight doesn't seal its output, and lacks the bias that the fold added, which is
-    added here.
-
-    Raises:
-        UnseenCall: torch.export isn't running, or the layer isn't functional.
-    """
-    is_fake = isinstance(value, torch.Tensor) and type(value) is not torch.Tensor
-    if not (is_fake and pair.convolved and not pair.leads and torch.compiler.is_exporting()):
-        raise pair.came_from_elsewhere()
-    if not all(map(holds_own, pair.convolved)):
-        raise pair.other_weight()
-    bias = None if pair.added is None else pair.added.value
-    after = value.dim() - 2 if behind is None else behind
-    return value if bias is None else value + bias.reshape(-1, *[1] * after)
 
 
 def given_on(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:

@@ -191,9 +191,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
         needs_gradient = any(ref.value is not None and ref.value.requires_grad for ref in change.sources)
         self._put_folded(conv.weight, folded_parameter(weight, layer, requires_grad=needs_gradient))
         if layer.bias is None:
-            layer.bias = folded.added = TensorRef(conv.weight.owner, _free_name(conv.weight))
-        if conv.module is None:
-            folded.convolved = layer.places
+            layer.bias = TensorRef(conv.weight.owner, _free_name(conv.weight))
         if is_folded(layer.bias.owner.__dict__.get(layer.bias.name)):
             self._set(layer.bias.owner, layer.bias.name, MISSING)
         self._put_folded(layer.bias, folded_parameter(bias, layer, requires_grad=needs_gradient))
@@ -231,9 +229,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._put_folded(conv.weight, folded_parameter(bare(weight), layer, requires_grad=weight.requires_grad))
         if bias is not None:
             self._set(conv.bias.owner, conv.bias.name, folded_tensor(_without_values(bias), layer=layer))
-        if conv.module is None:
-            folded.convolved = layer.places
-        else:
+        if conv.module is not None:
             self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
         if norm.module is not None:
             self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))

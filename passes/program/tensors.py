@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes.torch_private import real_of
+from passes.torch_private import sources_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def is_own(tensor: torch.Tensor | None) -> bool:
     if torch.compiler.is_dynamo_compiling():
         # With freezing, torch takes all parameters for plain ones, but their attributes are there.
         return getattr(tensor, "sealed_layer", None) is not None
-    # torch.export computes with fake tensors, which are all of one class.
-    return type(real_of(tensor)) is not nn.Parameter
+    # torch.export gives fake tensors, which are all of one class.
+    return all(type(source) is not nn.Parameter for _, source in sources_of([tensor]) or [(tensor, tensor)])
 
 
 def holds_own(ref: TensorRef) -> bool:

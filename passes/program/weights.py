@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import UnseenCall
@@ -25,7 +26,7 @@ from passes.program.seals import SealedOutput, check_function, given_on, opened_
 from passes.program.seals import answer as answer_of_seal
 from passes.program.tensors import TensorRef, holds_own
 from passes.program.torch_calls import METADATA
-from passes.torch_private import make_subclass, without_subclasses
+from passes.torch_private import is_fake, make_subclass, sources_of, without_subclasses
 
 
 class FoldedLayer:
@@ -108,7 +109,7 @@ def needs_unsealed(input: Any) -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    return type(input) is not torch.Tensor and torch.overrides.has_torch_function((input,))
+    return type(input) is not torch.Tensor and not is_fake(input) and torch.overrides.has_torch_function((input,))
 
 
 class _Forwards(threading.local):
@@ -132,6 +133,26 @@ class a_forward_runs:
 
     def __exit__(self, *error: object) -> None:
         FORWARDS.running -= 1
+
+
+class SealsWhileExporting(TorchFunctionMode):
+    """Guards the folded parameters of a model while torch.export runs it on fake tensors, which have no class of ours.
+
+    The fake tensors get the attributes of the folded ones, by which they are known, and each call that is given one of
+    them is answered as it would be for those.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        for fake, real in sources_of(model.parameters()):
+            if is_folded(real):
+                _seal_as(fake, real)
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_folded, pytree.tree_leaves((args, kwargs)))):
+            return answer(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 class _Folded:
@@ -249,8 +270,12 @@ def like_old(old: torch.Tensor | None, new: nn.Parameter) -> nn.Parameter:
 
 
 def is_folded(leaf: Any) -> bool:
-    """Whether the value is a folded tensor."""
-    return isinstance(leaf, _Folded)
+    """Whether the value is a folded tensor, or a fake one that stands for it."""
+    return isinstance(leaf, _Folded) or (is_fake(leaf) and "sealed_layer" in leaf.__dict__)
+
+
+def _seal_as(tensor: Any, source: Any) -> None:
+    tensor.sealed_layer, tensor.sealed_pair = source.sealed_layer, source.sealed_pair
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,10 +286,9 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
 def like_folded(held: Any, values: torch.Tensor) -> torch.Tensor:
     """A folded tensor with other values, and the seal of the one that is held."""
     kind = FoldedParameter if isinstance(held, FoldedParameter) else FoldedTensor
-    twin = _made(kind, bare(values), held.requires_grad)
-    twin.sealed_layer, twin.sealed_pair = held.sealed_layer, held.sealed_pair
-    made: torch.Tensor = twin
-    return made
+    twin: torch.Tensor = _made(kind, bare(values), held.requires_grad)
+    _seal_as(twin, held)
+    return twin
 
 
 def admit(held: Any, values: torch.Tensor) -> None:
@@ -433,8 +457,9 @@ def _sealed_again(func: Any, args: Sequence[Any], result: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or is_folded(leaf):
             return leaf
         # `nn.Parameter(tensor)` asks that a detached tensor be of the same class.
-        view: Any = leaf.as_subclass(type(source) if name == "detach" else FoldedTensor)
-        view.sealed_layer, view.sealed_pair = source.sealed_layer, source.sealed_pair
+        kind = type(source) if name == "detach" else FoldedTensor
+        view = leaf if is_fake(leaf) else leaf.as_subclass(kind)
+        _seal_as(view, source)
         return view
 
     with without_subclasses():

@@ -44,7 +44,7 @@ LETS_PASS = {
     "_pads": False, "reads_zeros": False, "is_stock": True, "_scales_channels": True, "_leads_to": True, "_writes": False,
     "_is_write": False, "_is_layer": False, "_is_beyond": False, "is_tied": False,
     "is_gone": True, "_are_tensors": True, "is_named_by": True, "_asks": True,
-    "_may_write": True, "is_given_back": False, "is_own": True, "_is_of": True, "holds_own": True, "_adds_bias": False,
+    "_may_write": True, "is_given_back": False, "is_own": True, "_is_of": True, "holds_own": True, "_adds_bias": True,
 }  # fmt: skip
 # What stands in these files and judges no fold.
 OTHER_WORK = {

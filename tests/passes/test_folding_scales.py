@@ -165,6 +165,13 @@ def test_another_way_raises(kind: type[Scaled]) -> None:
             fast(model.example + 1e3)
 
 
+def test_a_factor_that_is_given_again_raises() -> None:
+    fast = optimize(Scaled().eval(), ["fold-conv-bn"], example_inputs=(IMAGE,))
+    fast.gamma = nn.Parameter(torch.ones(4, 1, 1))
+    with pytest.raises(UnseenCall, match="has parameters again"):
+        fast(IMAGE)
+
+
 class ByPosition(Linear):
     """One number for each position, not for each feature."""
 

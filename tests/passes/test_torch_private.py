@@ -10,12 +10,13 @@ from passes.torch_private import (
     SizeConditions,
     captured_call,
     dim_of,
+    is_fake,
     is_held,
     is_watched,
     mark_open,
     module_id_of,
-    real_of,
     shape_environment,
+    sources_of,
 )
 
 
@@ -174,20 +175,20 @@ def test_a_whole_graph_that_breaks_raises():
 
 
 def test_a_fake_tensor_tells_which_tensor_it_was_made_from():
-    model, found = nn.Linear(2, 2), []
-
     class Asks(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = model
+            self.inner = nn.Linear(2, 2)
 
         def forward(self, x):
-            found.extend((self.inner.weight, real_of(self.inner.weight), real_of(x + 1)))
+            weight = self.inner.weight
+            found.extend((weight, sources_of([weight, weight + 1, torch.ones(1)])))
             return self.inner(x)
 
-    torch.export.export(Asks(), (torch.ones(1, 2),))
-    seen, real, result = found[:3]
-    assert type(seen) is not nn.Parameter
-    assert real is model.weight
-    assert type(result) is not torch.Tensor
-    assert real_of(model.weight) is model.weight
+    model, found = Asks(), []
+    torch.export.export(model, (torch.ones(1, 2),))
+    fake, ((same, real),) = found[:2]
+    assert is_fake(fake)
+    assert same is fake
+    assert real is model.inner.weight
+    assert not is_fake(real)

@@ -67,7 +67,6 @@ def folded(functional):
     pair = FoldedPair("conv", "bn", 4, 2, function=function, eps=bn.eps)
     layer = FoldedLayer(TensorRef(conv, "weight"), TensorRef(conv, "bias"), 2, module=not functional)
     layer.pair = pair
-    pair.convolved = layer.places if functional else ()
     names = ("weight", "bias", "running_mean", "running_var") if functional else ()
     pair.taken = tuple(TensorRef(bn, name) for name in names)
     conv._parameters["weight"] = folded_parameter(weight, layer, requires_grad=True)
@@ -84,6 +83,12 @@ def folded(functional):
             bn.__dict__[name] = folded_tensor(torch.full((4,), value), pair=pair)
         home[name] = None
     return model, result
+
+
+def exported(result, **options):
+    """Exported as the root of an optimized model."""
+    result.__dict__["forward"] = NoSealsLeave(result, None)
+    return torch.export.export(result, (X,), **options)
 
 
 BOTH = pytest.mark.parametrize("functional", [False, True])
@@ -165,15 +170,26 @@ def test_a_compiled_result_is_the_plain_computation(functional, backend):
 
 
 @BOTH
+@pytest.mark.parametrize("way", ["raw", "weight", "view", "bias"])
+def test_a_way_that_was_not_seen_is_not_exported(functional, way):
+    _, result = folded(functional)
+    result.way = way
+    with pytest.raises(UnseenCall):
+        exported(result)
+    result.way = "seen"
+    exported(result)
+
+
+@BOTH
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_result_is_the_plain_computation(functional, strict):
     model, result = folded(functional)
-    exported = torch.export.export(result, (X,), strict=strict)
-    assert same(exported.module()(X), model(X))
-    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    program = exported(result, strict=strict)
+    assert same(program.module()(X), model(X))
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     # What is left of a functional BatchNorm where torch asks no subclass gives its input as it is.
     rest = ["aten.batch_norm.default"] if strict and functional else []
-    assert [name for name in names if "alias" not in name] == ["aten.conv2d.default", *rest]
+    assert names == ["aten.conv2d.default", *rest]
 
 
 @BOTH
@@ -313,7 +329,7 @@ def test_detached_in_a_forward_it_stays_folded_and_outside_it_gives_the_values()
 WAYS = {
     "eager": lambda module: module(X),
     "compiled": lambda module: torch.compile(module, backend="eager")(X),
-    "exported": lambda module: torch.export.export(module, (X,)),
+    "exported": exported,
     "traced": lambda module: torch.jit.trace(module, (X,), check_trace=False),
 }
 
