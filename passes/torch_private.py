@@ -96,6 +96,13 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
+def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a transform of torch.func wrapped, which has the memory; any other tensor as it is. Seen in 2.13."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each fake tensor among these, and the real one that it was made from; without those that were computed.
 

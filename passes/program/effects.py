@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from passes.program.captured import argument, example_of, is_tensor, name_of
 from passes.program.operations import draws_numbers, schemas
 from passes.program.torch_calls import METADATA
+from passes.torch_private import beneath_transforms
 
 # torch functions written in Python, which have no schema.
 _COMPOSED = frozenset({
@@ -185,5 +186,6 @@ def places_of(node: fx.Node) -> frozenset[Any]:
 
 
 def _places_of(value: Any) -> frozenset[Any]:
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    # In a call of `torch.vmap` the values of a graph are wrapped.
+    tensors = (beneath_transforms(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return frozenset(leaf.untyped_storage()._cdata for leaf in tensors if leaf.layout is torch.strided)

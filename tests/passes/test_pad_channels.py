@@ -923,3 +923,23 @@ def test_an_output_is_a_tensor_of_its_own(function: Callable[..., Any]) -> None:
             return function(self, x)
 
     check_pass(ANYWHERE, enliven(Used()).eval(), (torch.randn(4, 5),))
+
+
+class Mapped(nn.Module):
+    """Maps a function over the rows of what a layer gives, as the scan of a Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.linear(row).cumsum(0).view(-1))(
+            self.linear(x.repeat(1, 1)).repeat(1, 2)[:, :6]
+        )
+
+
+def test_what_a_transform_maps_is_looked_through() -> None:
+    model, x = enliven(Mapped()), torch.randn(3, 6)
+    fast = optimize(model, [PadChannels(force=True)], example_inputs=(x,))
+    assert report_of(fast).passes[0].status == "applied"
+    torch.testing.assert_close(fast(x), model(x))

@@ -8,6 +8,7 @@ from passes import torch_private
 from passes.torch_private import (
     MOST_CAPTURES,
     SizeConditions,
+    beneath_transforms,
     captured_call,
     dim_of,
     is_fake,
@@ -192,3 +193,10 @@ def test_a_fake_tensor_tells_which_tensor_it_was_made_from():
     assert same is fake
     assert real is model.inner.weight
     assert not is_fake(real)
+
+
+def test_what_vmap_wraps_has_the_memory_beneath():
+    x, found = torch.ones(2, 3), []
+    torch.vmap(torch.vmap(lambda y: found.append(y) or y * 2))(x)
+    assert beneath_transforms(found[0]).untyped_storage().data_ptr() == x.data_ptr()
+    assert beneath_transforms(x) is x
