@@ -98,9 +98,13 @@ class FoldedConvForward(InstanceForward):
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if needs_unsealed(input):
             return layer_output(owner, unsealed(weight), unsealed(bias), input, *size, **named)
-        # `SealsWhileExporting` would take a call with fake tensors for one by other code.
-        with without_torch_function() if is_fake(input) else without_subclasses():
+        with _unguarded(input):
             return layer_output(owner, weight, bias, input, *size, **named)
+
+
+def _unguarded(input: torch.Tensor) -> Any:
+    """A block in which folded tensors can be computed with, also where torch.export runs it on fake ones."""
+    return without_torch_function() if is_fake(input) else without_subclasses()
 
 
 def layer_output(
@@ -194,7 +198,7 @@ class FoldedNormForward(InstanceForward):
         if needs_unsealed(input) and not owner.training and owner.running_mean is not None:
             mean, var = unsealed(owner.running_mean), owner.running_var
             return nn.functional.batch_norm(input, mean, var, owner.weight, owner.bias, False, 0.0, owner.eps)
-        with without_subclasses():
+        with _unguarded(input):
             output: torch.Tensor = self._class_forward(input)
         return output
 

@@ -136,14 +136,14 @@ class a_forward_runs:
 
 
 class SealsWhileExporting(TorchFunctionMode):
-    """Guards the folded parameters of a model while torch.export runs it on fake tensors, which have no class of ours.
+    """Guards the folded tensors of a model while torch.export runs it on fake ones, which have no class of ours.
 
     The fake tensors get the attributes of the folded ones, by which they are known, and each call that is given one of
     them is answered as it would be for those.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        for fake, real in sources_of(model.parameters()):
+        for fake, real in sources_of((*model.parameters(), *model.buffers())):
             if is_folded(real):
                 _seal_as(fake, real)
         super().__init__()

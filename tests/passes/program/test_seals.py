@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from optimizer import optimize, report_of
 from passes.errors import UnseenCall
 from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave
 from passes.program.folded_checkpoint import admit_checkpoint, save_plain
@@ -47,6 +48,21 @@ class Net(nn.Module):
             return F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.1, bn.eps)
         y = self.conv(x)
         return y.relu() if self.way == "raw" else bn(y)
+
+
+class Telling(nn.Module):
+    """Adds a tensor of the model, when it has a name."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.name = ""
+
+    def forward(self, x):
+        if not self.name:
+            return self.net(x)
+        owner, _, name = self.name.rpartition(".")
+        return self.net(x) + getattr(self.get_submodule(owner), name).sum()
 
 
 def folded(functional):
@@ -178,6 +194,22 @@ def test_a_way_that_was_not_seen_is_not_exported(functional, way):
         exported(result)
     result.way = "seen"
     exported(result)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["conv.weight", "bn.running_mean"])
+def test_where_a_bias_was_moved_what_changed_is_not_exported_by_another_way(functional, name):
+    """In a module that takes the value of a tensor where it is told to."""
+    net, _ = folded(functional)
+    model = Telling(net)
+    result = optimize(model, ["fold-conv-bias"], example_inputs=(X,))
+    assert report_of(result).passes[0].status == "applied"
+    program = torch.export.export(result, (X,))
+    assert same(program.module()(X), model(X))
+    result.name = f"net.{name}"
+    for run in (lambda: result(X), lambda: torch.export.export(result, (X,))):
+        with pytest.raises(UnseenCall):
+            run()
 
 
 @BOTH
