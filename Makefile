@@ -56,6 +56,7 @@ bench: $(VENV)/examples $(TIMM)
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
+	$(BIN)/python benchmarks/proof_cost.py --json benchmarks/results/proof_cost.json --markdown benchmarks/results/proof_cost.md
 	$(BIN)/python benchmarks/large.py --check --json benchmarks/results/large.json --markdown benchmarks/results/large.md
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
 	$(BIN)/python benchmarks/reach.py --models timm --check --json benchmarks/results/reach_timm.json --markdown benchmarks/results/reach_timm.md

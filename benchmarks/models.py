@@ -200,6 +200,54 @@ def segformer_b0(scale: float) -> Subject:
     return Subject("segformer_b0", bring_to_life(model, *_images(64)(4)), _images(_image_size(scale)))
 
 
+def swin_tiny(scale: float) -> Subject:
+    """Attention in shifted windows: no pass for inference changes anything of it."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    size = _image_size(scale)
+    return Subject(
+        "swin_tiny",
+        bring_to_life(SwinForImageClassification(SwinConfig(image_size=size, num_labels=1000))),
+        _images(size),
+    )
+
+
+def bert_base(scale: float) -> Subject:
+    """BERT as it was published, without its words."""
+    from transformers import BertConfig, BertModel
+
+    config, length = BertConfig(), max(8, round(128 * scale))
+
+    def draw(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1)),)
+
+    return Subject("bert_base", bring_to_life(BertModel(config)), draw)
+
+
+def whisper_encoder(scale: float) -> Subject:
+    """The encoder of the smallest Whisper, on 30 seconds of sound: 1,500 positions."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    positions = max(8, round(1500 * scale))
+    config = WhisperConfig(d_model=384, encoder_layers=4, encoder_attention_heads=6, max_source_positions=positions)
+
+    def draw(batch: int) -> tuple[torch.Tensor, ...]:
+        sound = torch.Generator().manual_seed(1)
+        return (torch.randn(batch, config.num_mel_bins, 2 * positions, generator=sound),)
+
+    return Subject("whisper_encoder", bring_to_life(WhisperEncoder(config)), draw)
+
+
+def deeplab(scale: float) -> Subject:
+    """DeepLabV3 of torchvision on a ResNet-50: maps as large as the image go out."""
+    _declare_torchvision()
+    from torchvision.models.segmentation import deeplabv3_resnet50
+
+    model = deeplabv3_resnet50(weights=None, weights_backbone=None)
+    return Subject("deeplab", bring_to_life(model, *_images(96)(4)), _images(_image_size(scale)))
+
+
 class _VolumeNet(nn.Module):
     """A small U-Net of volumes."""
 
@@ -240,18 +288,22 @@ def _classifier(name: str) -> Callable[[float], Subject]:
     """A classifier of torchvision with random weights. torch.fx traces all of these, so that `fuse` takes them."""
 
     def make(scale: float) -> Subject:
-        sys.path.insert(0, str(_SUPPORT))
-        try:
-            import torchvision_operators
-        finally:
-            sys.path.remove(str(_SUPPORT))
-        torchvision_operators.declare()
+        _declare_torchvision()
         from torchvision.models import get_model
 
         model = get_model(name, weights=None)
         return Subject(f"torchvision:{name}", bring_to_life(model, *_images(96)(8)), _images(_image_size(scale)))
 
     return make
+
+
+def _declare_torchvision() -> None:
+    sys.path.insert(0, str(_SUPPORT))
+    try:
+        import torchvision_operators
+    finally:
+        sys.path.remove(str(_SUPPORT))
+    torchvision_operators.declare()
 
 
 def _image_size(scale: float) -> int:
@@ -284,6 +336,12 @@ PASS_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, vit_small, bert_small, gpt2)
 }
 
+# Those that benchmarks/proof_cost.py measures.
+PROOF_SUBJECTS: dict[str, Callable[[float], Subject]] = {
+    make.__name__: make
+    for make in (resnet50, efficientnet_b0, vit_small, swin_tiny, bert_base, whisper_encoder, deeplab)
+}
+
 
 def subject(name: str, scale: float = 1.0) -> Subject:
     """The model of that name, the same at every call; `scale` shrinks its inputs.
@@ -293,4 +351,4 @@ def subject(name: str, scale: float = 1.0) -> Subject:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return {**SUBJECTS, **CLASSIFIERS, **MAP_SUBJECTS, **PASS_SUBJECTS}[name](scale)
+        return {**SUBJECTS, **CLASSIFIERS, **MAP_SUBJECTS, **PASS_SUBJECTS, **PROOF_SUBJECTS}[name](scale)

@@ -1,0 +1,207 @@
+"""What the proof costs: how many forwards of a model `optimize` and `export` run, and how much memory they take.
+
+    python benchmarks/proof_cost.py --json build/proof_cost.json --markdown build/proof_cost.md
+
+Counted are calls, which are the same on every machine: a forward of the original, of a candidate or of a file counts by
+its rows, as a share of those in the example inputs, and one in float64 counts twice. The runs in which torch records a
+program are the exporter's own and aren't counted. The memory is the peak of a process that exports, above what it holds
+with the model loaded, beside the same of a plain `torch.onnx.export`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import PeakMemory, caption, positive, prepared, refuse_unknown
+from models import PROOF_SUBJECTS, Subject, subject
+from table import Table, publish
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from exporters import exporter_named
+from optimizer import export, optimize, report_of
+
+# At most so many forwards of the example inputs, and so many times the memory of a plain export.
+GOALS = {"optimize": 12, "optimize, nothing changed": 3, "export": 25, "further format": 10, "memory": 1.5}
+OURS, PLAIN = "ours", "plain"
+FORMATS = FORMAT, FURTHER = "onnx", "pt2"
+# How many rows went through the model, by kind of run.
+ROWS: Counter[str] = Counter()
+
+
+class Counted(nn.Module):
+    """A model whose forwards are counted by their rows, in this module's copies too; it gives a tuple of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        output = self.model(*inputs)
+        values = output.values() if isinstance(output, dict) else [output]
+        tensors = tuple(leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor))
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            ROWS["float64" if tensors[0].dtype == torch.float64 else "forwards"] += len(inputs[0])
+        return tensors[0] if len(tensors) == 1 else tensors
+
+
+def count_files() -> None:
+    """Count in this process what runs of the files that are loaded for a comparison too."""
+    for exporter in (exporter_named(name) for name in FORMATS):
+        for name in ("load", "load_unoptimized"):
+            if load := getattr(exporter, name, None):
+                setattr(type(exporter), name, staticmethod(functools.partial(_loaded, load)))
+
+
+def _loaded(load: Callable[..., Any], *args: Any) -> CountedFile:
+    return CountedFile(load(*args))
+
+
+class CountedFile:
+    """A loaded file whose runs are counted."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        ROWS["files"] += len(tensors[0])
+        return self.file(*tensors)
+
+
+def counted(call: Callable[[], Any], rows: int) -> tuple[Any, dict[str, float]]:
+    """The result of the call, and how many forwards of so many rows it ran, by kind and in all."""
+    ROWS.clear()
+    result = call()
+    forwards = {kind: count / rows for kind, count in sorted(ROWS.items())}
+    return result, {**forwards, "all": sum(forwards.values()) + forwards.get("float64", 0.0)}
+
+
+def ours(asked: Subject, batch: int) -> dict[str, Any]:
+    """Optimize and export, in a process of its own: the forwards of each, and the peak memory."""
+    count_files()
+    model, inputs = Counted(asked.model).eval(), asked.inputs(batch)
+    peak = PeakMemory()
+    with tempfile.TemporaryDirectory() as folder, peak:
+        fast, optimized = counted(lambda: optimize(model, example_inputs=inputs), batch)
+        first = Path(folder, "first")
+        _, one = counted(lambda: export(fast, example_inputs=inputs, output=first, formats=(FORMAT,)), batch)
+    with tempfile.TemporaryDirectory() as folder:
+        _, two = counted(
+            lambda: export(fast, example_inputs=inputs, output=Path(folder, "two"), formats=FORMATS), batch
+        )
+    return {
+        "changes": sum(len(record.changes) for record in report_of(fast).passes if record.status == "applied"),
+        "optimize": optimized,
+        "export": one,
+        "further format": two["all"] - one["all"],
+        "peak_bytes": peak.bytes,
+    }
+
+
+def plain(asked: Subject, batch: int) -> dict[str, Any]:
+    """Export by torch alone, in a process of its own: the peak memory."""
+    model, inputs = Counted(asked.model).eval(), asked.inputs(batch)
+    shapes = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
+    peak = PeakMemory()
+    with tempfile.TemporaryDirectory() as folder, peak:
+        file = str(Path(folder, "model.onnx"))
+        torch.onnx.export(model, inputs, file, dynamo=True, dynamic_shapes=(shapes,), verbose=False)
+    return {"peak_bytes": peak.bytes}
+
+
+def figures_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the processes of one model print, put together."""
+    found: dict[str, Any] = {"model": name}
+    for way in (OURS, PLAIN):
+        options = [f"--scale={arguments.scale}", f"--batch={arguments.batch}", f"--threads={arguments.threads}"]
+        command = [sys.executable, __file__, f"--only={way}", f"--models={name}", *options]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found[way] = json.loads(process.stdout.splitlines()[-1])
+    mine = found[OURS]
+    mine["memory"] = mine["peak_bytes"] / found[PLAIN]["peak_bytes"]
+    goal = "optimize" if mine["changes"] else "optimize, nothing changed"
+    mine["met"] = (
+        mine["optimize"]["all"] <= GOALS[goal]
+        and mine["export"]["all"] <= GOALS["export"]
+        and mine["further format"] <= GOALS["further format"]
+        and mine["memory"] <= GOALS["memory"]
+    )
+    return found
+
+
+def table_of(results: list[dict[str, Any]], environment: dict[str, Any], batch: int) -> Table:
+    """One row for each model."""
+    headings = ["model", "changes", "optimize", "of them in float64", "export", "of them in float64", "of the file"]
+    table = Table("What the proof costs, in forwards of the example inputs", [*headings, "further format", "memory"])
+    for result in results:
+        mine = result[OURS]
+        table.add(
+            result["model"],
+            str(mine["changes"]),
+            f"{mine['optimize']['all']:.1f}",
+            f"{mine['optimize'].get('float64', 0.0):.1f}",
+            f"{mine['export']['all']:.1f}",
+            f"{mine['export'].get('float64', 0.0):.1f}",
+            f"{mine['export'].get('files', 0.0):.1f}",
+            f"{mine['further format']:.1f}",
+            f"{mine['memory']:.2f}×",
+        )
+    met = sum(result[OURS]["met"] for result in results)
+    goals = ", ".join(f"{name} {goal}" for name, goal in GOALS.items())
+    table.caption.append(
+        f"Example inputs of {batch} rows; a forward in float64 counts twice in the sums. The export is to {FORMAT}, the further"
+        f" format is {FURTHER}; memory is the peak above the loaded model, beside that of torch.onnx.export. The goals are"
+        f" at most: {goals}. {met} of {len(results)} models meet them all."
+    )
+    table.caption.append(caption(environment))
+    return table
+
+
+def main() -> int:
+    """Run the program; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(PROOF_SUBJECTS), help="names, by commas")
+    parser.add_argument("--batch", type=positive, default=2, help="rows of the example inputs (2)")
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser.add_argument("--only", choices=(OURS, PLAIN), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.device = "cpu"
+    names = arguments.models.split(",")
+    refuse_unknown(parser, "model", names, PROOF_SUBJECTS)
+    environment = prepared(parser, arguments)
+    if arguments.only is not None:
+        # What torch says of its deprecations isn't asked for here.
+        warnings.simplefilter("ignore")
+        measure = ours if arguments.only == OURS else plain
+        print(json.dumps(measure(subject(names[0], arguments.scale), arguments.batch)))
+        return 0
+    results = []
+    for name in names:
+        results.append(figures_of(name, arguments))
+        print(f"{name}: {json.dumps(results[-1][OURS])}", file=sys.stderr, flush=True)
+    data = {"environment": environment, "batch": arguments.batch, "scale": arguments.scale, "results": results}
+    publish([table_of(results, environment, arguments.batch)], data, arguments.json, arguments.markdown)
+    return 1 if arguments.check and not all(result[OURS]["met"] for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
