@@ -58,6 +58,7 @@ from passes.base import Context, Pass, device_of
 from passes.program.forwards import dtype_inside
 from passes.program.interception import is_compiled
 from passes.program.moved_bias import moved_biases
+from passes.program.weights import ComparedExports
 from passes.registry import make_passes
 
 __all__ = ["export", "optimize", "report_of"]
@@ -414,6 +415,7 @@ def export(
 
     graph = GraphFiles.of(model, fresh, adapter, request)
 
+    @ComparedExports()
     def fill(folder: Path) -> Mapping[str, Any]:
         entries = []
         reports: dict[str, ParityReport] = {}

@@ -118,6 +118,11 @@ def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torc
     return [(fake, sources[id(fake)]) for fake in fakes if id(fake) in sources]
 
 
+def break_graph(reason: str) -> None:
+    """End the graph that torch captures here: an export fails with the reason. Seen in 2.13."""
+    torch._dynamo.graph_break(msg=reason)
+
+
 def is_fake(tensor: Any) -> bool:
     """Whether the value is a tensor without numbers, with which torch.export runs a forward. Seen in 2.13."""
     return isinstance(tensor, FakeTensor)

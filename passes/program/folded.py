@@ -24,9 +24,23 @@ from passes.program.seals import (
     sealed,
     sealed_for,
 )
-from passes.program.tensors import is_own
-from passes.program.weights import FoldedParameter, SealsWhileExporting, a_forward_runs, needs_unsealed, unsealed
-from passes.torch_private import NOTHING, is_fake, make_subclass, without_subclasses, without_torch_function
+from passes.program.tensors import is_own, source_of
+from passes.program.weights import (
+    FORWARDS,
+    FoldedParameter,
+    SealsWhileExporting,
+    a_forward_runs,
+    needs_unsealed,
+    unsealed,
+)
+from passes.torch_private import (
+    NOTHING,
+    break_graph,
+    is_fake,
+    make_subclass,
+    without_subclasses,
+    without_torch_function,
+)
 
 linear = nn.functional.linear
 
@@ -138,6 +152,7 @@ class FoldedNormForward(InstanceForward):
     Attributes:
         carried: whether the layer does the BatchNorm's work, so that this forward only checks and returns its input.
         eps: the BatchNorm's `eps` at the time of the fold.
+        is_sealed: whether the running mean contains a bias that was moved, and has a seal.
     """
 
     is_atom = True
@@ -147,6 +162,7 @@ class FoldedNormForward(InstanceForward):
         self.pair = pair
         self.carried = carried
         self.eps = owner.eps
+        self.is_sealed = getattr(owner._buffers.get("running_mean"), "sealed_pair", None) is pair
 
     def __call__(self, input: Any) -> Any:
         pair = self.pair
@@ -164,6 +180,8 @@ class FoldedNormForward(InstanceForward):
         if self.carried:
             self._check_norm()
             return opened if pair.farther is None else given_on(opened, pair)
+        if self.is_sealed and getattr(source_of(self.owner._buffers.get("running_mean")), "sealed_pair", None) is None:
+            raise pair.other_mean()
         output = self.compute(opened)
         if pair.trained and output.requires_grad and self._is_frozen():
             output.register_hook(pair.warn_of_lost_gradient)
@@ -222,17 +240,22 @@ class NoSealsLeave(AroundForward):
         self.is_root = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            outputs = self._inner_forward(*args, **kwargs)
-        elif torch.compiler.is_exporting():
-            with SealsWhileExporting(self.owner), a_forward_runs():
-                outputs = self._inner_forward(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            outputs = self._exported(*args, **kwargs)
         else:
             with a_forward_runs():
                 outputs = self._inner_forward(*args, **kwargs)
         if self.is_root and type(outputs) is not torch.Tensor:
             _refuse_seals(outputs, depth=4)
         return outputs
+
+    def _exported(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            with SealsWhileExporting(self.owner), a_forward_runs():
+                return self._inner_forward(*args, **kwargs)
+        if not FORWARDS.compared:
+            break_graph("torch.export with strict=True doesn't see how folded tensors are used: leave strict out")
+        return self._inner_forward(*args, **kwargs)
 
 
 def _refuse_seals(value: Any, depth: int) -> None:

@@ -206,12 +206,13 @@ class Pair:
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether the module runs the forward of one of these torch.nn classes: an instance, or a subclass that keeps it.
 
-    False if `forward` is overridden, in the class or on the instance, or `_conv_forward`, which a convolution computes by.
+    False if `forward` is overridden, in the class or on the instance, or a method that it calls and that may change what is
+    computed or refuse an input.
     """
     own = type(module)
     if not isinstance(inner_forward(module), InstanceForward | None):
         return False
-    kept = ("forward", "_conv_forward")
+    kept = ("forward", "_conv_forward", "_check_input_dim")
     return any(
         own is cls
         or (isinstance(module, cls) and all(getattr(own, name, None) is getattr(cls, name, None) for name in kept))

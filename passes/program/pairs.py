@@ -140,6 +140,13 @@ class FoldedPair:
             " it to the original model and optimize that again."
         )
 
+    def other_mean(self) -> UnseenCall:
+        """The error for a BatchNorm that was given a running mean in the place of the one that a bias was moved into."""
+        return UnseenCall(
+            f"{self.norm_path} has another running mean than the one that the bias of {self.conv_path} was moved into: give"
+            " it to the original model and optimize that again."
+        )
+
     def other_tensors(self, path: str) -> UnseenCall:
         """The error for a module, at the path, that has parameters again after the fold removed them."""
         return UnseenCall(

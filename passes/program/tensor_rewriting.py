@@ -231,10 +231,10 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             self._set(conv.bias.owner, conv.bias.name, folded_tensor(_without_values(bias), layer=layer))
         if conv.module is not None:
             self._set_forward(conv.module, FoldedConvForward(conv.module, layer.pair, layer.front))
-        if norm.module is not None:
-            self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
         if norm.mean is not None and mean is not None:
             self._put_folded(norm.mean, self._moved(mean, folded))
+        if norm.module is not None:
+            self._set_forward(norm.module, FoldedNormForward(norm.module, folded, carried=False))
 
     def _tensors_of(self, pair: Pair) -> dict[TensorRef, torch.Tensor]:
         bias = self._bias_of(pair)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from passes.torch_private import sources_of
+from passes.torch_private import is_fake, sources_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,15 @@ def is_own(tensor: torch.Tensor | None) -> bool:
     if torch.compiler.is_dynamo_compiling():
         # With freezing, torch takes all parameters for plain ones, but their attributes are there.
         return getattr(tensor, "sealed_layer", None) is not None
-    # torch.export gives fake tensors, which are all of one class.
-    return all(type(source) is not nn.Parameter for _, source in sources_of([tensor]) or [(tensor, tensor)])
+    source = source_of(tensor)
+    return hasattr(source, "sealed_layer") or not isinstance(source, nn.Parameter)
+
+
+def source_of(tensor: Any) -> Any:
+    """The tensor itself; for one of the fake tensors of torch.export, which are all of one class, the real one."""
+    if torch.compiler.is_dynamo_compiling() or not is_fake(tensor):
+        return tensor
+    return next((source for _, source in sources_of([tensor])), tensor)
 
 
 def holds_own(ref: TensorRef) -> bool:

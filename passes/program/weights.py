@@ -7,6 +7,7 @@ tell which operations compute: those that return a tensor which doesn't alias an
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -120,6 +121,8 @@ class _Forwards(threading.local):
     """
 
     running = 0
+    # Whether what torch.export makes of a model in this thread is compared with the model.
+    compared = False
 
 
 FORWARDS = _Forwards()
@@ -133,6 +136,16 @@ class a_forward_runs:
 
     def __exit__(self, *error: object) -> None:
         FORWARDS.running -= 1
+
+
+class ComparedExports(contextlib.ContextDecorator):
+    """Let torch.export read a model's code without running it, for a block in which each program is compared with the model."""
+
+    def __enter__(self) -> None:
+        FORWARDS.compared = True
+
+    def __exit__(self, *error: object) -> None:
+        FORWARDS.compared = False
 
 
 class SealsWhileExporting(TorchFunctionMode):
@@ -389,8 +402,8 @@ _COPIES = frozenset({
     "clone", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory", "__getitem__", "__iter__", "__get__",
     "__set__", "__deepcopy__",
 })  # fmt: skip
-# Operations that make a tensor without the values.
-_FREE = frozenset({"grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"})
+# Operations that make a tensor without the values, and what torch asks for when it makes a fake tensor of a view.
+_FREE = frozenset({"_base", "grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"})
 # What is asked of a tensor without reading its values; compiled code takes the address.
 _ASKED = METADATA | frozenset({
     "data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_pinned", "__hash__",

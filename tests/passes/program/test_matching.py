@@ -170,6 +170,15 @@ def test_a_layer_with_a_forward_of_its_own_is_taken_as_a_function(patched):
     assert pair.conv.module is None
 
 
+def test_a_norm_that_refuses_more_inputs_is_taken_as_a_function():
+    class Own(nn.BatchNorm2d):
+        def _check_input_dim(self, input):
+            super()._check_input_dim(input)
+
+    (pair,) = pairs_behind(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), Own(4)).eval(), image()))
+    assert pair.affine.module is None
+
+
 def test_a_number_that_a_tensor_holds_is_no_eps():
     class Norm(nn.BatchNorm2d):
         def forward(self, x):

@@ -18,7 +18,16 @@ from passes.program.folded_checkpoint import admit_checkpoint, save_plain
 from passes.program.pairs import FoldedPair
 from passes.program.seals import SealedOutput, SealedTensor, opened_from, sealed
 from passes.program.tensors import TensorRef
-from passes.program.weights import FoldedLayer, FoldedParameter, FoldedTensor, bare, folded_parameter, folded_tensor
+from passes.program.weights import (
+    FORWARDS,
+    ComparedExports,
+    FoldedLayer,
+    FoldedParameter,
+    FoldedTensor,
+    bare,
+    folded_parameter,
+    folded_tensor,
+)
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -40,6 +49,10 @@ class Net(nn.Module):
             return x.flatten(1)[:, :27] @ self.conv.weight.view(4, -1).t()
         if self.way == "bias":
             return x.mean() + self.conv.bias
+        if self.way == "detached":
+            return x.mean() + self.conv.weight.detach().sum()
+        if self.way == "number":
+            return x * self.conv.bias[0].item()
         bn = self.bn
         if self.functional:
             y = F.conv2d(x, self.conv.weight, self.conv.bias)
@@ -106,6 +119,13 @@ def exported(result, **options):
     result.__dict__["forward"] = NoSealsLeave(result, None)
     return torch.export.export(result, (X,), **options)
 
+
+WAYS = {
+    "eager": lambda module: module(X),
+    "compiled": lambda module: torch.compile(module, backend="eager")(X),
+    "exported": exported,
+    "traced": lambda module: torch.jit.trace(module, (X,), check_trace=False),
+}
 
 BOTH = pytest.mark.parametrize("functional", [False, True])
 
@@ -185,15 +205,61 @@ def test_a_compiled_result_is_the_plain_computation(functional, backend):
         torch.compile(result, backend=backend)(X)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @BOTH
-@pytest.mark.parametrize("way", ["raw", "weight", "view", "bias"])
-def test_a_way_that_was_not_seen_is_not_exported(functional, way):
+@pytest.mark.parametrize("way", ["raw", "weight", "view", "bias", "detached", "number"])
+def test_a_way_that_was_not_seen_is_neither_exported_nor_compiled(functional, way):
     _, result = folded(functional)
     result.way = way
     with pytest.raises(UnseenCall):
         exported(result)
+    # Where torch runs an operation on fake tensors, it wraps the error.
+    with pytest.raises(Exception, match=r"(is|was) used without"):
+        torch.compile(result, backend="eager")(X)
+    assert FORWARDS.running == 0
     result.way = "seen"
     exported(result)
+    torch.compile(result, backend="eager", fullgraph=True)(X)
+
+
+@BOTH
+def test_a_strict_export_is_refused_where_it_isnt_compared(functional):
+    _, result = folded(functional)
+    with pytest.raises(Exception, match="strict=True doesn't see how folded tensors are used: leave strict out"):
+        exported(result, strict=True)
+    with ComparedExports():
+        exported(result, strict=True)
+    assert not FORWARDS.compared
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("value", ["buffer", None])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_running_mean_in_the_place_of_a_moved_one_is_refused(way, value):
+    model, _ = folded(False)
+    result = optimize(model, ["fold-conv-bias"], example_inputs=(X,))
+    run = WAYS[way] if way != "exported" else lambda module: torch.export.export(module, (X,))
+    run(result)
+    result.bn.running_mean = None if value is None else torch.zeros(4)
+    with pytest.raises(UnseenCall, match="another running mean than the one that the bias of conv was moved into"):
+        run(result)
+
+
+def test_where_a_bias_was_moved_the_dtype_may_change_before_an_export():
+    model, _ = folded(False)
+    result = optimize(model, ["fold-conv-bias"], example_inputs=(X,)).double()
+    program = torch.export.export(result, (X.double(),))
+    assert same(program.module()(X.double()), model.double()(X.double()))
+
+
+def test_a_class_of_parameters_is_no_folded_one():
+    class Own(nn.Parameter):
+        pass
+
+    model, result = folded(False)
+    result.conv.weight = Own(model.conv.weight.detach().clone())
+    with pytest.raises(UnseenCall, match="another weight or bias"):
+        result(X)
 
 
 @BOTH
@@ -216,7 +282,8 @@ def test_where_a_bias_was_moved_what_changed_is_not_exported_by_another_way(func
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_result_is_the_plain_computation(functional, strict):
     model, result = folded(functional)
-    program = exported(result, strict=strict)
+    with ComparedExports():
+        program = exported(result, strict=strict)
     assert same(program.module()(X), model(X))
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     # What is left of a functional BatchNorm where torch asks no subclass gives its input as it is.
@@ -356,14 +423,6 @@ def test_detached_in_a_forward_it_stays_folded_and_outside_it_gives_the_values()
     with pytest.raises(UnseenCall):
         root().sum()
     assert type(result.conv.weight.detach()) is torch.Tensor
-
-
-WAYS = {
-    "eager": lambda module: module(X),
-    "compiled": lambda module: torch.compile(module, backend="eager")(X),
-    "exported": exported,
-    "traced": lambda module: torch.jit.trace(module, (X,), check_trace=False),
-}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
