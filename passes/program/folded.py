@@ -36,7 +36,6 @@ from passes.program.weights import (
 from passes.torch_private import (
     NOTHING,
     break_graph,
-    is_fake,
     make_subclass,
     without_subclasses,
     without_torch_function,
@@ -112,13 +111,15 @@ class FoldedConvForward(InstanceForward):
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if needs_unsealed(input):
             return layer_output(owner, unsealed(weight), unsealed(bias), input, *size, **named)
-        with _unguarded(input):
+        with _unguarded():
             return layer_output(owner, weight, bias, input, *size, **named)
 
 
-def _unguarded(input: torch.Tensor) -> Any:
-    """A block in which folded tensors can be computed with, also where torch.export runs it on fake ones."""
-    return without_torch_function() if is_fake(input) else without_subclasses()
+def _unguarded() -> Any:
+    """A block in which folded tensors can be computed with."""
+    # `SealsWhileExporting` is a function mode. Other modes are to see the call.
+    is_guarded_by_mode = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return without_torch_function() if is_guarded_by_mode else without_subclasses()
 
 
 def layer_output(
@@ -216,7 +217,7 @@ class FoldedNormForward(InstanceForward):
         if needs_unsealed(input) and not owner.training and owner.running_mean is not None:
             mean, var = unsealed(owner.running_mean), owner.running_var
             return nn.functional.batch_norm(input, mean, var, owner.weight, owner.bias, False, 0.0, owner.eps)
-        with _unguarded(input):
+        with _unguarded():
             output: torch.Tensor = self._class_forward(input)
         return output
 
