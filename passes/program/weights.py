@@ -362,9 +362,9 @@ def _namespace_of(func: Any) -> str:
 
 def _adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether code that inductor compiled calls a linear layer: it takes the bias as it is, and the weight by its memory."""
-    if func is not torch.addmm or "out" not in kwargs or not args:
+    if func is not torch.addmm or "out" not in kwargs:
         return False
-    return is_folded(args[0]) and not any(map(is_folded, (*args[1:], *kwargs.values())))
+    return not any(map(is_folded, (*args[1:], *kwargs.values())))
 
 
 def _read_elsewhere(args: Any, kwargs: Any) -> UnseenCall:
