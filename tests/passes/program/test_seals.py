@@ -364,6 +364,7 @@ def test_a_functional_norm_is_called_as_it_was():
         lambda w: torch.cat([w, w]), lambda w: w.to(torch.float64) + 1, lambda w: w.data @ w.data.mT, lambda w: w.unbind()[0] + 1,
         lambda w: torch.zeros(4, 3, 3, 3).__setitem__(0, w[0]), lambda w: torch.einsum("oikl->o", w), lambda w: w.mul_(w),
         lambda w: torch.addmm(w.flatten(1), torch.ones(4, 2), torch.ones(2, 27)),
+        lambda w: torch.mul(w, 2, out=torch.empty(4, 3, 3, 3)),
         lambda w: torch.addmm(torch.ones(4), X.flatten(1)[:, :27], w.view(4, -1).t(), out=torch.empty(2, 4)),
     ],
 )  # fmt: skip
