@@ -276,7 +276,8 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             value = affine.tensor.value
             if value is not None and value.dim() <= conv.dims + 1:
                 return None
-        shape = shape_of(conv.input)
+        # Of the output, which has as many dims: an input may be one of several values of a call.
+        shape = shape_of(conv.node)
         assert shape is not None
         return len(shape.sizes)
 

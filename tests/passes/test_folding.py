@@ -24,7 +24,7 @@ from folding_models import (
     Stem,
     image,
 )
-from pass_contract import captured, check_same, sentences_of, tree_of
+from pass_contract import captured, check_fold, check_same, sentences_of, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
 
@@ -1531,3 +1531,16 @@ def test_hooks_of_a_module_around_functions_keep_nothing_from_being_folded() -> 
     assert len(FoldConvBn().run(tree, context).changes) == 1
     seen.clear()
     assert torch.equal(tree.root(image()), seen[0])
+
+
+class _OfHalf(Pair):
+    """Takes one of the values that a call gives."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(torch.cat([x, x], 1).chunk(2, 1)[0]))
+
+
+def test_a_layer_may_take_one_of_several_values() -> None:
+    tree, context = captured(_OfHalf().eval(), image())
+    assert len(FoldConvBn().run(tree, context).changes) == 1
+    check_fold(_OfHalf().eval(), image())
