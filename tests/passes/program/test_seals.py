@@ -222,6 +222,29 @@ def test_a_way_that_was_not_seen_is_neither_exported_nor_compiled(functional, wa
     torch.compile(result, backend="eager", fullgraph=True)(X)
 
 
+class Around(nn.Module):
+    """A model with another one, which was optimized by itself, inside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.conv, self.bn = inner, nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)
+
+    def forward(self, x):
+        return self.bn(self.conv(self.inner(x)))
+
+
+@BOTH
+@pytest.mark.parametrize("passes", [["fold-conv-bn"], ["fold-conv-bias"]])
+def test_a_result_within_a_result_is_exported(functional, passes):
+    model, _ = folded(functional)
+    whole = Around(model).eval()
+    twice = copy.deepcopy(whole)
+    twice.inner = optimize(model, passes, example_inputs=(X,))
+    twice = optimize(twice, passes, example_inputs=(X,))
+    assert [len(record.changes) for record in report_of(twice).passes] == [1]
+    assert same(torch.export.export(twice, (X,)).module()(X), whole(X))
+
+
 @BOTH
 def test_a_strict_export_is_refused_where_it_isnt_compared(functional):
     _, result = folded(functional)
