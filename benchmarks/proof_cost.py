@@ -4,8 +4,8 @@
 
 Counted are calls, which are the same on every machine: a forward of the original, of a candidate or of a file counts by
 its rows, as a share of those in the example inputs, and one in float64 counts twice. The runs in which torch records a
-program are the exporter's own and aren't counted. The memory is the peak of a process that exports, above what it holds
-with the model loaded, beside the same of a plain `torch.onnx.export`.
+program are the exporter's own and aren't counted. The memory is how far that of a process rises while it exports. It is
+divided by the rise that `torch.onnx.export` alone causes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 from measure import PeakMemory, caption, positive, prepared, refuse_unknown
-from models import PROOF_SUBJECTS, Subject, subject
+from models import PROOF_SUBJECTS, Plain, Subject, subject
 from table import Table, publish
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from exporters import exporter_named
 from optimizer import export, optimize, report_of
 
-# At most so many forwards of the example inputs, and so many times the memory of a plain export.
+# The most that is allowed: forwards of the example inputs, and the ratio of memory to a plain export's.
 GOALS = {"optimize": 12, "optimize, nothing changed": 3, "export": 25, "further format": 10, "memory": 1.5}
 OURS, PLAIN = "ours", "plain"
 FORMATS = FORMAT, FURTHER = "onnx", "pt2"
@@ -40,21 +38,15 @@ FORMATS = FORMAT, FURTHER = "onnx", "pt2"
 ROWS: Counter[str] = Counter()
 
 
-class Counted(nn.Module):
-    """A model whose forwards are counted by their rows, in this module's copies too; it gives a tuple of tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
+class Counted(Plain):
+    """A model whose forwards are counted by their rows, those of its copies too."""
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        output = self.model(*inputs)
-        values = output.values() if isinstance(output, dict) else [output]
-        tensors = tuple(leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor))
+        output = super().forward(*inputs)
+        first = output if isinstance(output, torch.Tensor) else output[0]
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            ROWS["float64" if tensors[0].dtype == torch.float64 else "forwards"] += len(inputs[0])
-        return tensors[0] if len(tensors) == 1 else tensors
+            ROWS["float64" if first.dtype == torch.float64 else "forwards"] += len(inputs[0])
+        return output
 
 
 def count_files() -> None:
@@ -84,7 +76,11 @@ class CountedFile:
 
 
 def counted(call: Callable[[], Any], rows: int) -> tuple[Any, dict[str, float]]:
-    """The result of the call, and how many forwards of so many rows it ran, by kind and in all."""
+    """The result of the call, and the number of forwards that it ran, by kind and in all.
+
+    Args:
+        rows: how many rows make one forward.
+    """
     ROWS.clear()
     result = call()
     forwards = {kind: count / rows for kind, count in sorted(ROWS.items())}

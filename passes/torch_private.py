@@ -108,11 +108,9 @@ def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torc
 
     Torch makes one fake tensor of each real one, and remembers under the same number which they are. Seen in 2.13.
     """
-    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    fakes: list[Any] = list(filter(is_fake, tensors))
     sources: dict[int, torch.Tensor] = {}
-    for converter in {
-        id(fake.fake_mode): fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes
-    }.values():
+    for converter in {fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes}:
         for real, number in converter.describer.lookup_tensor.items():
             sources[id(converter.tensor_memo.get(number))] = real
     return [(fake, sources[id(fake)]) for fake in fakes if id(fake) in sources]

@@ -46,7 +46,8 @@ def is_own(tensor: torch.Tensor | None) -> bool:
 
 def source_of(tensor: Any) -> Any:
     """The tensor itself; for one of the fake tensors of torch.export, which are all of one class, the real one."""
-    if torch.compiler.is_dynamo_compiling() or not is_fake(tensor):
+    # Those that `SealsWhileExporting` has looked up have the attributes of the real ones.
+    if torch.compiler.is_dynamo_compiling() or not is_fake(tensor) or hasattr(tensor, "sealed_layer"):
         return tensor
     return next((source for _, source in sources_of([tensor])), tensor)
 

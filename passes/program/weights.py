@@ -283,7 +283,7 @@ def like_old(old: torch.Tensor | None, new: nn.Parameter) -> nn.Parameter:
 
 
 def is_folded(leaf: Any) -> bool:
-    """Whether the value is a folded tensor, or a fake one that stands for it."""
+    """Whether the value is a folded tensor, or the fake tensor that torch.export uses in its place."""
     return isinstance(leaf, _Folded) or (is_fake(leaf) and "sealed_layer" in leaf.__dict__)
 
 
