@@ -62,6 +62,7 @@ bench: $(VENV)/examples $(TIMM)
 	$(BIN)/python benchmarks/reach.py --models timm --check --json benchmarks/results/reach_timm.json --markdown benchmarks/results/reach_timm.md
 	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
+	$(BIN)/python benchmarks/latency.py --models torchvision --batch 1 --rounds 21 --threads 1 --contenders ours,fuse,fuse-channels-last --json benchmarks/results/latency_by_hand.json --markdown benchmarks/results/latency_by_hand.md
 	$(BIN)/python benchmarks/each_pass.py --json benchmarks/results/each_pass.json --markdown benchmarks/results/each_pass.md
 	$(BIN)/python benchmarks/fusion.py --json benchmarks/results/fusion.json --markdown benchmarks/results/fusion.md
 	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md

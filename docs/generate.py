@@ -13,9 +13,8 @@ from passes.registry import PassDescription, describe_passes, pass_named
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = (
-    "correctness", "rule", "locating", "overhead", "large", "reach", "reach_timm", "channels_last", "latency", "each_pass",
-    "each_pass_gpt2_8", "fusion", "cold_start",
-    "checkpoints",
+    "correctness", "rule", "locating", "overhead", "large", "reach", "reach_timm", "channels_last", "latency",
+    "latency_by_hand", "each_pass", "each_pass_gpt2_8", "fusion", "cold_start", "checkpoints", "checkpoints_vision",
 )  # fmt: skip
 
 

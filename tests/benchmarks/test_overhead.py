@@ -86,16 +86,16 @@ def test_every_pair_is_folded_whose_calls_are_timed(done):
 def test_a_pair_that_costs_too_much_is_told():
     with imported("overhead") as overhead:
         pairs = {"over_by_hand": {"median": 2.5e-6}}
-        (missed,) = overhead.misses([], {}, (), pairs)
+        (missed,) = overhead.misses({}, (), pairs)
         assert missed == "a folded pair costs 2.5 µs per call over one that is folded by hand; the goal is 2 µs"
 
 
 def test_passes_that_are_asked_for_by_name_have_to_be_linear_too():
     with imported("overhead") as overhead:
         grown = {name: {"per_operation": 1.0} for name in ("all passes", "optimize()", "pad-channels")}
-        assert overhead.misses([], {"flat": grown}) == []
+        assert overhead.misses({"flat": grown}) == []
         grown["pad-channels"]["per_operation"] = 1.51
-        assert overhead.misses([], {"flat": grown}) == [
+        assert overhead.misses({"flat": grown}) == [
             "flat: one operation of pad-channels gets 1.51 times as dear from the smallest graph to the largest; the goal is 1.5"
         ]
 
