@@ -47,6 +47,9 @@ from torch.utils._device import (
 without_torch_function = DisableTorchFunction
 without_subclasses = DisableTorchFunctionSubclass
 is_tracing = _is_tracing
+# The callback of torch.compile that looks at each frame of this thread: None outside of compiled calls, and False where
+# only what is compiled already is to run. Seen in 2.13.
+frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 enter_autocast = _enter_autocast
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd

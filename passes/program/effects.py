@@ -180,6 +180,12 @@ class Memory:
 _OUTSIDE = "outside"
 
 
+def is_in_transform(node: fx.Node) -> bool:
+    """Whether the node's value is wrapped by a transform of torch.func, such as `vmap`."""
+    tensors = (leaf for leaf in pytree.tree_leaves(example_of(node)) if isinstance(leaf, torch.Tensor))
+    return any(beneath_transforms(leaf) is not leaf for leaf in tensors)
+
+
 def places_of(node: fx.Node) -> frozenset[Any]:
     """The storages of the node's value."""
     return _places_of(example_of(node)) | node.meta.get(ALSO_IN, frozenset())

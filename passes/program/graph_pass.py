@@ -22,7 +22,7 @@ from passes.program.edits import AttributeEdit, Edit, undo_all
 from passes.program.effects import Memory
 from passes.program.graph_rewriting import GraphChange, GraphRewriter
 from passes.program.model_tree import ModelTree
-from passes.torch_private import COMPILED_CALL
+from passes.torch_private import COMPILED_CALL, active_transforms
 
 
 class GraphPass(Pass):
@@ -219,6 +219,7 @@ class _ToCheck:
                 waiting.setdefault(last, []).append(change)
         uses = _Uses(waiting)
         values: dict[fx.Node, Any] = {}
+        due: list[GraphChange] = []
         interpreter = fx.Interpreter(fx.GraphModule(nn.Module(), self.captured.graph), garbage_collect_values=True)
         interpreter.args_iter = iter(self.inputs)
         with torch.no_grad():
@@ -228,7 +229,10 @@ class _ToCheck:
                 interpreter.env[node] = value = interpreter.run_node(node)
                 if node in uses.left:
                     values[node] = value
-                for change in waiting.get(node, ()):
+                due += waiting.get(node, ())
+                # The graph enters and leaves transforms of torch.func, inside which nothing else can be run.
+                while due and active_transforms() is None:
+                    change = due.pop(0)
                     assert change.check is not None
                     yield change, tuple(pytree.tree_map(_cloned, values[source]) for source in change.check.sources)
                     for source in change.check.sources:
@@ -236,6 +240,7 @@ class _ToCheck:
                             values.pop(source, None)
                 for gone in interpreter.user_to_last_uses.get(node, ()):
                     interpreter.env.pop(gone, None)
+        assert not due
 
 
 class _Uses:

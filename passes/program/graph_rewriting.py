@@ -83,15 +83,19 @@ class GraphRewriter:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All nodes, in the order of execution."""
-        return list(self.captured.graph.nodes)
+        """All nodes, in the order of execution, without those inside a transform of torch.func such as `vmap`.
+
+        The values there are wrapped, so a change of them can't be checked.
+        """
+        return [node for node in self.captured.graph.nodes if not effects.is_in_transform(node)]
 
     def calls(self, *names: str) -> list[fx.Node]:
         """The calls by function or method name; all calls without a name.
 
         "relu" matches F.relu(x), torch.relu(x) and x.relu().
         """
-        return [node for node in computing(self.captured.graph) if not names or name_of(node) in names]
+        calls = (node for node in computing(self.captured.graph) if not names or name_of(node) in names)
+        return [node for node in calls if not effects.is_in_transform(node)]
 
     def where(self, node: fx.Node) -> str:
         """The location of a node, for reports."""

@@ -23,7 +23,7 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
-from passes.torch_private import NOTHING, is_tracing, make_subclass, without_subclasses
+from passes.torch_private import NOTHING, frame_callback, is_tracing, make_subclass, without_subclasses
 
 
 class SealedOutput:
@@ -124,8 +124,9 @@ is_grad_enabled = torch.is_grad_enabled
 
 
 def is_captured() -> bool:
-    """Whether torch is tracing or compiling the running code."""
-    return is_compiling() or is_tracing()
+    """Whether torch is tracing or compiling the running code, or may compile code that it gives its value to."""
+    # A compiled call runs frames eagerly that it doesn't capture, as after a graph break.
+    return is_compiling() or is_tracing() or frame_callback() is not None
 
 
 def sealed(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:

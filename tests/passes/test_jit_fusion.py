@@ -935,3 +935,19 @@ def test_inductor_makes_one_kernel_and_differentiates_it(monkeypatch: pytest.Mon
     fast(rows(3)).square().sum().backward()
     twin(rows(3)).square().sum().backward()
     assert torch.allclose(fast[0].weight.grad, twin[0].weight.grad, atol=1e-4)
+
+
+class Mapped(nn.Module):
+    """Maps a chain over the rows, as the scan of a Mamba does, between two others."""
+
+    def forward(self, x):
+        x = (x * 2 + 1).sin()
+        return (torch.vmap(lambda row: (row * 3 + 1).sin())(x) * 2 + 1).sin()
+
+
+def test_what_a_transform_maps_is_left_as_it_is():
+    x = torch.randn(3, 50)
+    fast = optimize(Mapped(), [JitFusion()], example_inputs=(x,))
+    (record,) = report_of(fast).passes
+    assert (record.status, len(record.changes)) == ("applied", 2), record
+    torch.testing.assert_close(fast(x), Mapped()(x))

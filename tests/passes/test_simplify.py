@@ -649,3 +649,8 @@ def test_a_fold_behind_it_is_taken_back_alone() -> None:
     assert torch.equal(tree.root(x, torch.ones(1)), model(x, torch.ones(1)))
     first.rewriter.roll_back()
     assert "forward" not in vars(tree.root)
+
+
+def test_what_a_transform_maps_is_left_as_it_is() -> None:
+    done = simplified(lambda self, x: torch.vmap(lambda row: row.sin() + row.sin())(x) + (x.cos() + x.cos()))
+    assert len(changes(done)) == 1

@@ -511,3 +511,18 @@ def test_a_sealed_value_holds_no_numbers_of_its_own():
     with torch._C.DisableTorchFunctionSubclass():
         assert seal.numel() == 0
     assert opened_from(seal, pair, None) is value
+
+
+@BOTH
+def test_a_layer_that_a_compiled_call_runs_eagerly_gives_what_a_captured_frame_takes(functional, monkeypatch):
+    """As torch.compile does with a frame that it has compiled too often."""
+    model, result = folded(functional)
+    torch._dynamo.reset()
+    if functional:
+        monkeypatch.setattr(FoldedLayer, "compute", torch.compiler.disable(FoldedLayer.compute, recursive=False))
+    else:
+        eager = torch.compiler.disable(FoldedConvForward.__call__, recursive=False)
+        monkeypatch.setattr(FoldedConvForward, "__call__", eager)
+    with torch.no_grad():
+        assert same(torch.compile(result, backend="eager")(X), model(X))
+        assert same(result(X), model(X))
