@@ -13,7 +13,7 @@ from passes.registry import PassDescription, describe_passes, pass_named
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = (
-    "correctness", "rule", "locating", "overhead", "large", "reach", "reach_timm", "channels_last", "latency",
+    "correctness", "rule", "locating", "overhead", "proof_cost", "large", "reach", "reach_timm", "channels_last", "latency",
     "latency_by_hand", "each_pass", "each_pass_gpt2_8", "fusion", "cold_start", "checkpoints", "checkpoints_vision",
 )  # fmt: skip
 

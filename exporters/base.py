@@ -176,6 +176,8 @@ class ExportRequest:
             don't read it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
         metadata: what the user has the file say of itself, beside what is written anyway (`exporters.metadata`).
+        outputs: what the model gives at each call, flat, where the caller has it; None where the exporter has to run it. An
+            output that the model gives otherwise each time isn't known.
         place_of: where a file that was refused differs from the model at these inputs of it, a clause: "first differs at …";
             "" where that isn't known. It is asked where every route was refused.
     """
@@ -189,6 +191,7 @@ class ExportRequest:
     opset: int | None = None
     computes_in: torch.dtype | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
     place_of: Callable[[Artifact, tuple[torch.Tensor, ...]], str] | None = None
 
 

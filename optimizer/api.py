@@ -66,6 +66,8 @@ __all__ = ["export", "optimize", "report_of"]
 logger = logging.getLogger(__name__)
 
 FORMATS = ("torchscript", "onnx")
+# Bytes of outputs of the original that a result keeps for its export.
+_LARGEST_KEPT = 64 * 2**20
 REPORT = "report.json"
 
 # At most so many numbers that are fixed in the files, or modules, are named in a note.
@@ -245,7 +247,9 @@ def _optimized(
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
     sizes = None if batch_sizes is None else tuple(batch_sizes)
-    attach(copy.root, Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes))
+    if reference is not None and reference.kept_bytes > _LARGEST_KEPT:
+        reference = None
+    attach(copy.root, Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, reference))
     if mode == "inference":
         copy.root.__dict__["train"] = StaysInEval(copy.root)
     return copy.root
@@ -373,7 +377,8 @@ def export(
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
     there = samples if home.type == target.type else samples.to(home)
-    reference = rounding = _measured(original, there, sizes)
+    known = None if provenance is None else provenance.reference
+    reference = rounding = _measured(original, there, sizes, known)
     refuse_carried_state(original, reference)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
         reference = reference.less_precise(precision)
@@ -381,7 +386,19 @@ def export(
     _refuse_sizes_not_taken(dims, samples, reference)
     notes += _note_on_fixed_batch(samples, reference, static=static_batch)
     request = replace(
-        _request(exported, samples, reference, static_batch, dims, input_names, output_names), opset=opset, metadata=own
+        _request(
+            exported,
+            samples,
+            reference,
+            static_batch,
+            dims,
+            input_names,
+            output_names,
+            # Those of a result that is less precise aren't the original's.
+            is_known=reference is rounding and home.type == target.type,
+        ),
+        opset=opset,
+        metadata=own,
     )
     fresh = partial(_exportable, model, target, reference.written)
     adapter = Adapter(fresh(), *request.calls[0], input_names=input_names, output_names=output_names)
@@ -504,9 +521,11 @@ def export(
     return bundle
 
 
-def _measured(original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None) -> Reference:
+def _measured(
+    original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None, known: Reference | None = None
+) -> Reference:
     """The original as all files are compared with it; VacuousError where that would prove nothing."""
-    reference = Reference.measure(original, samples, batch_sizes=batch_sizes, draws=2)
+    reference = Reference.measure(original, samples, batch_sizes=batch_sizes, known=known)
     refuse_vacuous(reference)
     return reference
 
@@ -800,6 +819,8 @@ def _request(
     dims: OpenDims,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
+    *,
+    is_known: bool,
 ) -> ExportRequest:
     worked, taken = list(reference.batch_sizes), reference.taken
     own, bases = samples.batch_size, taken.bases()
@@ -810,16 +831,15 @@ def _request(
         own = samples.batch_size if samples.batch_size in larger else larger[0]
         others = [size for size in (*larger, *worked) if size != own]
         batches = list(dict.fromkeys([own, *others[:2], *([1] if 1 in worked else [])]))
-    calls = [samples.at(size, sizes=bases) for size in batches]
-    calls += [
-        samples.at(own, sizes=tuple({**dict(bases), name: size}.items()))
-        for name in taken.given
-        for size in taken.others(name)
-    ]
-    calls += [samples.at(size, sizes=sizes) for size, sizes in taken.together]
+    asked = [(size, bases) for size in batches]
+    asked += [(own, tuple({**dict(bases), name: size}.items())) for name in taken.given for size in taken.others(name)]
+    asked += taken.together
+    calls = [samples.at(size, sizes=sizes) for size, sizes in asked]
+    known = [(size, tuple(one for one in sizes if one not in samples.sizes.items())) for size, sizes in asked]
     return ExportRequest(
         model=model,
         calls=tuple((call.args, call.kwargs) for call in calls),
+        outputs=reference.outputs_at(known) if is_known else None,
         dynamic_batch=len(batches) > 1,
         open_dims=dims.of,
         input_names=None if input_names is None else tuple(input_names),

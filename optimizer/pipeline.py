@@ -165,7 +165,7 @@ class Pipeline:
             return None
         self._tell("capture", 0, 3, "running the original")
         sizes = self._two_sizes(self.samples)
-        self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=2, mode=self.mode)
+        self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, mode=self.mode)
         self.copy.own_parameters(self._reference.written)
         worked = [size for size in sizes or [] if size in self._reference.batch_sizes]
         self._calls = [self.samples.at(size) for size in worked] if sizes else [self.samples.given]
@@ -560,7 +560,7 @@ class Pipeline:
             assert self.samples is not None
             sizes = self._two_sizes(self.samples)
             try:
-                self._reference_in_eval = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=1)
+                self._reference_in_eval = Reference.measure(self.original, self.samples, batch_sizes=sizes)
             except LoadError as error:
                 self.notes.append(f"the result wasn't compared in eval: {_first_line(error).rstrip('.')}")
                 self._reference_in_eval = False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
+from optimizer.reference import Reference
 from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision
 
@@ -53,6 +54,7 @@ class Provenance:
             passes declare.
         passes: those that were run, in order, which can be run again; none in what is read from a pickle.
         batch_sizes: those that `optimize` was given.
+        reference: the runs of the original, for an export on the same inputs; None where they take much memory.
     """
 
     original: nn.Module | None
@@ -61,6 +63,7 @@ class Provenance:
     precisions: tuple[Precision | DeclaredError, ...] = ()
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     batch_sizes: tuple[int, ...] | None = None
+    reference: Reference | None = field(default=None, repr=False)
 
     @property
     def applied(self) -> tuple[Pass, ...]:

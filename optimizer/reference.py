@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from exporters.places import place_of_error
 from optimizer.difference import (
@@ -102,7 +103,11 @@ class GoldenEntry:
 
 @dataclass
 class Kept:
-    """One call of the original: what came out, the truth, and which elements the original itself changes."""
+    """One call of the original: what came out, the truth, and which elements the original itself changes.
+
+    Attributes:
+        measured: whether it was run in float64 and off by one unit; if not, its truth is what came out.
+    """
 
     batch_size: int | None
     draw: int
@@ -112,6 +117,7 @@ class Kept:
     truth: Observation
     names: Sequence[str] = ()
     label: str = ""
+    measured: bool = True
     unstable: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: Sizes = ()
 
@@ -212,31 +218,70 @@ class Reference:
         samples: Samples,
         *,
         batch_sizes: Sequence[int] | None = None,
-        draws: int = 2,
+        draws: int | None = None,
         mode: Mode = "inference",
+        known: Reference | None = None,
     ) -> Reference:
-        """Run the original at each batch size and draw: in its own dtype, in float64, and off by one unit.
+        """Run the original at each batch size and draw, and at two batch sizes also in float64 and off by one unit.
+
+        What has integers, NaN or infinite numbers in its outputs is run in all ways at each size, to know the ties there.
 
         Args:
             batch_sizes: None is 1, 2, 3, 5, 8 and the given one (in training the given one and the next); where the batch
                 can't be changed, the given one alone, whatever is asked.
-            draws: inputs per batch size.
+            draws: inputs per batch size; None is one, or two where there is one batch size.
+            known: an earlier one of the same original, whose runs aren't made again where they still hold.
 
         Raises:
             LoadError: the original raises at every batch size.
             UsageError: no batch sizes or no draws.
         """
-        calls = _planned(samples, batch_sizes, draws, mode)
-        original = Original(reference, mode, samples.seed, asked=frozenset(samples.further))
+        sizes = _sizes_of(samples, batch_sizes, mode)
+        one_draw = draws is None and len(sizes) > 1
+        draws = _draws_of(draws, sizes)
+        drawn = ((size, draw) for size in sizes for draw in range(draws))
+        calls = list(dict.fromkeys((*drawn, *samples.further)))
+        # A batch of one is special to many models, and shows the least of what rounding does.
+        other = next((size for size in sizes[1:] if size != 1), None)
+        if known is not None and known._holds_for(reference, samples, calls, mode):
+            original = known._original.going_on()
+        else:
+            asked, measured_at = frozenset(samples.further), frozenset({sizes[0], other})
+            original = Original(reference, mode, samples.seed, asked=asked, measured_at=measured_at)
         if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
         with one_at_a_time, pinned_settings() as settings:
-            for batch_size, draw in calls:
-                original.run(batch_size, draw, samples.at(batch_size, draw))
+            original.run_at(calls, samples)
+            if one_draw and original.gives_the_same():
+                # Few rows of labels are the same by chance.
+                draws = 2
+                original.run_at([(size, 1) for size in sizes], samples)
             taken = original.run_other_sizes(samples)
         measured = original.finish(samples, settings, draws)
         measured.taken = taken
         return measured
+
+    def _holds_for(
+        self, target: Callable[..., Any], samples: Samples, calls: Sequence[tuple[int | None, int]], mode: Mode
+    ) -> bool:
+        """Whether these are runs of the target as it is now, on some of these calls (batch size and draw) of the samples."""
+        if target is not self._original.target or mode != self._blank.mode or self._samples is None:
+            return False
+        if (samples.seed, samples.further) != (self._samples.seed, self._samples.further):
+            return False
+        kept = self._original.kept
+        if not self._original.has_run_only(calls):
+            return False
+        if not all(_are_same_calls(self._call(one), samples.at(one.batch_size, one.draw, one.sizes)) for one in kept):
+            return False
+        # No tensor was written to, and what else the forward goes by is as it was.
+        return self._original.is_as_it_was() and self._original.answers_as_before(kept[0], self._call(kept[0]))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the outputs that are kept."""
+        seen = (values for kept in self._original.kept for values in (kept.own.values, kept.truth.values))
+        return sum(tensor.numel() * tensor.element_size() for values in seen for tensor in values.values())
 
     def in_kind(self, precision: Precision) -> Reference:
         """The same for a candidate that isn't as precise, and may be off by as much as the original is that computes so.
@@ -322,9 +367,9 @@ class Reference:
         return Runs(target, in_eval=self._original.runs.in_eval, written=self.written)
 
     def in_turn(self) -> Measurement:
-        """The original beside itself, where one copy answers all calls and goes on with what those before left."""
-        with self._going_on() as (_, comparison, settings):
-            pass
+        """The original beside itself, where one copy answers calls one after another, and the first of them once more."""
+        with self._one_after_another() as settings:
+            comparison = self._original.runs.first(self._going_on)
         if comparison.is_doubtful():
             self._look_closely()
             comparison.noises = self.noises
@@ -333,30 +378,31 @@ class Reference:
     def after_all_calls(
         self, look: Callable[[nn.Module], _T], before: Callable[[nn.Module], object] = lambda module: None
     ) -> _T:
-        """What `look` gives for a copy of the original that has answered all calls, and `before` is called with first."""
-        with self._going_on(before) as (module, *_):
+        """What `look` gives for a copy of the original that has answered the calls of `in_turn`.
+
+        Args:
+            before: called with the copy first.
+        """
+        with self._one_after_another(), self._original.runs.fresh() as module:
+            assert isinstance(module, nn.Module)
+            before(module)
+            self._going_on(module)
             return look(module)
 
     @contextmanager
-    def _going_on(
-        self, before: Callable[[nn.Module], object] = lambda module: None
-    ) -> Iterator[tuple[nn.Module, Comparison, dict[str, str]]]:
-        def run(module: Callable[..., Any]) -> Comparison:
-            comparison = Comparison(
-                self._few_samples or self.noises, flat=False, in_detail=False, slices=self.slices, who="the model"
-            )
-            going_on = AsItIs(module, in_eval=True)
-            for kept in self._original.kept:
-                comparison.run(going_on, kept, self._call(kept), None, training=False)
-            return comparison
-
+    def _one_after_another(self) -> Iterator[dict[str, str]]:
         with one_at_a_time, pinned_settings() as settings, eager_only(), _silent():
-            # It may write to other parameters than at its first call.
-            self._original.runs.first(run)
-            with self._original.runs.fresh() as module:
-                assert isinstance(module, nn.Module)
-                before(module)
-                yield module, run(module), settings
+            yield settings
+
+    def _going_on(self, module: Callable[..., Any]) -> Comparison:
+        comparison = Comparison(
+            self._few_samples or self.noises, flat=False, in_detail=False, slices=self.slices, who="the model"
+        )
+        going_on = AsItIs(module, in_eval=True)
+        calls = self._original.measured
+        for kept in (*calls, calls[0]):
+            comparison.run(going_on, kept, self._call(kept), None, training=False)
+        return comparison
 
     def independent_rows(self, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
         """The rows of the calls, once the original is seen to answer each whatever the other rows of its batch are.
@@ -537,6 +583,22 @@ class Reference:
             noise_rms=max(noise.noise_rms, step * pool.rms / 2),
         )
 
+    def outputs_at(self, asked: Sequence[tuple[int | None, Sizes]]) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """What the original gave at draw 0 of these batch sizes and sizes, each in the order of its output's tree.
+
+        None where it wasn't run at one of them, or gives something else each time.
+
+        Args:
+            asked: the sizes are those of open dims beside the batch which are other than in the given call.
+        """
+        at = {(kept.batch_size, frozenset(kept.sizes)): kept for kept in self._original.kept if kept.draw == 0}
+        found = [at.get((batch, frozenset(sizes))) for batch, sizes in asked]
+        runs = [kept.own for kept in found if kept is not None]
+        changes = self.draws or not all(noise.deterministic for noise in self.noises.values())
+        if changes or len(runs) < len(found) or any(own.structure != runs[0].structure for own in runs):
+            return None
+        return tuple(tuple(own.values[name] for name in own.of_kind("output")) for own in runs)
+
     def calls(self) -> Iterator[tuple[str, Call]]:
         """Each call that candidates are compared at, with its batch size and draw in words."""
         return ((kept.where, self._call(kept)) for kept in self._original.kept)
@@ -637,6 +699,7 @@ class Original:
         seed: int,
         *,
         asked: frozenset[tuple[int | None, int]] = frozenset(),
+        measured_at: frozenset[int | None] | None = None,
     ) -> None:
         self.target = target
         self.runs = Runs(target, in_eval=mode == "inference")
@@ -644,8 +707,12 @@ class Original:
         self.seed = seed
         # The batch sizes and draws that are calls of the user's own, beside the first: none of them is left out.
         self.asked = asked
+        # The batch sizes at which it is run in float64 and off by one unit too; None for all.
+        self.measured_at = measured_at
         self.kept: list[Kept] = []
         self.notes: list[str] = []
+        self._notes_of_runs: list[str] = []
+        self._versions = _versions_of(target)
         self.failures: list[tuple[str, Exception]] = []
         # What it raised first, and where in its source: by the sizes of open dims that were others, none for the batch's.
         self.why: dict[tuple[str, ...], str] = {}
@@ -690,16 +757,29 @@ class Original:
         if own is None:
             return False
         kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label, sizes=sizes)
+        kept.measured = bool(sizes) or (batch_size, draw) in self.asked or self._is_to_be_measured(batch_size, own)
         self._varies(call)
-        if not self.refused:
+        if kept.measured and not self.refused:
             kept.truth = self._float64(call, kept, training) or own
         self._gather(kept)
-        for number in range(2 if self.mode == "region" and _is_small(own) else 1):
-            self._perturb(call, kept, number, training)
-        if draw == 0:
+        if kept.measured:
+            for number in range(2 if self.mode == "region" and _is_small(own) else 1):
+                self._perturb(call, kept, number, training)
+        if not self.kept:
             self._again(call, kept, training)
         self.kept.append(kept)
         return True
+
+    def _is_to_be_measured(self, batch_size: int | None, own: Observation) -> bool:
+        if self.measured_at is None or batch_size in self.measured_at or not self.measured:
+            return True
+        # Which of these rounding decides differs from call to call.
+        return any(is_exact(value) or not all_finite(value) for value in own.values.values())
+
+    @property
+    def measured(self) -> list[Kept]:
+        """The calls that were run in float64 and off by one unit too."""
+        return [kept for kept in self.kept if kept.measured]
 
     def run_other_sizes(self, samples: Samples) -> Taken:
         """Run it at other sizes of each open dim beside the batch, one by one, and at some where all grow together."""
@@ -740,6 +820,7 @@ class Original:
                 raise UsageError("Nothing to compare: there is no call to make.")
             where, error = self.failures[0]
             raise LoadError(f"The model raises on the example inputs ({where}): {_first_line(error)}") from error
+        self._notes_of_runs = list(self.notes)
         raised_at = ", ".join(where for where, _ in self.failures)
         if self.failures:
             why = "; ".join(dict.fromkeys(each.partition(": ")[2] for each in self.why.values()))
@@ -790,7 +871,7 @@ class Original:
         """How far outputs move as inputs and parameters are off by one unit, in several samples of all calls; empty where
         that can't be seen."""
         moved = {name: Pool() for name in names}
-        for kept, number in itertools.product(self.kept, range(_MORE_SAMPLES)):
+        for kept, number in itertools.product(self.measured, range(_MORE_SAMPLES)):
             call = _call_of(kept, samples)
             if call is None or not self.perturbed:
                 return {}
@@ -805,7 +886,7 @@ class Original:
         """How far a candidate's values are off in float64; empty where they aren't all finite, where it can't be computed so,
         or rounds to fewer digits somewhere, which doesn't show there."""
         errors = {name: Pool() for name in names}
-        for kept in self.kept:
+        for kept in self.measured:
             if not names & kept.own.values.keys():
                 continue
             call = _call_of(kept, samples)
@@ -831,6 +912,49 @@ class Original:
         twin.notes = []
         return twin
 
+    def going_on(self) -> Original:
+        """The same, to be run at further calls."""
+        twin = self.twin()
+        twin.notes = list(self._notes_of_runs)
+        twin.gathered = copy.deepcopy(self.gathered)
+        twin.failures, twin.why, twin.dropped = list(self.failures), dict(self.why), set(self.dropped)
+        return twin
+
+    def run_at(self, calls: Sequence[tuple[int | None, int]], samples: Samples) -> None:
+        """Run it at these batch sizes and draws, but for those at which it was run."""
+        for batch_size, draw in calls:
+            if not any((kept.batch_size, kept.draw) == (batch_size, draw) and not kept.sizes for kept in self.kept):
+                self.run(batch_size, draw, samples.at(batch_size, draw))
+        order = {call: number for number, call in enumerate(calls)}
+        self.kept.sort(key=lambda kept: order.get((kept.batch_size, kept.draw), -1))
+
+    def has_run_only(self, calls: Sequence[tuple[int | None, int]]) -> bool:
+        """Whether it was run at no others than these batch sizes and draws."""
+        ran = {(kept.batch_size, kept.draw) for kept in self.kept}
+        return (
+            ran <= set(calls)
+            and self.dropped <= {size for size, _ in calls}
+            and not any(kept.sizes for kept in self.kept)
+        )
+
+    def is_as_it_was(self) -> bool:
+        """Whether none of its tensors was replaced or written to since the first run."""
+        return _versions_of(self.target) == self._versions
+
+    def answers_as_before(self, kept: Kept, call: Call) -> bool:
+        """Whether it gives the same at a call again, to the bit."""
+        training = self.training and kept.draw == 0
+        try:
+            with one_at_a_time, pinned_settings(), _silent(), self.runs.fresh() as module:
+                seen = observe(module, call, seed=kept.seed, training=training, names=kept.names)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; measuring it anew tells what it raises
+            logger.debug("the original raises where it didn't before: %s", error)
+            return False
+        own = kept.own
+        if seen.structure != own.structure or seen.values.keys() != own.values.keys():
+            return False
+        return all(_equal(value, seen.values[name]) for name, value in own.values.items())
+
     def errors_in(self, precision: Precision, samples: Samples | None, times: int = 0) -> dict[str, Pool]:
         """How far each output is off where the original computes as the precision says, at all calls.
 
@@ -842,7 +966,7 @@ class Original:
         """
         errors: dict[str, Pool] = {}
         seeds = [None, *range(times)] if not times else range(times)
-        for kept, number in itertools.product(self.kept, seeds):
+        for kept, number in itertools.product(self.measured, seeds):
             seed = None if number is None else _mixed(kept.seed, 4, number)
             seen = self._computed(kept, samples, precision, seed)
             for name, own in kept.own.values.items():
@@ -1089,7 +1213,8 @@ class Original:
                 gathered.elements += own.numel()
                 gathered.truth_ties += int((own != truth).sum())
                 continue
-            _pool_finite(gathered.own_error, own, truth)
+            if kept.measured:
+                _pool_finite(gathered.own_error, own, truth)
             plain = None if all_finite(own, truth) else (special(own) == 0) & (special(truth) == 0)
             gathered.size.add(wide(own).abs(), plain, of=own)
 
@@ -1135,7 +1260,7 @@ class Original:
         """How far each output moves when every number is rounded on the way, at all calls, so many times each; empty where
         that fails."""
         moved: dict[str, Pool] = {}
-        for kept, number in itertools.product(self.kept, range(times)):
+        for kept, number in itertools.product(self.measured, range(times)):
             rounded, seed = RoundedMode(_mixed(kept.seed, 3, number)), _mixed(kept.seed, 2, number)
 
             def both(module: Any, rounded: RoundedMode = rounded, seed: int = seed) -> AbstractContextManager[None]:
@@ -1263,23 +1388,36 @@ class Original:
             return "hardly larger than its rounding noise"
         if not self.inputs_vary or len(self.kept) < 2 or self.kept[0].own.kinds.get(name) != "output":
             return None
-        changed, exact = Pool(), is_exact(values[0][0])
-        in_rows = [kept.own.values[name] for kept in kept_here if not kept.sizes]
-        if len(in_rows) < 2:
+        exact, changed = is_exact(values[0][0]), self._changed(name)
+        if changed is None:
             return None
-        for a, b in itertools.pairwise(in_rows):
-            pair = _shared_rows(a, b)
-            if pair is None:
-                return None
-            if exact:
-                changed.add((pair[0] != pair[1]).to(torch.float64), of=pair[0])
-            else:
-                _pool_finite(changed, *pair)
         if changed.largest == 0:
             return "the same for every input"
         if not exact and changed.rms <= noise_rms:
             return "less moved by its inputs than by rounding"
         return None
+
+    def _changed(self, name: str) -> Pool | None:
+        """How far an output is moved by other inputs, in the rows that two calls in turn both have; None where that can't be
+        told."""
+        in_rows = [kept.own.values[name] for kept in self.kept if name in kept.own.values and not kept.sizes]
+        pairs = [_shared_rows(a, b) for a, b in itertools.pairwise(in_rows)]
+        changed = Pool()
+        for pair in pairs:
+            if pair is None:
+                return None
+            if is_exact(pair[0]):
+                changed.add((pair[0] != pair[1]).to(torch.float64), of=pair[0])
+            else:
+                _pool_finite(changed, *pair)
+        return changed if pairs else None
+
+    def gives_the_same(self) -> bool:
+        """Whether an output was the same at all calls, which had other inputs."""
+        if not self.inputs_vary or not self.kept:
+            return False
+        changed = (self._changed(name) for name in self.kept[0].own.of_kind("output"))
+        return any(one is not None and one.largest == 0 for one in changed)
 
     def _note(self, noises: dict[str, OutputNoise]) -> None:
         if self.refused:
@@ -1607,24 +1745,25 @@ def _is_hardly_more(rms: float, noise_rms: float) -> bool:
     return 4 * noise_rms > rms
 
 
-def _planned(
-    samples: Samples, batch_sizes: Sequence[int] | None, draws: int, mode: str
-) -> list[tuple[int | None, int]]:
-    if not isinstance(draws, int) or draws < 1:
-        raise UsageError(f"draws must be 1 or more, not {draws!r}.")
+def _sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, mode: str) -> list[int | None]:
+    """The batch sizes to run, the given one first unless others are asked for."""
     if batch_sizes is not None and not batch_sizes:
         raise UsageError("batch_sizes is empty: there would be nothing to compare.")
     given = samples.batch_size
     if not samples.dynamic or given is None:
-        sizes: list[int | None] = [given]
-    elif batch_sizes is not None:
-        sizes = list(dict.fromkeys(batch_sizes))
-    elif mode == "training":
-        sizes = [given, given + 1]
-    else:
-        sizes = list(dict.fromkeys((given, *BATCH_SIZES)))
-    drawn = [(size, draw) for size in sizes for draw in range(draws)]
-    return list(dict.fromkeys((*drawn, *samples.further)))
+        return [given]
+    if batch_sizes is not None:
+        return list(dict.fromkeys(batch_sizes))
+    return [given, given + 1] if mode == "training" else list(dict.fromkeys((given, *BATCH_SIZES)))
+
+
+def _draws_of(draws: int | None, sizes: Sequence[int | None]) -> int:
+    if draws is None:
+        # Of one call alone it can't be told whether the outputs go by the inputs.
+        return 1 if len(sizes) > 1 else 2
+    if not isinstance(draws, int) or draws < 1:
+        raise UsageError(f"draws must be 1 or more, not {draws!r}.")
+    return draws
 
 
 def _together(module: Any) -> list[list[torch.Tensor]]:
@@ -1706,6 +1845,24 @@ def _nearer(own: torch.Tensor | None, value: torch.Tensor, finer: torch.Tensor |
 def _pool_finite(pool: Pool, own: torch.Tensor, other: torch.Tensor) -> None:
     plain = None if all_finite(own, other) else (special(own) == 0) & (special(other) == 0)
     pool.add(distance(own, other), plain, of=own)
+
+
+def _versions_of(target: object) -> list[tuple[int, int | None]]:
+    """Which tensors a model has, and how often each was written to."""
+    if not isinstance(target, nn.Module):
+        return []
+    tensors = [one for one in (*target.parameters(), *target.buffers()) if not is_lazy(one)]
+    return [(id(one), None if one.is_inference() else bare(one)._version) for one in tensors]
+
+
+def _are_same_calls(a: Call, b: Call) -> bool:
+    first, second = (leaves_of((call.args, call.kwargs)) for call in (a, b))
+    if first.structure != second.structure:
+        return False
+    pairs = zip(first.tensors(), second.tensors(), strict=True)
+    return all(
+        one.dtype == other.dtype and one.shape == other.shape and _equal(one, other) for (_, one), (_, other) in pairs
+    )
 
 
 def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

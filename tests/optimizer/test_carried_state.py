@@ -277,10 +277,10 @@ def test_what_comes_and_goes_is_refused_without_a_place(tmp_path):
     class Swapping(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.one, self.other, self.third = (nn.Linear(4, 4) for _ in range(3))
 
         def forward(self, x):
-            self.one, self.other = self.other, self.one
+            self.one, self.other, self.third = self.other, self.third, self.one
             return self.one(x)
 
     assert refusal(enliven(Swapping()).eval(), tmp_path).startswith("The model answers the same inputs otherwise after")

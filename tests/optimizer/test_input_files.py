@@ -171,7 +171,7 @@ def test_every_further_call_is_compared_and_golden() -> None:
         model, Samples((x,), further_inputs=further(odd, ids(2, seed=4))), batch_sizes=(2, 1, 3)
     )
     entries = reference.golden_entries(3)
-    assert [(entry.batch_size, entry.draw) for entry in entries] == [(2, 0), (2, 1), (7, 0)]
+    assert [(entry.batch_size, entry.draw) for entry in entries] == [(2, 0), (7, 0), (2, 1)]
     assert any(torch.equal(entry.call.args[0], odd) for entry in entries)
 
 
@@ -286,7 +286,7 @@ def test_the_command_runs_the_files_as_they_are(
     assert cli.main(arguments) == 0
     document = json.loads(capsys.readouterr().out)
     calls = document["artifacts"][0]["parity"]["outputs"][0]["calls"]
-    assert {"batch_size": 6, "draw": 0}.items() <= calls[-1].items()
+    assert any({"batch_size": 6, "draw": 0}.items() <= call.items() for call in calls)
     golden = {call.batch_size: call.inputs["x"] for call in open_bundle(tmp_path / "dist" / "own_inputs").golden()}
     assert torch.equal(golden[2], first)
     assert torch.equal(golden[6], second)
