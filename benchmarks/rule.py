@@ -216,9 +216,9 @@ def _exported(
 ) -> Iterator[tuple[str, Any]]:
     """The bundle with each format that the model can be exported to; the unit learns route, verdict and refusal."""
     try:
-        whole = export(fast, **example, output=folder / "all", formats=formats, seed=seed)
+        whole = export(fast, **example, output=folder / "all", formats=formats, strict=True, seed=seed)
     except (ExporterError, ParityError):
-        # One format that fails withholds all: each by itself.
+        # One format that fails withholds all: each by itself, as only then the error has its figures.
         for format in formats:
             yield from _exported_alone(unit, fast, example, format, folder / format, seed)
         return
