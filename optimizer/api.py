@@ -46,13 +46,14 @@ from optimizer.options import check_numbers
 from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode
-from optimizer.provenance import Provenance, Source, attach, detach, provenance_of, report_of
+from optimizer.provenance import Provenance, attach, detach, provenance_of, report_of
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.sentences import listed
 from optimizer.vacuous import is_vacuous, refuse_vacuous
 from optimizer.verify import factor_between
 from optimizer.weights import refuse_circular_modules, refuse_lazy_modules, refuse_unmade_module, refuse_unrunnable
 from optimizer.working_copy import Mode, WorkingCopy, working_copy
+from optimizer.written_parameters import Source
 from optimizer.wrong_pass import pass_to_blame
 from passes.base import Context, Pass, device_of
 from passes.program.forwards import dtype_inside
@@ -247,7 +248,8 @@ def _optimized(
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
     sizes = None if batch_sizes is None else tuple(batch_sizes)
-    if reference is not None and reference.kept_bytes > _LARGEST_KEPT:
+    if reference is not None and (mode == "training" or reference.kept_bytes > _LARGEST_KEPT):
+        # Exports are of inference.
         reference = None
     attach(copy.root, Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, reference))
     if mode == "inference":
@@ -386,20 +388,11 @@ def export(
     _refuse_sizes_not_taken(dims, samples, reference)
     notes += _note_on_fixed_batch(samples, reference, static=static_batch)
     request = replace(
-        _request(
-            exported,
-            samples,
-            reference,
-            static_batch,
-            dims,
-            input_names,
-            output_names,
-            # Those of a result that is less precise aren't the original's.
-            is_known=reference is rounding and home.type == target.type,
-        ),
-        opset=opset,
-        metadata=own,
+        _request(exported, samples, reference, static_batch, dims, input_names, output_names), opset=opset, metadata=own
     )
+    if reference is not rounding or home.type != target.type:
+        # A result that is less precise, or on another device, gives other outputs than the original.
+        request = replace(request, outputs=None)
     fresh = partial(_exportable, model, target, reference.written)
     adapter = Adapter(fresh(), *request.calls[0], input_names=input_names, output_names=output_names)
     notes += _note_on_numbers(adapter)
@@ -819,8 +812,6 @@ def _request(
     dims: OpenDims,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
-    *,
-    is_known: bool,
 ) -> ExportRequest:
     worked, taken = list(reference.batch_sizes), reference.taken
     own, bases = samples.batch_size, taken.bases()
@@ -839,7 +830,7 @@ def _request(
     return ExportRequest(
         model=model,
         calls=tuple((call.args, call.kwargs) for call in calls),
-        outputs=reference.outputs_at(known) if is_known else None,
+        outputs=reference.outputs_at(known),
         dynamic_batch=len(batches) > 1,
         open_dims=dims.of,
         input_names=None if input_names is None else tuple(input_names),

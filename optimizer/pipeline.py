@@ -23,10 +23,10 @@ from optimizer.locating import located_module
 from optimizer.module_tree import is_script, reachable_modules
 from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
 from optimizer.preserve import eager_only, pinned_settings, random_state, seed_torch
-from optimizer.provenance import Source
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.sentences import lack_of_memory
 from optimizer.working_copy import Mode, WorkingCopy, private_state
+from optimizer.written_parameters import Source
 from passes.base import Context, DeclaredError, Pass, PassResult, Precision, rows_of
 from passes.casting.forwards import AutocastForward, root_cast
 from passes.errors import PassesError, UnseenCall

@@ -5,38 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
 from optimizer.reference import Reference
 from optimizer.report import Report
+from optimizer.written_parameters import Source
 from passes.base import DeclaredError, Pass, Precision
 
 _ATTRIBUTE = "_optimize_export"
-
-
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the original that something of the result was computed from, as it was then."""
-
-    path: str
-    tensor: torch.Tensor
-    version: int | None
-
-    @classmethod
-    def of(cls, path: str, tensor: torch.Tensor) -> Source:
-        """The tensor as it is now; one made in inference mode counts no versions."""
-        return cls(path, tensor, _version_of(tensor))
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether nothing was written to it since, as far as its version tells."""
-        return _version_of(self.tensor) == self.version
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from exporters.places import place_of_error
 from optimizer.difference import (
@@ -57,9 +56,11 @@ from optimizer.sentences import lack_of_memory
 from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
+from optimizer.written_parameters import Source, named_tensors
 from passes.base import DeclaredError, Precision
 from passes.program.moved_bias import moved_biases
 from passes.program.shared_memory import groups_of, places_in
+from passes.program.storage import same_values
 from passes.program.weights import bare
 
 logger = logging.getLogger(__name__)
@@ -237,12 +238,11 @@ class Reference:
             UsageError: no batch sizes or no draws.
         """
         sizes = _sizes_of(samples, batch_sizes, mode)
-        one_draw = draws is None and len(sizes) > 1
-        draws = _draws_of(draws, sizes)
-        drawn = ((size, draw) for size in sizes for draw in range(draws))
+        count = _draws_of(draws, sizes)
+        drawn = ((size, draw) for size in sizes for draw in range(count))
         calls = list(dict.fromkeys((*drawn, *samples.further)))
         # A batch of one is special to many models, and shows the least of what rounding does.
-        other = next((size for size in sizes[1:] if size != 1), None)
+        other = next((size for size in sizes[1:] if size != 1), sizes[-1])
         if known is not None and known._holds_for(reference, samples, calls, mode):
             original = known._original.going_on()
         else:
@@ -252,12 +252,12 @@ class Reference:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
         with one_at_a_time, pinned_settings() as settings:
             original.run_at(calls, samples)
-            if one_draw and original.gives_the_same():
+            if draws is None and original.gives_the_same():
                 # Few rows of labels are the same by chance.
-                draws = 2
+                count = 2
                 original.run_at([(size, 1) for size in sizes], samples)
             taken = original.run_other_sizes(samples)
-        measured = original.finish(samples, settings, draws)
+        measured = original.finish(samples, settings, count)
         measured.taken = taken
         return measured
 
@@ -272,9 +272,9 @@ class Reference:
         kept = self._original.kept
         if not self._original.has_run_only(calls):
             return False
-        if not all(_are_same_calls(self._call(one), samples.at(one.batch_size, one.draw, one.sizes)) for one in kept):
+        if not all(_are_same_calls(self._call(one), samples.at(one.batch_size, one.draw)) for one in kept):
             return False
-        # No tensor was written to, and what else the forward goes by is as it was.
+        # The run shows a change of what is no tensor, such as a number that the forward reads.
         return self._original.is_as_it_was() and self._original.answers_as_before(kept[0], self._call(kept[0]))
 
     @property
@@ -589,7 +589,7 @@ class Reference:
         None where it wasn't run at one of them, or gives something else each time.
 
         Args:
-            asked: the sizes are those of open dims beside the batch which are other than in the given call.
+            asked: each a batch size, and the sizes of other open dims that differ from the given call.
         """
         at = {(kept.batch_size, frozenset(kept.sizes)): kept for kept in self._original.kept if kept.draw == 0}
         found = [at.get((batch, frozenset(sizes))) for batch, sizes in asked]
@@ -712,7 +712,7 @@ class Original:
         self.kept: list[Kept] = []
         self.notes: list[str] = []
         self._notes_of_runs: list[str] = []
-        self._versions = _versions_of(target)
+        self._sources = _sources_of(target)
         self.failures: list[tuple[str, Exception]] = []
         # What it raised first, and where in its source: by the sizes of open dims that were others, none for the batch's.
         self.why: dict[tuple[str, ...], str] = {}
@@ -939,10 +939,13 @@ class Original:
 
     def is_as_it_was(self) -> bool:
         """Whether none of its tensors was replaced or written to since the first run."""
-        return _versions_of(self.target) == self._versions
+        now = _sources_of(self.target)
+        pairs = zip(self._sources, now, strict=False)
+        same = len(now) == len(self._sources) and all(old.tensor is new.tensor for old, new in pairs)
+        return same and all(source.unchanged for source in self._sources)
 
     def answers_as_before(self, kept: Kept, call: Call) -> bool:
-        """Whether it gives the same at a call again, to the bit."""
+        """Whether it gives the same numbers at a call again."""
         training = self.training and kept.draw == 0
         try:
             with one_at_a_time, pinned_settings(), _silent(), self.runs.fresh() as module:
@@ -953,7 +956,7 @@ class Original:
         own = kept.own
         if seen.structure != own.structure or seen.values.keys() != own.values.keys():
             return False
-        return all(_equal(value, seen.values[name]) for name, value in own.values.items())
+        return all(same_values(value, seen.values[name]) for name, value in own.values.items())
 
     def errors_in(self, precision: Precision, samples: Samples | None, times: int = 0) -> dict[str, Pool]:
         """How far each output is off where the original computes as the precision says, at all calls.
@@ -1847,12 +1850,8 @@ def _pool_finite(pool: Pool, own: torch.Tensor, other: torch.Tensor) -> None:
     pool.add(distance(own, other), plain, of=own)
 
 
-def _versions_of(target: object) -> list[tuple[int, int | None]]:
-    """Which tensors a model has, and how often each was written to."""
-    if not isinstance(target, nn.Module):
-        return []
-    tensors = [one for one in (*target.parameters(), *target.buffers()) if not is_lazy(one)]
-    return [(id(one), None if one.is_inference() else bare(one)._version) for one in tensors]
+def _sources_of(target: object) -> list[Source]:
+    return [Source.of(*named) for named in named_tensors(target)] if isinstance(target, nn.Module) else []
 
 
 def _are_same_calls(a: Call, b: Call) -> bool:
@@ -1860,9 +1859,7 @@ def _are_same_calls(a: Call, b: Call) -> bool:
     if first.structure != second.structure:
         return False
     pairs = zip(first.tensors(), second.tensors(), strict=True)
-    return all(
-        one.dtype == other.dtype and one.shape == other.shape and _equal(one, other) for (_, one), (_, other) in pairs
-    )
+    return all(same_values(one, other) for (_, one), (_, other) in pairs)
 
 
 def _shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -8,6 +8,7 @@ run is made again on a copy that has this parameter of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,3 +131,26 @@ def named_tensors(target: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not (is_lazy(tensor) or tensor.is_meta):
                 yield prefix + name, tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a model that something was computed from, as it was then."""
+
+    path: str
+    tensor: torch.Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, path: str, tensor: torch.Tensor) -> Source:
+        """The tensor as it is now; one made in inference mode counts no versions."""
+        return cls(path, tensor, _version_of(tensor))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing was written to it since, as far as its version tells."""
+        return _version_of(self.tensor) == self.version
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from passes.program.captured import argument, example_of, is_tensor, name_of
 from passes.program.operations import draws_numbers, schemas
 from passes.program.torch_calls import METADATA
-from passes.torch_private import beneath_transforms
+from passes.torch_private import beneath_transforms, is_transformed
 
 # torch functions written in Python, which have no schema.
 _COMPOSED = frozenset({
@@ -183,7 +183,7 @@ _OUTSIDE = "outside"
 def is_in_transform(node: fx.Node) -> bool:
     """Whether the node's value is wrapped by a transform of torch.func, such as `vmap`."""
     tensors = (leaf for leaf in pytree.tree_leaves(example_of(node)) if isinstance(leaf, torch.Tensor))
-    return any(beneath_transforms(leaf) is not leaf for leaf in tensors)
+    return any(map(is_transformed, tensors))
 
 
 def places_of(node: fx.Node) -> frozenset[Any]:
