@@ -35,6 +35,7 @@ from passes.program.recording import (
     escapes,
     is_returned,
     operation_name,
+    shape_of,
     tensor_of,
     users_of,
 )
@@ -189,9 +190,14 @@ class Judge:
         weight, tensor = pair.conv.weight.value, pair.affine.tensor.value
         assert weight is not None
         assert tensor is not None
-        if tensor.dtype == weight.dtype:
-            return None
-        return f"{self.tree.path_of(pair.affine.tensor)} is of another dtype than its weight"
+        if tensor.dtype != weight.dtype:
+            return f"{self.tree.path_of(pair.affine.tensor)} is of another dtype than its weight"
+        # Under autocast the layer gives bfloat16, and its product with a float32 parameter is float32.
+        given, made = shape_of(pair.conv.node), shape_of(pair.affine.node)
+        if not pair.affine.leads and given is not None and made is not None and given.dtype != made.dtype:
+            names = [str(one.dtype).removeprefix("torch.") for one in (given, made)]
+            return f"{self.where(pair.affine.node)} makes {names[1]} of its {names[0]}"
+        return None
 
     def _why_not_dims(self, pair: Pair) -> str | None:
         """Refuse ranks at which dim 1, BatchNorm's channel dim, is not the layer's channel dim."""

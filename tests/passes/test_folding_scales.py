@@ -14,7 +14,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import check_parity, export, optimize, report_of
-from passes import FoldConvBias, FoldConvBn
+from passes import CastPrecision, FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
 
 IMAGE, LINE = image(), image(2, 7, 5)
@@ -392,3 +392,11 @@ def test_a_sparse_scale_is_refused(kind: type[Linear]) -> None:
 def test_the_bias_pass_leaves_them_alone() -> None:
     tree, context = captured(Shifted().eval(), IMAGE)
     assert FoldConvBias().run(tree, context).changes == ()
+
+
+def test_a_scale_whose_product_is_float32_under_autocast_is_left_alone() -> None:
+    fast = optimize(Linear().eval(), [CastPrecision(), FoldConvBn()], example_inputs=(LINE,))
+    _, record = fast.report.passes
+    assert record.status == "unchanged"
+    assert "makes float32 of its bfloat16" in record.skips[0].text
+    assert fast(LINE).dtype == torch.float32
