@@ -10,7 +10,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -275,7 +275,19 @@ def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = 
     context.callback = front_end = _FrontEnd(context.callback, whole=whole)
     # Torch keeps every backend to reset it, and with it all that it refers to.
     torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
-    return CapturedCall(context(entry), front_end)
+    call = CapturedCall(context(entry), front_end)
+    weakref.finalize(call, _forget_captures, entry.__code__).atexit = False
+    return call
+
+
+def _forget_captures(code: Any) -> None:
+    """Free what torch captured of a code: it hangs on the code, which it keeps alive, where no search for cycles looks."""
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.utils import guard_failures
+
+    reset_code(code)
+    # Why it was captured anew is kept by code, for good.
+    guard_failures.pop(code, None)
 
 
 class CapturedCall:
@@ -298,7 +310,8 @@ class _FrontEnd:
         # Torch follows this name to the backend.
         self._torchdynamo_orig_backend = callback
         self._whole = whole
-        self._captures: Counter[Any] = Counter()
+        # Weakly: torch hangs what it captured of a frame on its code, this object too, where no search for cycles looks.
+        self._captures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # What the front end raised last, for messages.
         self.error: Exception | None = None
 
@@ -310,8 +323,8 @@ class _FrontEnd:
             FrameExecStrategy,
         )
 
-        self._captures[frame.f_code] += 1
-        if self._captures[frame.f_code] > MOST_CAPTURES:
+        count = self._captures[frame.f_code] = self._captures.get(frame.f_code, 0) + 1
+        if count > MOST_CAPTURES:
             only_known = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(only_known, apply_to_code=False)
         around, _capturing.module = _capturing.module, _module_of(frame.f_locals)

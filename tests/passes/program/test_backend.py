@@ -1,6 +1,7 @@
 """Captured graphs compute with folded tensors directly."""
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -97,3 +98,16 @@ def test_a_tensor_class_of_the_user_keeps_its_meaning(kind: type[Tensor], pair: 
         got, wanted = (each(x).as_subclass(Tensor) for each in (one, model))
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one(X), model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_result_that_is_dropped_takes_its_captured_graphs_along() -> None:
+    def compiled() -> set[str]:
+        gc.collect()
+        return {name for name in globals() if name.startswith("__compiled_fn")}
+
+    before = compiled()
+    fast = optimize(enliven(Net()).eval(), ["simplify"], example_inputs=(X,))
+    # Torch keeps what it compiled among the globals of the forward.
+    assert compiled() > before
+    del fast
+    assert compiled() == before
