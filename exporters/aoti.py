@@ -31,7 +31,7 @@ from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.program_values import ProgramValues
-from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
+from exporters.proof import Evidence, Route, first_right, gather, prove_beyond, prove_early, prove_written, refusing
 from exporters.writing import write_archive
 
 _MODEL = "model"
@@ -92,24 +92,23 @@ class AotiExporter(Exporter):
                 files = _compile(program, folder)
             # Compiling takes some more for granted.
             conditions = conditions_of_program(program, evidence)
-            errors, loaded = self._proven(files, evidence, (), path)
+            loaded = self._packaged(files, evidence, (), path)
             with undisturbed(evidence.adapter), silent():
+                errors = prove_early(evidence, loaded)
                 agreed = prove_beyond(evidence, loaded, conditions, conditions_at, errors)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
-                self._proven(files, evidence, kept, path)
+                loaded = self._packaged(files, evidence, kept, path)
+            with undisturbed(evidence.adapter), silent():
+                prove_written(evidence, loaded, [path])
         return (path,)
 
-    def _proven(
-        self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path
-    ) -> tuple[Sequence[float], LoadedArtifact]:
-        """The package of these files, right at every call: what each output was off by, and the loaded package."""
+    def _packaged(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:
+        """The package of these files, loaded."""
         with refusing("the package can't be written"), silent():
             _package(files, evidence, guards, path)
         with refusing("the package can't be loaded"):
-            loaded = self.load(path, str(evidence.device))
-        with undisturbed(evidence.adapter), silent():
-            return prove(evidence, loaded), loaded
+            return self.load(path, str(evidence.device))
 
 
 @contextmanager

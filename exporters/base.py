@@ -24,7 +24,7 @@ class Adapter(nn.Module):
 
     Arguments and outputs may be any tree of dicts, lists, tuples, dataclasses and registered pytrees, outputs also hold
     objects with tensors among their attributes (a key-value cache). What isn't a tensor in them is a constant of the file.
-    The model is run once, to learn the structure of its outputs.
+    The model is run once, to learn the structure of its outputs, where nobody tells it.
 
     Attributes:
         inputs, outputs: the structures of arguments (by name) and output.
@@ -47,6 +47,7 @@ class Adapter(nn.Module):
         *,
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
+        outputs: Structure | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -65,9 +66,10 @@ class Adapter(nn.Module):
         bound = bind(model, args, kwargs or {})
         self._positional = len(args)
         self.inputs = Structure(bound, side="argument")
-        with undisturbed(self), silent():
-            outputs = self._call(clones(self.inputs.flatten(bound)))
-        self.outputs = Structure(outputs, side="output")
+        if outputs is None:
+            with undisturbed(self), silent():
+                outputs = Structure(self._call(clones(self.inputs.flatten(bound))), side="output")
+        self.outputs = outputs
         if not self.outputs.paths:
             raise StructureError("The model's output holds no tensor, so there is nothing that a file could compute.")
         self.input_names, self.output_names = self._names(input_names, output_names)
@@ -157,6 +159,12 @@ def clones(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
+class Proof(Protocol):
+    """See `ExportRequest.proof`."""
+
+    def __call__(self, loaded: LoadedArtifact, files: Sequence[Path]) -> bool: ...
+
+
 @dataclass(frozen=True)
 class ExportRequest:
     """What to export.
@@ -178,6 +186,9 @@ class ExportRequest:
         metadata: what the user has the file say of itself, beside what is written anyway (`exporters.metadata`).
         outputs: what the model gives at each call, flat, where the caller has it; None where the exporter has to run it. An
             output that the model gives otherwise each time isn't known.
+        output_structure: the structure of its output, where the caller has it.
+        proof: compares what is loaded from these files with the model, at these calls and others; whether it is right.
+            None where the exporter has to compare all calls itself.
         place_of: where a file that was refused differs from the model at these inputs of it, a clause: "first differs at …";
             "" where that isn't known. It is asked where every route was refused.
     """
@@ -192,6 +203,8 @@ class ExportRequest:
     computes_in: torch.dtype | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
+    output_structure: Structure | None = None
+    proof: Proof | None = None
     place_of: Callable[[Artifact, tuple[torch.Tensor, ...]], str] | None = None
 
 

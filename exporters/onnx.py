@@ -35,7 +35,7 @@ from exporters.torchscript_deprecation import torchscript_allowed
 
 # Bytes of weights from which on they go into a file of their own. Protobuf holds 2 GiB at most, and long before that its
 # readers hold three copies of a file, where weights beside it are read one by one.
-EXTERNAL_DATA_FROM = 500_000_000
+EXTERNAL_DATA_FROM = 2**27
 
 # Their outputs have as many rows as the data says: that all calls gave the same number proves nothing.
 _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
@@ -127,7 +127,7 @@ class OnnxExporter(Exporter):
         with refusing("the ONNX checker refuses the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
         session = _session_for_proof(files[0])
-        errors = prove(evidence, session)
+        errors = prove(evidence, session, files)
         prove_beyond(evidence, session, conditions, conditions_at, errors)
         return files
 

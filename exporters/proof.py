@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, Proof, TensorSpec, clones
 from exporters.conditions import Condition, Line, breaks, line_through
 from exporters.draws import place_of_draws
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError, WrongFile
@@ -93,6 +93,7 @@ class Evidence:
     `draws` is the place where the model draws random numbers that make outputs unstable; "" where it draws none.
     `directions` are the ways in which the sizes change, where there are several; `steps` is that of a direction.
     `outputs_given` tells that the outputs are the caller's, and no run of this model.
+    `proof` is that of the request.
     `in_a_row` numbers at most are added up one after another by a format's loops, where torch adds in pairs.
     """
 
@@ -110,6 +111,7 @@ class Evidence:
     steps: tuple[int, ...] = ()
     draws: str = ""
     outputs_given: bool = False
+    proof: Proof | None = None
     in_a_row: int = 1
 
     @property
@@ -249,7 +251,14 @@ def gather(request: ExportRequest) -> Evidence:
         MetadataError: the metadata are none that a file can hold.
     """
     args, kwargs = request.calls[0]
-    adapter = Adapter(request.model, args, kwargs, input_names=request.input_names, output_names=request.output_names)
+    adapter = Adapter(
+        request.model,
+        args,
+        kwargs,
+        input_names=request.input_names,
+        output_names=request.output_names,
+        outputs=request.output_structure,
+    )
     inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
     open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
     named = {symbol for dims in request.open_dims.values() for symbol in dims.values()}
@@ -284,6 +293,7 @@ def gather(request: ExportRequest) -> Evidence:
         directions,
         draws=draws,
         outputs_given=given,
+        proof=request.proof,
     )
 
 
@@ -302,14 +312,36 @@ def _run_at_each(
     return outputs, frozenset(unstable)
 
 
-def prove(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
-    """Run the file at every call; gives how far each output was off, relative to its largest value.
+def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...]:
+    """Run what is loaded from these files at every call; gives how far each output was off, relative to its largest value.
 
     Raises:
         RouteRefused: it fails, or gives other shapes, dtypes or values than the model.
     """
+    if evidence.proof is not None and evidence.proof(loaded, files):
+        return _proven_at(evidence, loaded, [_smallest(evidence)])
+    return _proven_at(evidence, loaded, range(len(evidence.inputs)))
+
+
+def prove_early(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
+    """As `prove`, of what a file is made of: at the smallest call alone where `prove_written` compares the file itself."""
+    calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
+    return _proven_at(evidence, loaded, calls)
+
+
+def prove_written(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path]) -> None:
+    """As `prove`, of a file whose program was proven early."""
+    if evidence.proof is None or not evidence.proof(loaded, files):
+        _proven_at(evidence, loaded, range(len(evidence.inputs)))
+
+
+def _smallest(evidence: Evidence) -> int:
+    return min(range(len(evidence.inputs)), key=lambda call: sum(each.numel() for each in evidence.inputs[call]))
+
+
+def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int]) -> tuple[float, ...]:
     errors = []
-    for inputs, expected in zip(evidence.inputs, evidence.outputs, strict=True):
+    for inputs, expected in ((evidence.inputs[call], evidence.outputs[call]) for call in calls):
         try:
             outputs = _compare(evidence, loaded, inputs, expected)
         except WrongFile:

@@ -23,7 +23,17 @@ from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.program_values import ProgramValues
-from exporters.proof import Evidence, Route, dtype_name, first_right, gather, prove, prove_beyond, refusing
+from exporters.proof import (
+    Evidence,
+    Route,
+    dtype_name,
+    first_right,
+    gather,
+    prove_beyond,
+    prove_early,
+    prove_written,
+    refusing,
+)
 from exporters.steps import FileValues, Program
 from exporters.writing import write_archive
 
@@ -76,7 +86,7 @@ class Pt2Exporter(Exporter):
         guards = take_guards(program)
         with undisturbed(evidence.adapter), silent():
             unguarded = _LoadedProgram(program, device)
-            errors = prove(evidence, unguarded)
+            errors = prove_early(evidence, unguarded)
             agreed = prove_beyond(evidence, unguarded, conditions, conditions_at, errors)
         program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
@@ -84,7 +94,7 @@ class Pt2Exporter(Exporter):
         with refusing("the file can't be loaded"):
             loaded = self.load(path, device)
         with undisturbed(evidence.adapter), silent():
-            prove(evidence, loaded)
+            prove_written(evidence, loaded, [path])
         return (path,)
 
 

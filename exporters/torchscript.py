@@ -88,7 +88,7 @@ class TorchScriptExporter(Exporter):
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
         with undisturbed(evidence.adapter), silent():
-            errors = prove(evidence, loaded)
+            errors = prove(evidence, loaded, [path])
             prove_beyond(evidence, loaded, conditions, conditions_at, errors)
         return (path,)
 

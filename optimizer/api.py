@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from exporters.errors import ExporterError, ExportError, MetadataError, Structur
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named
-from optimizer.artifact_parity import ArtifactParity, Failures
+from optimizer.artifact_parity import ArtifactParity, Failures, FileProof
 from optimizer.bundle import (
     Bundle,
     artifact_entry,
@@ -47,6 +48,7 @@ from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Toler
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode
 from optimizer.provenance import Provenance, attach, detach, provenance_of, report_of
+from optimizer.reference import RanOriginal
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.sentences import listed
 from optimizer.vacuous import is_vacuous, refuse_vacuous
@@ -221,16 +223,22 @@ def _optimized(
     original = _on_device(model, target)
     copy = _copy_of(original, mode)
     pipeline = Pipeline(copy, original, samples, target, strict, batch_sizes, progress)
-    reference = pipeline.measure_original()
-    if measured is not None and reference is not None:
-        measured(reference)
-    tree = pipeline.record()
+    stages: dict[str, float] = {}
+    with _timed(stages, "original"):
+        ran = pipeline.run_original()
+    if measured is not None and ran is not None:
+        with _timed(stages, "comparison"):
+            measured(ran.measured())
+    with _timed(stages, "original"):
+        tree = pipeline.record()
     context = pipeline.context()
     before, coverage = size_of(tree, context), coverage_record(tree, context)
-    pipeline.run(tree, chosen)
-    # Before the result is verified: the passes are tried on it, and taken back.
-    could_apply = pipeline.could_apply(tree)
-    parity = pipeline.verify(tree)
+    with _timed(stages, "passes"):
+        pipeline.run(tree, chosen)
+        # Before the result is verified: the passes are tried on it, and taken back.
+        could_apply = pipeline.could_apply(tree)
+    with _timed(stages, "comparison"):
+        parity = pipeline.verify(tree)
     report = Report(
         model=type(model).__name__,
         mode=mode,
@@ -243,18 +251,27 @@ def _optimized(
         after=size_of(tree, context),
         notes=[*copy.notes, *pipeline.notes],
         could_apply=could_apply,
+        stages=stages,
     )
     _note_what_was_seen(report, model, copy.root, mode, parity)
     sources = _sources(copy, pipeline)
     report.seconds = time.perf_counter() - started
     sizes = None if batch_sizes is None else tuple(batch_sizes)
-    if reference is not None and (mode == "training" or reference.kept_bytes > _LARGEST_KEPT):
+    if ran is not None and (mode == "training" or ran.kept_bytes > _LARGEST_KEPT):
         # Exports are of inference.
-        reference = None
-    attach(copy.root, Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, reference))
+        ran = None
+    attach(copy.root, Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, ran))
     if mode == "inference":
         copy.root.__dict__["train"] = StaysInEval(copy.root)
     return copy.root
+
+
+@contextmanager
+def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that the block takes to those of a stage."""
+    started = time.perf_counter()
+    yield
+    stages[name] = stages.get(name, 0.0) + time.perf_counter() - started
 
 
 class StaysInEval:
@@ -379,7 +396,7 @@ def export(
     tell(Progress("parity", 0, len(exporters) + 1, "running the original"))
     sizes = _sizes(samples, batch_sizes, static=static_batch)
     there = samples if home.type == target.type else samples.to(home)
-    known = None if provenance is None else provenance.reference
+    known = None if provenance is None else provenance.ran
     reference = rounding = _measured(original, there, sizes, known)
     refuse_carried_state(original, reference)
     for precision in () if provenance is None or provenance.original is None else provenance.precisions:
@@ -402,7 +419,7 @@ def export(
         notes += note_on_fixed_dims(given, there, reference, open_batch=request.dynamic_batch)
     flatten = adapter.flatten_inputs
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=target.type)
-    request = replace(request, place_of=place_of)
+    request = replace(request, place_of=place_of, output_structure=adapter.outputs)
     names = _names_in_files(reference, adapter)
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     factor, apart = _factor(reference, home, target)
@@ -424,6 +441,8 @@ def export(
     unproven: list[dict[str, Any]] = []
 
     graph = GraphFiles.of(model, fresh, adapter, request)
+    # What allows for more than rounding would allow an exporter's faults too.
+    is_exact = request.outputs is not None and atol is None and rtol is None
 
     @ComparedExports()
     def fill(folder: Path) -> Mapping[str, Any]:
@@ -432,10 +451,16 @@ def export(
         for number, exporter in enumerate(exporters):
             tell(Progress("export", number, len(exporters), exporter.name, exporter.name))
             before = set(folder.iterdir())
-            rewritten = graph.measured(exporter, request, folder, by, rows)
+            proof = FileProof(by, rows)
+            asked = replace(request, proof=proof if is_exact else None)
+            rewritten = graph.measured(exporter, asked, folder, proof)
             try:
-                # An exporter runs the model.
-                artifact = rewritten[0] if rewritten else exporter.export(replace(request, model=fresh()), folder)
+                artifact = (
+                    rewritten[0]
+                    if rewritten
+                    # An exporter runs the model.
+                    else exporter.export(replace(asked, model=fresh()), folder)
+                )
             except (StructureError, MetadataError):
                 # Nothing that another format could mend.
                 raise
@@ -447,7 +472,7 @@ def export(
             artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
             tell(Progress("parity", number + 1, len(exporters) + 1, exporter.name))
             try:
-                measurement, placement = rewritten[1:] if rewritten else by.measured(artifact, rows)
+                measurement, placement = rewritten[1:] if rewritten else proof.measured(artifact, exporter)
             except ExporterError as error:
                 missing[exporter.name] = error
                 remove(artifact.files)
@@ -515,7 +540,7 @@ def export(
 
 
 def _measured(
-    original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None, known: Reference | None = None
+    original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None, known: RanOriginal | None = None
 ) -> Reference:
     """The original as all files are compared with it; VacuousError where that would prove nothing."""
     reference = Reference.measure(original, samples, batch_sizes=batch_sizes, known=known)
@@ -951,7 +976,7 @@ def _told(report: Report) -> dict[str, Any]:
     told = report.to_json()
     if not is_to_be_repeated():
         return told
-    return {**told, "seconds": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
+    return {**told, "seconds": None, "stages": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
 
 
 def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:

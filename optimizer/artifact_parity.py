@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from exporters.base import Artifact
+from exporters.base import Artifact, Exporter, LoadedArtifact
 from optimizer.locating import Located, fault_of_runtime, located, named_first
 from optimizer.observe import Flatten
 from optimizer.parity import Measurement, ParityReport, Reference, Tolerance, judge
 from optimizer.reproducing import write_reproduction
 from optimizer.row_independence import Rows
+
+Measured = tuple[Measurement, Mapping[str, int] | None]
+"""What a file gives beside the original, and on which providers its nodes ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +44,13 @@ class ArtifactParity:
     def judged(self, measurement: Measurement) -> ParityReport:
         return judge(measurement, atol=self.atol, rtol=self.rtol, factor=self.factor, names=self.names)
 
-    def measured(self, artifact: Artifact, rows: Rows | None = None) -> tuple[Measurement, Mapping[str, int] | None]:
+    def measured(self, artifact: Artifact, rows: Rows | None = None) -> Measured:
         """What the artifact gives beside the original, and on which providers its nodes ran."""
         # A session whose nodes aren't where they are to be raises here.
-        loaded = artifact.load(self.device.type)
+        return self.measured_of(artifact.load(self.device.type), rows)
+
+    def measured_of(self, loaded: LoadedArtifact, rows: Rows | None) -> Measured:
+        """The same of a file that is ready to run where files are to be run."""
         measurement = self.reference.compare(loaded, flatten=self._flatten_there, rows=rows)
         if torch.device(measurement.device).type != self.device.type:
             measurement = replace(measurement, device=self.device.type, reference_device=measurement.device)
@@ -64,6 +71,41 @@ class ArtifactParity:
     def _flatten_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
         # The calls are where the original is.
         return [tensor.to(self.device) for tensor in self.flatten(args, kwargs)]
+
+
+@dataclass
+class FileProof:
+    """What an exporter proves its files by: the comparison that they are judged by afterwards, so that it is made once."""
+
+    by: ArtifactParity
+    rows: Rows | None
+    # Of the last file that was compared: the hashes of its parts, and what it gave.
+    _hashes: list[str] = field(default_factory=list)
+    _found: Measured | None = None
+
+    def __call__(self, loaded: LoadedArtifact, files: Sequence[Path]) -> bool:
+        """As `ExportRequest.proof`."""
+        self._found = None
+        if torch.device(loaded.device).type != self.by.device.type or not files:
+            return False
+        self._hashes, self._found = _hashes_of(files), self.by.measured_of(loaded, self.rows)
+        return self.by.judged(self._found[0]).verdict != "failed"
+
+    def measured(self, artifact: Artifact, exporter: Exporter) -> Measured:
+        """What an artifact gives beside the original, as it is known or by runs of it.
+
+        An exporter may write to its file once more after the proof, or have it loaded otherwise.
+        """
+        is_known = artifact.loader == exporter.load and self._hashes == _hashes_of(artifact.files)
+        return self._found if self._found and is_known else self.by.measured(artifact, self.rows)
+
+
+def _hashes_of(files: Sequence[Path]) -> list[str]:
+    found = []
+    for path in files:
+        with path.open("rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

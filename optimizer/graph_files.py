@@ -13,11 +13,10 @@ from torch import nn
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, clones
 from exporters.errors import ExporterError, ExportError, StructureError
 from exporters.isolation import silent
-from optimizer.artifact_parity import ArtifactParity
+from optimizer.artifact_parity import FileProof
 from optimizer.parity import Measurement
 from optimizer.preserve import pinned_settings, random_state
 from optimizer.provenance import Provenance
-from optimizer.row_independence import Rows
 from optimizer.sentences import listed, quote
 from passes.base import Pass
 from passes.errors import UnknownPass
@@ -70,17 +69,15 @@ class GraphFiles:
         except (NoWholeGraph, StructureError) as error:
             return cls(None, asked, (), {"": quote(error)})
 
-    def measured(
-        self, exporter: Exporter, request: ExportRequest, folder: Path, by: ArtifactParity, rows: Rows | None
-    ) -> Measured | None:
+    def measured(self, exporter: Exporter, request: ExportRequest, folder: Path, proof: FileProof) -> Measured | None:
         """The file of the rewritten graph as it was measured; None where there is none that is proven."""
         if self.module is None:
             return None
         before = set(folder.iterdir())
         try:
             artifact = exporter.export(replace(request, model=self.module, place_of=None), folder)
-            measurement, placement = by.measured(artifact, rows)
-            parity = by.judged(measurement)
+            measurement, placement = proof.measured(artifact, exporter)
+            parity = proof.by.judged(measurement)
             if parity.ok:
                 return artifact, measurement, placement
             why = parity.reason.rstrip(".")

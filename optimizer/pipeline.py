@@ -21,11 +21,21 @@ from optimizer.float64 import off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
 from optimizer.locating import located_module
 from optimizer.module_tree import is_script, reachable_modules
-from optimizer.parity import ParityReport, Reference, RegionParity, RegionReference, float64_mode, judge
+from optimizer.parity import (
+    ParityReport,
+    Reference,
+    RegionParity,
+    RegionReference,
+    float64_mode,
+    judge,
+)
 from optimizer.preserve import eager_only, pinned_settings, random_state, seed_torch
+from optimizer.recorded_runs import RecordedRuns
+from optimizer.reference import RanOriginal
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
-from optimizer.sentences import lack_of_memory
-from optimizer.working_copy import Mode, WorkingCopy, private_state
+from optimizer.runs import Runs, RunsOfCopy
+from optimizer.sentences import first_line
+from optimizer.working_copy import Mode, WorkingCopy, is_plain, private_state
 from optimizer.written_parameters import Source
 from passes.base import Context, DeclaredError, Pass, PassResult, Precision, rows_of
 from passes.casting.forwards import AutocastForward, root_cast
@@ -33,7 +43,7 @@ from passes.errors import PassesError, UnseenCall
 from passes.program.changes import Change, Place
 from passes.program.edits import taken_back
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Recorder, tensor_of
+from passes.program.recording import Node, Recorder, shape_of, tensor_of
 from passes.program.runs import recorded_runs
 from passes.program.storage import same_values
 from passes.program.weights import bare
@@ -137,12 +147,14 @@ class Pipeline:
     progress: ProgressFunction
     notes: list[str] = field(default_factory=list)
     records: list[PassRecord] = field(default_factory=list)
-    _reference: Reference | None = None
+    _ran: RanOriginal | None = None
     # Of a training result: the original in eval; False where it doesn't run so.
     _reference_in_eval: Reference | Literal[False] | None = None
     # Those in kind, by the one that they are made of and what they are in.
     _in_kind: dict[tuple[int, tuple[Lowered, ...]], Reference] = field(default_factory=dict)
     _calls: list[Call] = field(default_factory=list)
+    # What the random numbers of these start from, by their numbers.
+    _seeds: dict[int, int] = field(default_factory=dict)
     _passes: Sequence[Pass] = ()
     _done: list[_Done] = field(default_factory=list)
     # What the pass of this number is told to leave alone from the start.
@@ -150,13 +162,18 @@ class Pipeline:
     # The passes of these numbers are taken back whatever they do, each for the reason.
     _wrong: dict[int, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.tree = ModelTree(self.copy.root, self.copy.unregistered())
+
     @property
     def mode(self) -> Mode:
         """ "inference" or "training"."""
         return self.copy.mode
 
-    def measure_original(self) -> Reference | None:
+    def run_original(self) -> RanOriginal | None:
         """Run the original at two batch sizes or more, which all results are compared with; None without inputs.
+
+        In inference these runs are recorded for the passes.
 
         Raises:
             LoadError: it raises on the example inputs.
@@ -167,15 +184,30 @@ class Pipeline:
         sizes = self._two_sizes(self.samples)
         # A BatchNorm over the few rows of the example inputs rounds otherwise from draw to draw.
         draws = 2 if self.mode == "training" else None
-        self._reference = Reference.measure(self.original, self.samples, batch_sizes=sizes, draws=draws, mode=self.mode)
-        self.copy.own_parameters(self._reference.written)
-        worked = [size for size in sizes or [] if size in self._reference.batch_sizes]
-        self._calls = [self.samples.at(size) for size in worked] if sizes else [self.samples.given]
+        given: list[int | None] = [self.samples.batch_size]
+        calls = [(size, 0) for size in sizes or given] + list(self.samples.further)
+        recorded = None
+        if self.mode == "inference":
+            recorded = RecordedRuns(RunsOfCopy(self.original, self.copy.root), self.tree, calls)
+        self._ran = RanOriginal.run(
+            self.original,
+            self.samples,
+            batch_sizes=sizes,
+            draws=draws,
+            mode=self.mode,
+            measured_sizes=2 if self.mode == "training" else 1,
+            recorded=recorded,
+        )
+        self.copy.own_parameters(self._ran.written)
         # A branch that only one of them takes is to be seen before anything is rewritten.
-        self._calls += [self.samples.at(size, draw) for size, draw in self.samples.further]
+        calls = [(size, draw) for size, draw in calls if size in self._ran.batch_sizes or not self._ran.batch_sizes]
+        self._calls = [self.samples.at(size, draw) for size, draw in calls]
+        self._seeds = {number: self._ran.seed_of(*call) for number, call in enumerate(calls)}
         if len(self._calls) < 2:
             self.notes.append("only one batch size could be run, so that constants of the batch size aren't found")
-        return self._reference
+        if recorded is not None:
+            self.tree.runs = self.tree.earlier_runs = recorded.as_runs(calls)
+        return self._ran
 
     def _two_sizes(self, samples: Samples) -> list[int] | None:
         if not samples.dynamic or samples.batch_size is None:
@@ -190,7 +222,7 @@ class Pipeline:
     def record(self) -> ModelTree:
         """The working copy as passes see it, with what runs of it do."""
         self._tell("capture", 1, 2, "recording what it does")
-        tree = ModelTree(self.copy.root, self.copy.unregistered())
+        tree = self.tree
         recorded = recorded_runs(tree, self.context())
         if recorded is not None and recorded.failure:
             self.notes.append(f"its runs show nothing to the passes: {recorded.failure}")
@@ -202,10 +234,10 @@ class Pipeline:
         return [_fresh(call) for call in self._calls]
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _quiet(self, seed: int = 0) -> Iterator[None]:
         """Run the working copy eagerly and leave no trace of it: its modules are told by identity, so none is copied."""
         with ExitStack() as stack:
-            stack.enter_context(random_state(0))
+            stack.enter_context(random_state(seed))
             stack.enter_context(pinned_settings())
             stack.enter_context(eager_only())
             stack.enter_context(torch.no_grad())
@@ -215,9 +247,9 @@ class Pipeline:
             yield
 
     def _private_state(self) -> AbstractContextManager[None]:
-        root, reference = self.copy.root, self._reference
+        root, ran = self.copy.root, self._ran
         own = {name for name, _ in root.named_parameters(remove_duplicate=False)}
-        return private_state(root, () if reference is None else reference.written & own)
+        return private_state(root, () if ran is None else ran.written & own)
 
     def _outputs(self, calls: Sequence[Call] | None = None, *, tolerate: bool = False) -> list[Any]:
         outputs: list[Any] = []
@@ -238,6 +270,9 @@ class Pipeline:
             OptimizeFailed: a pass fails or is rolled back, with `strict` or where it is a guarantee.
         """
         self._passes = passes
+        if self._ran is not None and not all(map(_is_own, passes)):
+            # Such a pass may write to the caller's weights, which is seen by what the model gave before.
+            self._ran.measured()
         self._run_from(tree, 0)
         self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
 
@@ -267,7 +302,7 @@ class Pipeline:
             for later, item in enumerate(self._passes[number:], number)
             if not (_is_lossy(item) or item.is_barrier or later in self._wrong)
         ]
-        if self._reference is None or not behind:
+        if self._ran is None or not behind:
             return
         before = sum(1 for done in self._done if done.result.changes)
         while True:
@@ -313,10 +348,10 @@ class Pipeline:
         """As `Context.run_inside` and `Context.run_each`."""
         call, root = _fresh(self._calls[number]), self.copy.root
         try:
-            with self._quiet(), watch:
+            with self._quiet(self._seeds.get(number, 0)), watch:
                 root(*call.args, **call.kwargs)
         except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
-            return f"{type(error).__name__}: {_first_line(error)}"
+            return f"{type(error).__name__}: {first_line(error)}"
         return None
 
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
@@ -330,7 +365,7 @@ class Pipeline:
                 stack.enter_context(watch)
                 self._outputs()
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
-            return f"{type(error).__name__}: {_first_line(error)}"
+            return f"{type(error).__name__}: {first_line(error)}"
         return None
 
     @contextmanager
@@ -390,7 +425,7 @@ class Pipeline:
             before.restore()
             tree.refresh()
             self._refuse_writes(item, sources)
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             self.records.append(PassRecord(item.name, item.options, "failed", reason, seconds=_since(started)))
             if self.strict or item.is_guarantee:
                 raise OptimizeFailed(f"{item.name} failed ({reason}).") from error
@@ -488,8 +523,10 @@ class Pipeline:
             OptimizeFailed: a pass is rolled back, with `strict` or where it is a guarantee.
             ParityError: the result is wrong without any pass: it can't be given to the caller.
         """
-        if self._reference is None:
+        if self._ran is None:
             return None
+        if not self._is_changed():
+            return self._ran.unchanged("No pass changed the model: there was nothing to compare.")
         while True:
             report = self._compare()
             if report.verdict != "failed" and (wrong := self._wrong_before_a_cast()) is not None:
@@ -507,10 +544,22 @@ class Pipeline:
             if not self._leave_what_parts_alone(tree):
                 self._take_back_culprit(tree, report)
 
+    def _is_changed(self) -> bool:
+        """Whether the result may differ from the model.
+
+        Of passes that aren't this project's the report isn't believed, nor a class that copies its modules itself.
+        """
+        return (
+            any(record.status != "unchanged" for record in self.records)
+            or not all(map(_is_own, self._passes))
+            or not all(is_plain(module) or is_script(module) for module in reachable_modules(self.original))
+            or Runs(self.original, in_eval=True).is_run_itself
+        )
+
     def could_apply(self, tree: ModelTree) -> list[str]:
         """The passes that weren't named and would change something, where the named ones changed nothing.
 
-        The model isn't run for it.
+        Of graph passes the first graph of the forward tells.
         """
         if self.mode != "inference" or not self._passes or any(record.status == "applied" for record in self.records):
             return []
@@ -537,10 +586,10 @@ class Pipeline:
         Args:
             done: the passes that stand now, where those are not all.
         """
-        assert self._reference is not None
+        assert self._ran is not None
         done = self._done if done is None else done
         precisions = _precisions(done)
-        report = judge(self._judging(self._reference, precisions).compare(self.copy.root))
+        report = judge(self._judging(self._ran.measured(), precisions).compare(self.copy.root))
         if self.mode != "training" or report.verdict == "failed" or not any(one.result.changes for one in done):
             return report
         in_eval = self._compare_in_eval(precisions)
@@ -564,7 +613,7 @@ class Pipeline:
             try:
                 self._reference_in_eval = Reference.measure(self.original, self.samples, batch_sizes=sizes)
             except LoadError as error:
-                self.notes.append(f"the result wasn't compared in eval: {_first_line(error).rstrip('.')}")
+                self.notes.append(f"the result wasn't compared in eval: {first_line(error).rstrip('.')}")
                 self._reference_in_eval = False
         if self._reference_in_eval is False:
             return None
@@ -585,33 +634,44 @@ class Pipeline:
         """The same for what inference is likely to meet beside the calls: a batch of one row, and gradients that are on."""
         if self.mode == "training" or not any(done.result.changes for done in self._done):
             return False
-        for call, gradients, when in self._further_calls():
-            with ExitStack() as stack:
-                stack.enter_context(self._quiet())
-                stack.enter_context(torch.set_grad_enabled(gradients))
-                if gradients:
-                    # Nothing goes backward: what is kept for that would be memory for nothing.
-                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
-                (output,) = self._outputs([call], tolerate=True)
-            if self._leave_alone(tree, output, when):
-                return True
-        return False
+        return any(
+            self._leave_alone(tree, self._output_at(call, gradients=gradients), when)
+            for call, gradients, when in self._further_calls()
+        )
+
+    def _output_at(self, call: Call, *, gradients: bool) -> Any:
+        """What the result gives at one call, or what it raises."""
+        with ExitStack() as stack:
+            stack.enter_context(self._quiet())
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            if gradients:
+                # Nothing goes backward: what is kept for that would be memory for nothing.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
+            (output,) = self._outputs([call], tolerate=True)
+        return output
 
     def _further_calls(self) -> Iterator[tuple[Call, bool, str]]:
         """Calls that no reference is of: each with whether gradients are on, and how a sentence names it."""
         samples = self.samples
         assert samples is not None
-        yield _fresh(min(self._calls, key=_rows_of)), True, "where gradients are on"
-        if not samples.dynamic or samples.batch_size is None:
-            return
         known = {samples.batch_size, *map(_rows_of, self._calls)}
-        for size in dict.fromkeys((1, *(self.batch_sizes or ()))):
-            if size not in known:
-                with suppress(LoadError):  # the user's function makes no batch of that size: it won't be met then
-                    yield _fresh(samples.at(size)), False, f"at a batch size of {size}"
-        if 1 not in known:
+        sizes = [size for size in dict.fromkeys((1, *(self.batch_sizes or ()))) if size not in known]
+        calls = {size: call for size in sizes if (call := self._call_at(size)) is not None}
+        yield _fresh(min(self._calls, key=_rows_of)), True, "where gradients are on"
+        for size, call in calls.items():
+            yield _fresh(call), False, f"at a batch size of {size}"
+        if 1 in sizes:
             for call in samples.rows_alone():
                 yield _fresh(call), False, "for a row that is alone"
+
+    def _call_at(self, size: int) -> Call | None:
+        """The call of a batch size; None where there is none, so that it won't be met."""
+        assert self.samples is not None
+        if not self.samples.dynamic or self.samples.batch_size is None:
+            return None
+        with suppress(LoadError):  # the user's function makes no batch of that size
+            return self.samples.at(size)
+        return None
 
     def _leave_alone(self, tree: ModelTree, output: Any, when: str) -> bool:
         """Where a call parts a pair, or comes to a rewritten forward as its graph has no place for, run the pass that changed
@@ -625,7 +685,7 @@ class Pipeline:
             left = self._left_alone.setdefault(done.number, {})
             if len(left) >= _MOST_PARTED or not left.keys().isdisjoint(places):
                 # A pass that doesn't leave alone what it is told to is no better for another run.
-                line = _first_line(output)
+                line = first_line(output)
                 self._take_back(tree, done, f"{when}: {line}" if when else line)
             else:
                 left.update((place, _why_left_alone(place, output, when)) for place in places)
@@ -671,10 +731,10 @@ class Pipeline:
 
     def _place_of(self, culprit: _Done) -> str:
         """A sentence on the module that is wrong first with this pass and without those behind it; "" where none is found."""
-        if self.mode != "inference" or self._reference is None:
+        if self.mode != "inference" or self._ran is None:
             return ""
         later = [edit for done in self._done if done.number > culprit.number for edit in done.result.rewriter.edits]
-        reference = self._judging(self._reference, _precisions([culprit]))
+        reference = self._judging(self._ran.measured(), _precisions([culprit]))
         with taken_back(later):
             found = located_module(reference, reference.compare(self.copy.root), self.copy.root)
         return f" {found}" if found.divergence is not None else ""
@@ -725,6 +785,10 @@ def _precisions(done: Iterable[_Done]) -> tuple[Lowered, ...]:
     return tuple(dict.fromkeys(lowered for one in done if one.result.changes for lowered in one.lowered))
 
 
+def _is_own(item: Pass) -> bool:
+    return type(item).__module__.partition(".")[0] == "passes"
+
+
 def _is_lossy(item: Pass) -> bool:
     return item.lowers_precision or item.max_error is not None
 
@@ -747,7 +811,13 @@ def _operations(tree: ModelTree, context: Context) -> int | None:
         if context.run_each is None or context.run_each(recorder, 0) is not None:
             return None
         recording = recorder.recording
-    return sum(node.op == "call_function" and not node.meta["asks"] for node in recording.nodes())
+    return sum(map(_computes, recording.nodes()))
+
+
+def _computes(node: Node) -> bool:
+    """Whether a recorded node is a call that computes, and reads no property such as `x.shape` or `x.grad_fn`."""
+    is_call = node.op == "call_function" and not node.meta["asks"]
+    return is_call and not (getattr(node.target, "__name__", "") == "__get__" and shape_of(node) is None)
 
 
 def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
@@ -886,13 +956,6 @@ def _as_dtype_of(leaf: Any, other: Any) -> Any:
 
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _first_line(error: BaseException) -> str:
-    if lack := lack_of_memory(error):
-        return lack
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _since(started: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
-from optimizer.reference import Reference
+from optimizer.reference import RanOriginal
 from optimizer.report import Report
 from optimizer.written_parameters import Source
 from passes.base import DeclaredError, Pass, Precision
@@ -31,7 +31,7 @@ class Provenance:
             passes declare.
         passes: those that were run, in order, which can be run again; none in what is read from a pickle.
         batch_sizes: those that `optimize` was given.
-        reference: the runs of the original, for an export on the same inputs; None where they take much memory.
+        ran: the runs of the original, for an export on the same inputs; None where they take much memory.
     """
 
     original: nn.Module | None
@@ -40,7 +40,7 @@ class Provenance:
     precisions: tuple[Precision | DeclaredError, ...] = ()
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     batch_sizes: tuple[int, ...] | None = None
-    reference: Reference | None = field(default=None, repr=False)
+    ran: RanOriginal | None = field(default=None, repr=False)
 
     @property
     def applied(self) -> tuple[Pass, ...]:

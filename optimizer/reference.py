@@ -49,13 +49,24 @@ from optimizer.inputs import Call, Samples, Sizes
 from optimizer.module_tree import modules_of, reachable_modules
 from optimizer.observe import Flatten, Observation, input_names, observe, own_dtype, own_name
 from optimizer.preserve import eager_only, one_at_a_time, pinned_settings
+from optimizer.recorded_runs import RecordedRuns
 from optimizer.row_independence import Batch, Rows
 from optimizer.row_verdict import RowMeasurement, judge_rows
 from optimizer.runs import AsItIs, Runs
-from optimizer.sentences import lack_of_memory
+from optimizer.sentences import lack_of_memory, listed
 from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
-from optimizer.verdict import FACTOR, SLICE_FACTOR, CallFigures, Measurement, OutputDifference, OutputNoise, allowed_by
+from optimizer.verdict import (
+    FACTOR,
+    SLICE_FACTOR,
+    CallFigures,
+    Measurement,
+    OutputDifference,
+    OutputNoise,
+    ParityReport,
+    allowed_by,
+    report_without_outputs,
+)
 from optimizer.written_parameters import Source, named_tensors
 from passes.base import DeclaredError, Precision
 from passes.program.moved_bias import moved_biases
@@ -108,6 +119,7 @@ class Kept:
 
     Attributes:
         measured: whether it was run in float64 and off by one unit; if not, its truth is what came out.
+        recorded: whether what came out is of a run that was recorded, which may take other kernels than a plain one.
     """
 
     batch_size: int | None
@@ -118,7 +130,8 @@ class Kept:
     truth: Observation
     names: Sequence[str] = ()
     label: str = ""
-    measured: bool = True
+    measured: bool = False
+    recorded: bool = False
     unstable: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: Sizes = ()
 
@@ -221,7 +234,7 @@ class Reference:
         batch_sizes: Sequence[int] | None = None,
         draws: int | None = None,
         mode: Mode = "inference",
-        known: Reference | None = None,
+        known: RanOriginal | None = None,
     ) -> Reference:
         """Run the original at each batch size and draw, and at two batch sizes also in float64 and off by one unit.
 
@@ -231,57 +244,14 @@ class Reference:
             batch_sizes: None is 1, 2, 3, 5, 8 and the given one (in training the given one and the next); where the batch
                 can't be changed, the given one alone, whatever is asked.
             draws: inputs per batch size; None is one, or two where there is one batch size.
-            known: an earlier one of the same original, whose runs aren't made again where they still hold.
+            known: earlier runs of the same original, which aren't made again where they still hold.
 
         Raises:
             LoadError: the original raises at every batch size.
             UsageError: no batch sizes or no draws.
         """
-        sizes = _sizes_of(samples, batch_sizes, mode)
-        count = _draws_of(draws, sizes)
-        drawn = ((size, draw) for size in sizes for draw in range(count))
-        calls = list(dict.fromkeys((*drawn, *samples.further)))
-        # A batch of one is special to many models, and shows the least of what rounding does.
-        other = next((size for size in sizes[1:] if size != 1), sizes[-1])
-        if known is not None and known._holds_for(reference, samples, calls, mode):
-            original = known._original.going_on()
-        else:
-            asked, measured_at = frozenset(samples.further), frozenset({sizes[0], other})
-            original = Original(reference, mode, samples.seed, asked=asked, measured_at=measured_at)
-        if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
-            original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
-        with one_at_a_time, pinned_settings() as settings:
-            original.run_at(calls, samples)
-            if draws is None and original.gives_the_same():
-                # Few rows of labels are the same by chance.
-                count = 2
-                original.run_at([(size, 1) for size in sizes], samples)
-            taken = original.run_other_sizes(samples)
-        measured = original.finish(samples, settings, count)
-        measured.taken = taken
-        return measured
-
-    def _holds_for(
-        self, target: Callable[..., Any], samples: Samples, calls: Sequence[tuple[int | None, int]], mode: Mode
-    ) -> bool:
-        """Whether these are runs of the target as it is now, on some of these calls (batch size and draw) of the samples."""
-        if target is not self._original.target or mode != self._blank.mode or self._samples is None:
-            return False
-        if (samples.seed, samples.further) != (self._samples.seed, self._samples.further):
-            return False
-        kept = self._original.kept
-        if not self._original.has_run_only(calls):
-            return False
-        if not all(_are_same_calls(self._call(one), samples.at(one.batch_size, one.draw)) for one in kept):
-            return False
-        # The run shows a change of what is no tensor, such as a number that the forward reads.
-        return self._original.is_as_it_was() and self._original.answers_as_before(kept[0], self._call(kept[0]))
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the outputs that are kept."""
-        seen = (values for kept in self._original.kept for values in (kept.own.values, kept.truth.values))
-        return sum(tensor.numel() * tensor.element_size() for values in seen for tensor in values.values())
+        ran = RanOriginal.run(reference, samples, batch_sizes=batch_sizes, draws=draws, mode=mode, known=known)
+        return ran.measured()
 
     def in_kind(self, precision: Precision) -> Reference:
         """The same for a candidate that isn't as precise, and may be off by as much as the original is that computes so.
@@ -528,7 +498,7 @@ class Reference:
             comparison.notes.append(f"Held to the answer to changes of one unit ({why}): {', '.join(wrong)}.")
 
     def _look_closely(self) -> None:
-        """Measure the noise by many more samples; once, as a candidate needs it.
+        """Measure the noise at all batch sizes and by many more samples; once, as a candidate needs it.
 
         Rounding in front of a division by something small (a BatchNorm over a few rows that hardly differ) has long tails:
         two or three samples of it may all be a tenth of what the next one is.
@@ -536,7 +506,11 @@ class Reference:
         if self._few_samples is not None:
             return
         self._few_samples = dict(self.noises)
-        with one_at_a_time:
+        with one_at_a_time, pinned_settings():
+            for name, noise in self._original.measure_the_rest(self._samples).items():
+                before = self.noises[name]
+                largest, rms = max(before.noise, noise.noise), max(before.noise_rms, noise.noise_rms)
+                self.noises[name] = replace(before, noise=largest, noise_rms=rms)
             if self._precision is None:
                 seen = self._original.more_noise(self._samples)
             else:
@@ -637,7 +611,7 @@ class Reference:
         original = Original(target, mode, self._samples.seed)
         with one_at_a_time, pinned_settings() as settings:
             original.run(kept.batch_size, kept.draw, self._call(kept), label=kept.label, sizes=kept.sizes)
-        return original.finish(self._samples, settings, kept.draw + 1)
+            return original.finish(self._samples, settings, kept.draw + 1)
 
     @property
     def target(self) -> Callable[..., Any]:
@@ -689,6 +663,140 @@ class Reference:
         return self._samples.at(kept.batch_size, kept.draw, kept.sizes)
 
 
+class RanOriginal:
+    """The original, run at all calls, of which nothing but the outputs is known: what rounding does is measured once asked for.
+
+    Attributes:
+        samples: what the calls are made of.
+    """
+
+    def __init__(
+        self, original: Original, samples: Samples, settings: dict[str, str], draws: int, taken: Taken
+    ) -> None:
+        self.samples = samples
+        self._original = original
+        self._settings = settings
+        self._draws = draws
+        self._taken = taken
+        self._reference: Reference | None = None
+
+    @classmethod
+    def run(
+        cls,
+        target: Callable[..., Any],
+        samples: Samples,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        draws: int | None = None,
+        mode: Mode = "inference",
+        measured_sizes: int = 2,
+        known: RanOriginal | None = None,
+        recorded: RecordedRuns | None = None,
+    ) -> RanOriginal:
+        """Run the original at each batch size and draw.
+
+        Args:
+            batch_sizes, draws, known: as for `Reference.measure`.
+            measured_sizes: at how many batch sizes rounding is measured, 1 or 2.
+            recorded: how the first run of a call is made where it is recorded.
+
+        Raises:
+            LoadError: the original raises at every batch size.
+            UsageError: no batch sizes or no draws.
+        """
+        sizes = _sizes_of(samples, batch_sizes, mode)
+        count = _draws_of(draws, sizes)
+        drawn = ((size, draw) for size in sizes for draw in range(count))
+        calls = list(dict.fromkeys((*drawn, *samples.further)))
+        # A batch of one takes other kernels than any other size does, and is the cheapest.
+        other = 1 if 1 in sizes[1:] else sizes[min(1, len(sizes) - 1)]
+        measured_at = frozenset((sizes[0], other)[:measured_sizes])
+        if known is not None and known._holds_for(target, samples, calls, mode):
+            original = known._original.going_on(measured_at)
+        else:
+            original = Original(
+                target,
+                mode,
+                samples.seed,
+                asked=frozenset(samples.further),
+                measured_at=measured_at,
+                recorded=recorded,
+            )
+        if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
+            original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
+        with one_at_a_time, pinned_settings() as settings:
+            original.run_at(calls, samples)
+            if draws is None and original.gives_the_same():
+                # Few rows of labels are the same by chance.
+                count = 2
+                original.run_at([(size, 1) for size in sizes], samples)
+            taken = original.run_other_sizes(samples)
+        # These hold the working copy, and a whole call.
+        original.recorded = original.previous_inputs = None
+        original.check()
+        return cls(original, samples, settings, count, taken)
+
+    def measured(self) -> Reference:
+        """What candidates are compared with: the same runs with the float64 truth and the noise."""
+        if self._reference is None:
+            with one_at_a_time, pinned_settings():
+                self._reference = self._original.finish(self.samples, self._settings, self._draws)
+            self._reference.taken = self._taken
+        return self._reference
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the parameters that the original writes to in forward."""
+        return self._original.runs.written
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes at which the original could be run."""
+        return self._original.batch_sizes
+
+    def unchanged(self, reason: str) -> ParityReport:
+        """The report of a result that can't differ from the original; vacuous where the outputs show that they prove nothing."""
+        original = self._original
+        blank = original.blank(self._settings, self._draws)
+        blank = replace(blank, notes=(*blank.notes, *original.notes_on_failures()))
+        why = original.why_vacuous()
+        if why is None:
+            return report_without_outputs(blank, "ok", reason)
+        return report_without_outputs(blank, "vacuous", f"{why[0].upper()}{why[1:]}.")
+
+    def seed_of(self, batch_size: int | None, draw: int) -> int:
+        """The seed of the random numbers that a call starts from."""
+        return self._original.seed_of(batch_size, draw)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the outputs that are kept."""
+        seen = (values for kept in self._original.kept for values in (kept.own.values, kept.truth.values))
+        return sum(tensor.numel() * tensor.element_size() for values in seen for tensor in values.values())
+
+    def _holds_for(
+        self, target: Callable[..., Any], samples: Samples, calls: Sequence[tuple[int | None, int]], mode: Mode
+    ) -> bool:
+        """Whether these are runs of the target as it is now, on some of these calls (batch size and draw) of the samples."""
+        original = self._original
+        if target is not original.target or mode != original.mode:
+            return False
+        if (samples.seed, samples.further) != (self.samples.seed, self.samples.further):
+            return False
+        kept = original.kept
+        if not original.has_run_only(calls):
+            return False
+        mine = [(one, _call_of(one, self.samples)) for one in kept]
+        if not all(call and _are_same_calls(call, samples.at(one.batch_size, one.draw)) for one, call in mine):
+            return False
+        first, call = mine[0]
+        # The run shows a change of what is no tensor, such as a number that the forward reads.
+        if call is None or not original.is_as_it_was():
+            return False
+        with one_at_a_time, pinned_settings():
+            return original.confirm(first, call)
+
+
 class Original:
     """Runs the original and gathers."""
 
@@ -700,18 +808,22 @@ class Original:
         *,
         asked: frozenset[tuple[int | None, int]] = frozenset(),
         measured_at: frozenset[int | None] | None = None,
+        recorded: RecordedRuns | None = None,
     ) -> None:
         self.target = target
         self.runs = Runs(target, in_eval=mode == "inference")
+        self.recorded = recorded
         self.mode = mode
         self.seed = seed
         # The batch sizes and draws that are calls of the user's own, beside the first: none of them is left out.
         self.asked = asked
         # The batch sizes at which it is run in float64 and off by one unit too; None for all.
         self.measured_at = measured_at
+        self._ran_again = False
         self.kept: list[Kept] = []
         self.notes: list[str] = []
-        self._notes_of_runs: list[str] = []
+        # What was noted before anything was concluded from the runs; None until then.
+        self._notes_of_runs: list[str] | None = None
         self._sources = _sources_of(target)
         self.failures: list[tuple[str, Exception]] = []
         # What it raised first, and where in its source: by the sizes of open dims that were others, none for the batch's.
@@ -743,38 +855,139 @@ class Original:
         label: str = "",
         sizes: Sizes = (),
     ) -> bool:
-        """Run it in all ways; false where it raises."""
+        """Run it once; false where it raises."""
         if batch_size in self.dropped and (batch_size, draw) not in self.asked:
             return False
         # Gradients are as many numbers as the model has weights: one draw per batch size is enough of them.
         training = self.training and draw == 0
-        seed = _mixed(self.seed, batch_size or 0, draw, *(size for _, size in sizes))
+        seed = self.seed_of(batch_size, draw, sizes)
         self.device = _device_of(self.target, call)
         names = input_names(self.target, call)
-        if not self.kept and not self.failures:
-            self._find_written(call, seed, training, names)
-        own = self._first_run(batch_size, draw, call, seed, training, names, sizes)
+        is_first = not self.kept and not self.failures
+        own = None if sizes else self._recorded_run(batch_size, draw, call, seed, names, is_first=is_first)
+        is_recorded = own is not None
+        if own is None:
+            if is_first:
+                self._find_written(call, seed, training, names)
+                if self.recorded is not None:
+                    self.recorded.runs.written = self.runs.written
+            own = self._first_run(batch_size, draw, call, seed, training, names, sizes)
         if own is None:
             return False
         kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label, sizes=sizes)
-        kept.measured = bool(sizes) or (batch_size, draw) in self.asked or self._is_to_be_measured(batch_size, own)
+        kept.recorded = is_recorded
         self._varies(call)
-        if kept.measured and not self.refused:
-            kept.truth = self._float64(call, kept, training) or own
-        self._gather(kept)
-        if kept.measured:
-            for number in range(2 if self.mode == "region" and _is_small(own) else 1):
-                self._perturb(call, kept, number, training)
-        if not self.kept:
-            self._again(call, kept, training)
         self.kept.append(kept)
         return True
 
-    def _is_to_be_measured(self, batch_size: int | None, own: Observation) -> bool:
-        if self.measured_at is None or batch_size in self.measured_at or not self.measured:
+    def seed_of(self, batch_size: int | None, draw: int, sizes: Sizes = ()) -> int:
+        """The seed of the random numbers that a call starts from."""
+        return _mixed(self.seed, batch_size or 0, draw, *(size for _, size in sizes))
+
+    def measure(self, samples: Samples | None) -> None:
+        """Run it in float64 and off by one unit, where that wasn't done and is to be; and once more at the first call."""
+        self._confirm(samples)
+        self._gather_all()
+        if self.kept and not self._ran_again:
+            self._ran_again = True
+            self._again(self._call(self.kept[0], samples), self.kept[0])
+        for kept in self.kept:
+            if not kept.measured and self._is_to_be_measured(kept):
+                kept.measured = True
+                self._measure(kept, self._call(kept, samples))
+
+    def why_vacuous(self) -> str | None:
+        """Why the outputs prove nothing, as far as they tell without a measurement of noise; None where they may."""
+        self._gather_all()
+        reasons = {name: self._no_signal(name, 0.0) for name in self.kept[0].own.of_kind("output")}
+        if not reasons or None in reasons.values():
+            return None
+        return f"the outputs carry no signal ({listed([f'{name} is {reason}' for name, reason in reasons.items()])})"
+
+    def _gather_all(self) -> None:
+        for kept in self.kept:
+            if kept.unstable.keys() != kept.own.values.keys():
+                self._gather(kept)
+
+    def measure_the_rest(self, samples: Samples | None) -> dict[str, OutputNoise]:
+        """Run it in all ways at the other calls too; the noise by all of them, nothing where there are no others."""
+        rest = [kept for kept in self.kept if not kept.measured]
+        for kept in rest:
+            kept.measured = True
+            self._measure(kept, self._call(kept, samples))
+        return {name: self._noise(name) for name in self.gathered} if rest and not self.refused else {}
+
+    def _call(self, kept: Kept, samples: Samples | None) -> Call:
+        call = _call_of(kept, samples)
+        assert call is not None
+        return call
+
+    def _recorded_run(
+        self,
+        batch_size: int | None,
+        draw: int,
+        call: Call,
+        seed: int,
+        names: Sequence[str],
+        *,
+        is_first: bool,
+    ) -> Observation | None:
+        """What comes out of a recorded run; None where there is none."""
+        if self.recorded is None or batch_size in self.dropped:
+            return None
+        with _silent():
+            own = self.recorded.run(batch_size, draw, call, seed=seed, names=names, is_first=is_first)
+        if is_first and own is not None:
+            self.runs.written = self.recorded.runs.written
+            self._note_written()
+        return own
+
+    def _confirm(self, samples: Samples | None) -> None:
+        """See that plain runs give what recorded ones do; else take what they give.
+
+        Torch takes other kernels in some modules while calls are watched: a transformer's layers set padding to zero by one
+        and not by the other.
+        """
+        recorded = [kept for kept in self.kept if kept.recorded]
+        if not recorded or self.confirm(recorded[0], self._call(recorded[0], samples)):
+            return
+        for kept in recorded:
+            call = self._call(kept, samples)
+            own = self._first_run(kept.batch_size, kept.draw, call, kept.seed, False, kept.names, ())
+            if own is not None:
+                kept.own, kept.truth, kept.recorded = own, own, False
+
+    def confirm(self, kept: Kept, call: Call) -> bool:
+        """Whether it gives the same numbers at a call again, run plainly."""
+        if not self._answers_as_before(kept, call):
+            return False
+        if kept.recorded:
+            # So it repeats itself, too.
+            self._ran_again = True
+            for one in self.kept:
+                one.recorded = False
+        return True
+
+    def _measure(self, kept: Kept, call: Call) -> None:
+        training = self.training and kept.draw == 0
+        if not self.refused:
+            kept.truth = self._float64(call, kept, training) or kept.own
+        for name, own in kept.own.values.items():
+            gathered, truth = self.gathered[name], kept.truth.values[name]
+            if is_exact(own):
+                gathered.truth_ties += int((own != truth).sum())
+            else:
+                _pool_finite(gathered.own_error, own, truth)
+        for number in range(2 if self.mode == "region" and _is_small(kept.own) else 1):
+            self._perturb(call, kept, number, training)
+
+    def _is_to_be_measured(self, kept: Kept) -> bool:
+        if kept.sizes or (kept.batch_size, kept.draw) in self.asked:
+            return True
+        if self.measured_at is None or kept.batch_size in self.measured_at or not self.measured:
             return True
         # Which of these rounding decides differs from call to call.
-        return any(is_exact(value) or not all_finite(value) for value in own.values.values())
+        return any(is_exact(value) or not all_finite(value) for value in kept.own.values.values())
 
     @property
     def measured(self) -> list[Kept]:
@@ -814,17 +1027,56 @@ class Original:
             sizes = ", ".join(map(str, sorted({taken.given[name], *worked})))
             self.notes.append(f"{name} was looked at in the sizes {sizes}.")
 
-    def finish(self, samples: Samples | None, settings: dict[str, str], draws: int) -> Reference:
-        if not self.kept:
-            if not self.failures:
-                raise UsageError("Nothing to compare: there is no call to make.")
-            where, error = self.failures[0]
-            raise LoadError(f"The model raises on the example inputs ({where}): {_first_line(error)}") from error
-        self._notes_of_runs = list(self.notes)
+    def check(self) -> None:
+        """See that it could be run.
+
+        Raises:
+            LoadError: it raises at every call.
+            UsageError: there is no call.
+        """
+        if self.kept:
+            return
+        if not self.failures:
+            raise UsageError("Nothing to compare: there is no call to make.")
+        where, error = self.failures[0]
+        raise LoadError(f"The model raises on the example inputs ({where}): {_first_line(error)}") from error
+
+    def notes_on_failures(self) -> list[str]:
+        """A sentence on the sizes that were left out, as it raises there."""
+        if not self.failures:
+            return []
         raised_at = ", ".join(where for where, _ in self.failures)
-        if self.failures:
-            why = "; ".join(dict.fromkeys(each.partition(": ")[2] for each in self.why.values()))
-            self.notes.append(f"The original raises at {raised_at}, which was left out: {why}")
+        why = "; ".join(dict.fromkeys(each.partition(": ")[2] for each in self.why.values()))
+        return [f"The original raises at {raised_at}, which was left out: {why}"]
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes at which it was run."""
+        sizes = (kept.batch_size for kept in self.kept if kept.batch_size is not None and not kept.sizes)
+        return tuple(dict.fromkeys(sizes))
+
+    def blank(self, settings: dict[str, str], draws: int, *, reference: str = "none", reason: str = "") -> Measurement:
+        """A measurement of nothing, with what was run and how."""
+        return Measurement(
+            outputs=(),
+            problems=(),
+            notes=tuple(self.notes),
+            reference=reference,
+            reference_reason=reason,
+            mode="inference" if self.mode == "region" else self.mode,
+            device=self.device,
+            batch_sizes=self.batch_sizes,
+            draws=draws,
+            seed=self.seed,
+            settings=settings,
+        )
+
+    def finish(self, samples: Samples | None, settings: dict[str, str], draws: int) -> Reference:
+        self.check()
+        self.measure(samples)
+        self.check()
+        self._notes_of_runs = list(self.notes)
+        self.notes += self.notes_on_failures()
         self._distrust(samples)
         if self.refused:
             for kept in self.kept:
@@ -841,23 +1093,8 @@ class Original:
         noises = {name: self._noise(name) for name in self.gathered}
         slices = self._slice_noises(noises, samples)
         self._note(noises)
-        # The original stays with the reference: no inputs are kept for that.
-        self.previous_inputs = None
-        blank = Measurement(
-            outputs=(),
-            problems=(),
-            notes=tuple(self.notes),
-            reference="own dtype" if self.refused else "float64",
-            reference_reason=self.refused,
-            mode="inference" if self.mode == "region" else self.mode,
-            device=self.device,
-            batch_sizes=tuple(
-                dict.fromkeys(kept.batch_size for kept in self.kept if kept.batch_size is not None and not kept.sizes)
-            ),
-            draws=draws,
-            seed=self.seed,
-            settings=settings,
-        )
+        reference = "own dtype" if self.refused else "float64"
+        blank = self.blank(settings, draws, reference=reference, reason=self.refused)
         return Reference(self, noises, slices, blank, samples)
 
     def more_noise(self, samples: Samples | None) -> dict[str, Pool]:
@@ -912,10 +1149,11 @@ class Original:
         twin.notes = []
         return twin
 
-    def going_on(self) -> Original:
-        """The same, to be run at further calls."""
+    def going_on(self, measured_at: frozenset[int | None]) -> Original:
+        """The same, to be run at further calls and measured at these batch sizes."""
         twin = self.twin()
-        twin.notes = list(self._notes_of_runs)
+        twin.measured_at = measured_at
+        twin.notes = list(self.notes if self._notes_of_runs is None else self._notes_of_runs)
         twin.gathered = copy.deepcopy(self.gathered)
         twin.failures, twin.why, twin.dropped = list(self.failures), dict(self.why), set(self.dropped)
         return twin
@@ -944,13 +1182,12 @@ class Original:
         same = len(now) == len(self._sources) and all(old.tensor is new.tensor for old, new in pairs)
         return same and all(source.unchanged for source in self._sources)
 
-    def answers_as_before(self, kept: Kept, call: Call) -> bool:
-        """Whether it gives the same numbers at a call again."""
+    def _answers_as_before(self, kept: Kept, call: Call) -> bool:
         training = self.training and kept.draw == 0
         try:
-            with one_at_a_time, pinned_settings(), _silent(), self.runs.fresh() as module:
+            with _silent(), self.runs.fresh() as module:
                 seen = observe(module, call, seed=kept.seed, training=training, names=kept.names)
-        except Exception as error:  # noqa: BLE001 - the original is foreign code; measuring it anew tells what it raises
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; running it anew tells what it raises
             logger.debug("the original raises where it didn't before: %s", error)
             return False
         own = kept.own
@@ -1048,6 +1285,9 @@ class Original:
                 raise
             except Exception as error:  # noqa: BLE001 - the original is foreign code; the first run records what it raises
                 logger.debug("the watched run raised: %s", error)
+        self._note_written()
+
+    def _note_written(self) -> None:
         if self.runs.written:
             written = ", ".join(sorted(self.runs.written))
             self.notes.append(f"The model writes to its own parameters in forward: {written}.")
@@ -1179,7 +1419,8 @@ class Original:
         if _another_answer(kept.own, other) is None:
             self._respond(kept, other, lambda gathered: gathered.response)
 
-    def _again(self, call: Call, kept: Kept, training: bool) -> None:
+    def _again(self, call: Call, kept: Kept) -> None:
+        training = self.training and kept.draw == 0
         try:
             with self.runs.fresh() as module:
                 other = observe(module, call, seed=kept.seed, training=training, names=kept.names)
@@ -1210,15 +1451,11 @@ class Original:
     def _gather(self, kept: Kept) -> None:
         for name, own in kept.own.values.items():
             gathered = self.gathered.setdefault(name, _Gathered(sliced=kept.own.kinds[name] == "output"))
-            truth = kept.truth.values[name]
             kept.unstable[name] = torch.zeros(own.shape, dtype=torch.bool)
             if is_exact(own):
                 gathered.elements += own.numel()
-                gathered.truth_ties += int((own != truth).sum())
                 continue
-            if kept.measured:
-                _pool_finite(gathered.own_error, own, truth)
-            plain = None if all_finite(own, truth) else (special(own) == 0) & (special(truth) == 0)
+            plain = None if all_finite(own) else special(own) == 0
             gathered.size.add(wide(own).abs(), plain, of=own)
 
     def _varies(self, call: Call) -> None:

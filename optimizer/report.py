@@ -175,6 +175,8 @@ class Report:
         before, after: what the model is made of.
         notes: sentences that the user should read.
         warnings: those of the notes that are about a difference between the result and the model as it was given.
+        seconds: of the whole; stages: of each of its stages, "original" (its runs, recorded in inference), "passes" and
+            "comparison" (with the measurements that it needs).
         could_apply: where no pass changed anything, the passes that weren't named and would rewrite something.
     """
 
@@ -191,6 +193,7 @@ class Report:
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
     could_apply: list[str] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def verified(self) -> bool:
@@ -214,6 +217,7 @@ class Report:
             "warnings": list(self.warnings),
             "could_apply": list(self.could_apply),
             "seconds": round(self.seconds, 4),
+            "stages": {name: round(seconds, 4) for name, seconds in self.stages.items()},
         }
 
     def __str__(self) -> str:
@@ -228,6 +232,9 @@ class Report:
             f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters{_operations(self.before, self.after)}"
         )
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
+        if self.stages:
+            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
+            lines.append(f"time: {self.seconds:.1f} s ({parts})")
         if self.could_apply:
             lines.append(f"no pass changed the model; these could: {', '.join(self.could_apply)}")
         lines += [f"{'warning' if note in self.warnings else 'note'}: {note}" for note in self.notes]

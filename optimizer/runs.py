@@ -17,6 +17,7 @@ from optimizer.sentences import listed
 from optimizer.working_copy import is_plain, private_state, working_copy
 from optimizer.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
 from passes.program.interception import is_compiled
+from passes.program.storage import storages_of
 
 _T = TypeVar("_T")
 
@@ -40,7 +41,8 @@ class Runs:
         self.watch: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
 
     @functools.cached_property
-    def _is_run_itself(self) -> bool:
+    def is_run_itself(self) -> bool:
+        """Whether the model is run itself, and no copy of it."""
         modules = reachable_modules(self.target) if isinstance(self.target, nn.Module) else []
         return any(map(_is_compiled, modules)) or any(
             functions_over_modules([module for module in modules if is_plain(module)], modules)
@@ -58,7 +60,7 @@ class Runs:
                 yield self.target
                 return
             module = self.target
-            if self._is_run_itself:
+            if self.is_run_itself:
                 stack.enter_context(private_state(module, self._written_here()))
                 if self.in_eval:
                     stack.enter_context(_evaluated(module))
@@ -114,7 +116,41 @@ class Runs:
                 )
             if not found:
                 return result
+            if found <= self.written:
+                raise LoadError(
+                    f"Forward writes to {listed(sorted(found))} in TorchScript, whose weights a copy shares."
+                )
             self.written |= found
+
+
+class RunsOfCopy(Runs):
+    """Runs of a working copy of a model, whose modules are told by identity: each run leaves it as it was.
+
+    Args:
+        copy: runs as the target does.
+    """
+
+    def __init__(self, target: nn.Module, copy: nn.Module) -> None:
+        super().__init__(target, in_eval=False)
+        self._copied = copy
+
+    @contextmanager
+    def fresh(self) -> Iterator[Callable[..., Any]]:
+        assert isinstance(self.target, nn.Module)
+        before = _versions(self.target)
+        try:
+            with private_state(self._copied, {*self._written_here(), *self._its_own()}):
+                yield self._copied
+        finally:
+            _refuse_writes(before, self.target)
+
+    def _its_own(self) -> Iterator[str]:
+        """The names of the parameters that have memory of their own in the copy, where no write to them is stopped."""
+        assert isinstance(self.target, nn.Module)
+        shared = {place for one in self.target.parameters() if not is_lazy(one) for place in storages_of(one)}
+        for name, parameter in self._copied.named_parameters(remove_duplicate=False):
+            if not is_lazy(parameter) and shared.isdisjoint(storages_of(parameter)):
+                yield name
 
 
 class AsItIs(Runs):

@@ -51,6 +51,14 @@ def _import_sentence(error: ImportError) -> str:
     return f"there is no module {error.name} (the folder of the file is on the path; if it is a package: pip install {top})"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type; of a lack of memory what could help."""
+    if lack := lack_of_memory(error):
+        return lack
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def _place(error: BaseException, folder: Path) -> str:
     """The innermost line of the user's own files in the traceback."""
     root = str(folder.resolve()) + os.sep

@@ -355,20 +355,25 @@ def judge(
         noises = (output.noise for output in measurement.outputs)
         rows = judge_rows(measurement.rows, allowed_by(noises, names, absolute, relative), factor)
     verdict, reason = _verdict(measurement, outputs, rows, factor)
+    report = report_without_outputs(measurement, verdict, reason)
+    return replace(report, outputs=outputs, factor=factor, rows=rows)
+
+
+def report_without_outputs(measurement: Measurement, verdict: str, reason: str) -> ParityReport:
+    """A report of a measurement, but for its outputs."""
     return ParityReport(
         verdict=verdict,
         reason=reason,
-        outputs=outputs,
+        outputs=(),
         notes=measurement.notes,
         reference=measurement.reference,
         mode=measurement.mode,
         device=measurement.device,
         batch_sizes=measurement.batch_sizes,
         draws=measurement.draws,
-        factor=factor,
+        factor=FACTOR,
         settings=dict(measurement.settings),
-        precision=precision,
-        rows=rows,
+        precision=measurement.precision,
         reference_device=measurement.reference_device,
     )
 

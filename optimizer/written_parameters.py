@@ -20,6 +20,7 @@ from optimizer.errors import LoadError
 from optimizer.module_tree import reachable_modules, unregistered_modules
 from optimizer.torch_private import schema_of
 from passes.program.storage import storages_of
+from passes.torch_private import without_torch_function
 
 # Kernels of batch normalization write to these arguments where one of the flags is set; not all schemas say so.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -63,14 +64,16 @@ class WriteGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        for value in args:
-            if (reader := self._readers.get(id(value))) is not None and (reader.training or self._in_training):
-                self._refuse_reader(reader)
-        for tensor in _written_by(schema_of(func), args, kwargs):
-            names = {name for place in storages_of(tensor) for name in self._places.get(place, ())}
-            if names:
-                self._stop(names)
-        return func(*args, **kwargs)
+        # What TorchScript runs comes here without passing the function modes: they are not to see the calls made here.
+        with without_torch_function():
+            for value in args:
+                if (reader := self._readers.get(id(value))) is not None and (reader.training or self._in_training):
+                    self._refuse_reader(reader)
+            for tensor in _written_by(schema_of(func), args, kwargs):
+                names = {name for place in storages_of(tensor) for name in self._places.get(place, ())}
+                if names:
+                    self._stop(names)
+            return func(*args, **kwargs)
 
     def _stop(self, names: set[str]) -> None:
         others = sorted(names - self._parameters)

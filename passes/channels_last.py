@@ -93,7 +93,7 @@ class ChannelsLast(ModulePass):
 
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Convert every weight that can be converted and is worth it; in training, what the convolutions are given."""
-        seen = model.runs(context) or Runs()
+        seen = model.runs(context, of_calls=True) or Runs()
         if seen.failure:
             model.skip("", seen.failure)
         elif context.mode == "training":

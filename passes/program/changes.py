@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from passes.program.edits import AttributeEdit, Edit, TensorEdit, undo_all
 from passes.program.model_tree import ModelTree
@@ -90,7 +90,10 @@ class ChangeRecord(Generic[_Change]):
         tree: the model's modules and tensors.
         changes, skips: the record.
         edits: all edits of modules, in the order in which they were made.
+        weights_alone: whether it changes weights alone, so that modules are called as before.
     """
+
+    weights_alone: ClassVar[bool] = False
 
     def __init__(self, tree: ModelTree, left_alone: Mapping[Place, str] | None = None) -> None:
         """Start an empty record.
@@ -152,8 +155,7 @@ class ChangeRecord(Generic[_Change]):
         change = self._changing()
         edit.apply()
         change.edits.append(edit)
-        # The recorded runs may no longer match the edited model.
-        self.tree.runs = None
+        self.tree.forget_runs(weights_alone=self.weights_alone)
 
     @property
     def edits(self) -> list[Edit]:

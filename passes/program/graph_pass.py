@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,12 +44,18 @@ class GraphPass(Pass):
         """Find the candidates, and change or skip each."""
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """See `Pass.would_apply`. Runs the example inputs, because only a run yields graphs."""
+        """See `Pass.would_apply`. Looks at the first graph of a run, and ends the run before that computes."""
         if not self.in_files:
             return False
-        result = self.run(tree, replace(context, judge=None))
-        result.rewriter.roll_back()
-        return bool(result.changes)
+        writer, trial = _Installed(tree), _Trial(self, replace(context, judge=None))
+        try:
+            writer.install((*writer.passes, _Tried(trial, ends_run=True)))
+            trial.run(writer.call)
+        except _Enough:
+            pass
+        finally:
+            writer.roll_back()
+        return bool(trial.changes)
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Rewrite the graphs of the example inputs, and check each change on real activations.
@@ -130,13 +137,24 @@ class _Tried:
     The reference is weak, so that code which saves and restores the state of modules doesn't reach the trial's record.
     """
 
-    def __init__(self, trial: _Trial) -> None:
+    def __init__(self, trial: _Trial, *, ends_run: bool = False) -> None:
         self._trial = weakref.ref(trial)
+        # A forward may fork, and its child isn't to come back from here.
+        self._ends_run_of = os.getpid() if ends_run else None
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
         trial = self._trial()
-        return captured if trial is None else trial.rewrite(captured, inputs)
+        if trial is None:
+            return captured
+        rewritten = trial.rewrite(captured, inputs)
+        if self._ends_run_of == os.getpid() and any(node.op.startswith("call") for node in captured.graph.nodes):
+            raise _Enough
+        return rewritten
+
+
+class _Enough(BaseException):
+    """Ends a run once its first graph is seen: no forward should take it for an error of its own."""
 
 
 @dataclass(eq=False)

@@ -27,6 +27,8 @@ class ModelTree:
         graph_call: the `GraphCall` of the root with its captured graphs, for reuse by the next graph pass; None if
             there is none.
         runs: the recorded runs of the current tree; None if it hasn't been recorded.
+        earlier_runs: the same, or recorded runs from before tensor passes changed weights. Modules are called as they
+            show, and values have these shapes.
     """
 
     def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
@@ -35,10 +37,11 @@ class ModelTree:
         self.made: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self.graph_call: Any = None
         self.runs: Runs | None = None
+        self.earlier_runs: Runs | None = None
         self.refresh()
 
-    def refresh(self) -> None:
-        """Read the tree again after edits."""
+    def refresh(self, *, weights_alone: bool = False) -> None:
+        """Read the tree again after edits, or after a tensor pass, which edits weights alone."""
         self._paths: dict[int, list[str]] = defaultdict(list)
         self._modules: dict[int, nn.Module] = {}
         for path, module in (*self.root.named_modules(remove_duplicate=False), *self.unregistered):
@@ -49,7 +52,13 @@ class ModelTree:
             for tensor in _registered_in(module):
                 self._holders[id(tensor)] += 1
         self._memory: SharedMemory | None = None
+        self.forget_runs(weights_alone=weights_alone)
+
+    def forget_runs(self, *, weights_alone: bool = False) -> None:
+        """Drop the recorded runs, which may no longer match the edited model."""
         self.runs = None
+        if not weights_alone:
+            self.earlier_runs = None
 
     def modules(self) -> Iterable[nn.Module]:
         """Every module once: the registered ones first, then the others."""

@@ -46,9 +46,14 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         self.remarks: list[Remark] = []
         self.precision: Precision | None = None
 
-    def runs(self, context: Context) -> Runs | None:
-        """The recorded runs of the example inputs on the current model; None without example inputs."""
-        return recorded_runs(self.tree, context)
+    def runs(self, context: Context, *, of_calls: bool = False) -> Runs | None:
+        """The recorded runs of the example inputs on the current model; None without example inputs.
+
+        Args:
+            of_calls: runs from before tensor passes changed weights will do, if they exist: their modules make the same
+                calls on values of the same shapes, but BatchNorms that are folded now compute there.
+        """
+        return (of_calls and self.tree.earlier_runs) or recorded_runs(self.tree, context)
 
     @property
     def computes_in(self) -> torch.dtype | None:

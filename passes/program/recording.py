@@ -8,6 +8,7 @@ guard everything that passes conclude from it.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -196,6 +197,7 @@ class Recorder(TorchFunctionMode):
                 held = module.__dict__.get(name) if tensor is None else tensor
                 if held is not None and (tensor is not None or getattr(held, "sealed_layer", None) is not None):
                     self._places.setdefault(id(held), TensorRef(module, name))
+        _recorders.add(self)
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         return super().__enter__()
@@ -203,6 +205,7 @@ class Recorder(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.close()
+        _recorders.discard(self)
         if error[0] is None:
             self._mark_escapes()
         self._values.clear()
@@ -300,6 +303,20 @@ class Recorder(TorchFunctionMode):
             if held() is not None:
                 for node in nodes:
                     node.meta.update(escapes=True, returned=key in returned)
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _stop_other_threads() -> None:
+    """Take off the hooks of recorders whose threads a forked child doesn't have."""
+    for recorder in list(_recorders):
+        if recorder._thread != threading.get_ident():
+            recorder._hooks.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_other_threads)
 
 
 def _base_of(leaf: Any) -> torch.Tensor | None:

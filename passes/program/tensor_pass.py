@@ -55,7 +55,7 @@ class TensorPass(Pass):
                 writer.finish()
                 checked = tuple(_checked(tree, context, writer, runs))
                 if writer.changes:
-                    tree.refresh()
+                    tree.refresh(weights_alone=True)
                 tree.made.update({id(parameter): parameter for parameter in writer.made})
                 return _result(writer, checked)
             except BaseException:

@@ -64,6 +64,8 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             which state: "in eval", "in training", or "" for the model's own flags.
     """
 
+    weights_alone = True
+
     def __init__(
         self, tree: ModelTree, mode: str, recordings: Mapping[Recording, str], left_alone: Mapping[Place, str]
     ) -> None:

@@ -26,8 +26,9 @@ from torch import nn
 from exporters.base import Adapter, Artifact, ExportRequest, TensorSpec
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named, load_artifact
+from exporters.torchscript import TorchScriptExporter
 from optimizer import bundle as bundles
-from optimizer import exchange
+from optimizer import exchange, export
 from optimizer.bundle import (
     Bundle,
     artifact_entry,
@@ -1401,3 +1402,56 @@ def test_a_program_of_a_stranger_is_loaded_without_expect_only(real: Bundle, rea
     # A model file is a program: hashes of a bundle's own don't show who made it.
     verify_bundle(real_copy)
     assert (tmp_path / "ran").exists()
+
+
+class OtherwiseBeyond(nn.Module):
+    """Computes by another formula in a large batch, which is a hundred times the rounding off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(2 * layer(2 * x))
+        # Keywords in a dict can't be scripted, so that a trace is all there is.
+        return nn.functional.gelu(x, **{"approximate": "tanh" if x.shape[0] > 20 else "none"})
+
+
+def test_what_a_file_does_otherwise_beyond_the_calls_isnt_taken_for_rounding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExporterError, match="the model goes another way than the one that was captured"):
+        export(
+            OtherwiseBeyond().eval(),
+            example_inputs=(torch.randn(4, 64),),
+            output=tmp_path / "net",
+            formats=("torchscript",),
+        )
+
+
+def test_a_tolerance_for_the_result_is_none_for_what_an_exporter_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = TorchScriptExporter.load
+
+    class Off:
+        """A file that is off by 2 %."""
+
+        def __init__(self, loaded: Any) -> None:
+            self.loaded = loaded
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.loaded, name)
+
+        def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(1.02 * output for output in self.loaded(*tensors))
+
+    monkeypatch.setattr(TorchScriptExporter, "load", staticmethod(lambda path, device: Off(own(path, device))))
+    with pytest.raises(ExporterError, match="output `output` is wrong on inputs of"):
+        export(
+            nn.Linear(3, 4).eval(),
+            example_inputs=(torch.randn(2, 3),),
+            output=tmp_path / "net",
+            formats=("torchscript",),
+            atol=1.0,
+        )

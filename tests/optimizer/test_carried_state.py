@@ -210,7 +210,7 @@ def refusal(model, folder, **options):
         (Unregistered, "as it keeps attribute `parts`, and"),
         (DrawingByNumpy, "as it keeps attribute `rng`, and"),
         (OfOneSize, "as it keeps attribute `first`, and"),
-        (OfOneSize, "Called again and again: The model raises at batch size 3"),
+        (OfOneSize, "Called again and again: output: the shape is (2, 4) and should be (1, 4) at batch size 1"),
     ],
 )
 def test_a_model_that_goes_by_earlier_calls_is_refused_by_what_it_keeps(kind, kept, tmp_path):

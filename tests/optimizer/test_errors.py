@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from exporters.onnx import OnnxExporter, judge_placement
 from optimizer import artifact_parity, cli
+from optimizer.artifact_parity import FileProof
 from optimizer.parity import judge
 
 ROOT = Path(cli.__file__).parent.parent
@@ -506,6 +508,8 @@ def test_nodes_that_run_elsewhere_withhold_the_bundle(refused, monkeypatch):
         judge_placement([("CUDAExecutionProvider", "a", "Conv"), ("CPUExecutionProvider", "b", "Add")], frozenset())
 
     monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
+    # On a GPU, the file that an exporter proves on the CPU is loaded once more.
+    monkeypatch.setattr(FileProof, "__call__", lambda *_: False)
     assert refused(6, write(), "--formats", "onnx") == "onnxruntime runs `b` (Add) on the CPU, not on the GPU."
     assert refused(6, write(), "--formats", "onnx", "--strict").startswith("onnxruntime runs `b`")
 
@@ -669,3 +673,21 @@ def test_a_disk_that_is_full_while_writing(folder):
     assert err.count("\n") == 1
     left = [path for path in sorted(folder.rglob("*")) if path not in before]
     assert left in ([], [folder / "dist"])
+
+
+def test_a_file_that_is_written_to_after_its_proof_is_proven_again(run, folder, monkeypatch):
+    export = OnnxExporter.export
+
+    def scaled(self, request, directory):
+        made = export(self, request, directory)
+        model = onnx.load(made.path)
+        for tensor in model.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) * 1.01, tensor.name))
+        onnx.save(model, made.path)
+        return made
+
+    monkeypatch.setattr(OnnxExporter, "export", scaled)
+    document = json.loads(run(write(), "--json").out)
+    assert [artifact["format"] for artifact in document["artifacts"]] == ["torchscript"]
+    assert document["missing"]["onnx"].startswith("The onnx artifact isn't shown to compute what the original does: ")

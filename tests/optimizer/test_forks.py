@@ -93,3 +93,27 @@ def test_a_forward_that_forks_goes_on_in_both_processes(tmp_path):
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_child_that_a_forward_makes_while_passes_are_tried_ends_there(tmp_path):
+    script = tmp_path / "forking.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os
+        import torch
+        from torch import nn
+        from optimizer import optimize
+
+        class Forking(nn.Linear):
+            def forward(self, x):
+                if (child := os.fork()) == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+                return super().forward(x)
+
+        optimize(Forking(3, 3).eval(), ["fold-conv-bn"], example_inputs=(torch.randn(4, 3),))
+        os.write(1, b"back\\n")
+        """)
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "back\n", done.stderr
