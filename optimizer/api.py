@@ -455,12 +455,8 @@ def export(
             asked = replace(request, proof=proof if is_exact else None)
             rewritten = graph.measured(exporter, asked, folder, proof)
             try:
-                artifact = (
-                    rewritten[0]
-                    if rewritten
-                    # An exporter runs the model.
-                    else exporter.export(replace(asked, model=fresh()), folder)
-                )
+                # An exporter runs the model.
+                artifact = rewritten[0] if rewritten else exporter.export(replace(asked, model=fresh()), folder)
             except (StructureError, MetadataError):
                 # Nothing that another format could mend.
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from optimizer.observe import Flatten
 from optimizer.parity import Measurement, ParityReport, Reference, Tolerance, judge
 from optimizer.reproducing import write_reproduction
 from optimizer.row_independence import Rows
+from optimizer.verify import file_digest
 
 Measured = tuple[Measurement, Mapping[str, int] | None]
 """What a file gives beside the original, and on which providers its nodes ran."""
@@ -88,7 +88,7 @@ class FileProof:
         self._found = None
         if torch.device(loaded.device).type != self.by.device.type or not files:
             return False
-        self._hashes, self._found = _hashes_of(files), self.by.measured_of(loaded, self.rows)
+        self._hashes, self._found = list(map(file_digest, files)), self.by.measured_of(loaded, self.rows)
         return self.by.judged(self._found[0]).verdict != "failed"
 
     def measured(self, artifact: Artifact, exporter: Exporter) -> Measured:
@@ -96,16 +96,8 @@ class FileProof:
 
         An exporter may write to its file once more after the proof, or have it loaded otherwise.
         """
-        is_known = artifact.loader == exporter.load and self._hashes == _hashes_of(artifact.files)
+        is_known = artifact.loader == exporter.load and self._hashes == list(map(file_digest, artifact.files))
         return self._found if self._found and is_known else self.by.measured(artifact, self.rows)
-
-
-def _hashes_of(files: Sequence[Path]) -> list[str]:
-    found = []
-    for path in files:
-        with path.open("rb") as file:
-            found.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

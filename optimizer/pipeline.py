@@ -654,24 +654,17 @@ class Pipeline:
         """Calls that no reference is of: each with whether gradients are on, and how a sentence names it."""
         samples = self.samples
         assert samples is not None
-        known = {samples.batch_size, *map(_rows_of, self._calls)}
-        sizes = [size for size in dict.fromkeys((1, *(self.batch_sizes or ()))) if size not in known]
-        calls = {size: call for size in sizes if (call := self._call_at(size)) is not None}
         yield _fresh(min(self._calls, key=_rows_of)), True, "where gradients are on"
-        for size, call in calls.items():
-            yield _fresh(call), False, f"at a batch size of {size}"
-        if 1 in sizes:
+        if not samples.dynamic or samples.batch_size is None:
+            return
+        known = {samples.batch_size, *map(_rows_of, self._calls)}
+        for size in dict.fromkeys((1, *(self.batch_sizes or ()))):
+            if size not in known:
+                with suppress(LoadError):  # the user's function makes no batch of that size: it won't be met then
+                    yield _fresh(samples.at(size)), False, f"at a batch size of {size}"
+        if 1 not in known:
             for call in samples.rows_alone():
                 yield _fresh(call), False, "for a row that is alone"
-
-    def _call_at(self, size: int) -> Call | None:
-        """The call of a batch size; None where there is none, so that it won't be met."""
-        assert self.samples is not None
-        if not self.samples.dynamic or self.samples.batch_size is None:
-            return None
-        with suppress(LoadError):  # the user's function makes no batch of that size
-            return self.samples.at(size)
-        return None
 
     def _leave_alone(self, tree: ModelTree, output: Any, when: str) -> bool:
         """Where a call parts a pair, or comes to a rewritten forward as its graph has no place for, run the pass that changed

@@ -53,7 +53,7 @@ from optimizer.recorded_runs import RecordedRuns
 from optimizer.row_independence import Batch, Rows
 from optimizer.row_verdict import RowMeasurement, judge_rows
 from optimizer.runs import AsItIs, Runs
-from optimizer.sentences import lack_of_memory, listed
+from optimizer.sentences import lack_of_memory
 from optimizer.sizes import ENOUGH, Taken, ladder
 from optimizer.structure import first_difference, leaves_of, rebuild
 from optimizer.verdict import (
@@ -65,6 +65,7 @@ from optimizer.verdict import (
     OutputNoise,
     ParityReport,
     allowed_by,
+    no_signal,
     report_without_outputs,
 )
 from optimizer.written_parameters import Source, named_tensors
@@ -657,10 +658,7 @@ class Reference:
         return GoldenEntry(kept.batch_size, kept.draw, self._call(kept), outputs, tied, kept.sizes, seed)
 
     def _call(self, kept: Kept) -> Call:
-        if kept.call is not None:
-            return kept.call
-        assert self._samples is not None
-        return self._samples.at(kept.batch_size, kept.draw, kept.sizes)
+        return self._original.call_of(kept, self._samples)
 
 
 class RanOriginal:
@@ -874,8 +872,8 @@ class Original:
             own = self._first_run(batch_size, draw, call, seed, training, names, sizes)
         if own is None:
             return False
-        kept = Kept(batch_size, draw, seed, call if keep_call else None, own, own, names, label, sizes=sizes)
-        kept.recorded = is_recorded
+        own_call = call if keep_call else None
+        kept = Kept(batch_size, draw, seed, own_call, own, own, names, label, recorded=is_recorded, sizes=sizes)
         self._varies(call)
         self.kept.append(kept)
         return True
@@ -890,19 +888,17 @@ class Original:
         self._gather_all()
         if self.kept and not self._ran_again:
             self._ran_again = True
-            self._again(self._call(self.kept[0], samples), self.kept[0])
+            self._again(self.call_of(self.kept[0], samples), self.kept[0])
         for kept in self.kept:
             if not kept.measured and self._is_to_be_measured(kept):
-                kept.measured = True
-                self._measure(kept, self._call(kept, samples))
+                self._measure(kept, self.call_of(kept, samples))
 
     def why_vacuous(self) -> str | None:
         """Why the outputs prove nothing, as far as they tell without a measurement of noise; None where they may."""
         self._gather_all()
-        reasons = {name: self._no_signal(name, 0.0) for name in self.kept[0].own.of_kind("output")}
-        if not reasons or None in reasons.values():
-            return None
-        return f"the outputs carry no signal ({listed([f'{name} is {reason}' for name, reason in reasons.items()])})"
+        names = self.kept[0].own.of_kind("output")
+        reasons = {name: reason for name in names if (reason := self._no_signal(name, 0.0)) is not None}
+        return no_signal(reasons) if reasons and len(reasons) == len(names) else None
 
     def _gather_all(self) -> None:
         for kept in self.kept:
@@ -913,11 +909,11 @@ class Original:
         """Run it in all ways at the other calls too; the noise by all of them, nothing where there are no others."""
         rest = [kept for kept in self.kept if not kept.measured]
         for kept in rest:
-            kept.measured = True
-            self._measure(kept, self._call(kept, samples))
+            self._measure(kept, self.call_of(kept, samples))
         return {name: self._noise(name) for name in self.gathered} if rest and not self.refused else {}
 
-    def _call(self, kept: Kept, samples: Samples | None) -> Call:
+    def call_of(self, kept: Kept, samples: Samples | None) -> Call:
+        """The inputs of a run, as they are kept or made again."""
         call = _call_of(kept, samples)
         assert call is not None
         return call
@@ -949,10 +945,10 @@ class Original:
         and not by the other.
         """
         recorded = [kept for kept in self.kept if kept.recorded]
-        if not recorded or self.confirm(recorded[0], self._call(recorded[0], samples)):
+        if not recorded or self.confirm(recorded[0], self.call_of(recorded[0], samples)):
             return
         for kept in recorded:
-            call = self._call(kept, samples)
+            call = self.call_of(kept, samples)
             own = self._first_run(kept.batch_size, kept.draw, call, kept.seed, False, kept.names, ())
             if own is not None:
                 kept.own, kept.truth, kept.recorded = own, own, False
@@ -969,6 +965,7 @@ class Original:
         return True
 
     def _measure(self, kept: Kept, call: Call) -> None:
+        kept.measured = True
         training = self.training and kept.draw == 0
         if not self.refused:
             kept.truth = self._float64(call, kept, training) or kept.own
@@ -1126,8 +1123,7 @@ class Original:
         for kept in self.measured:
             if not names & kept.own.values.keys():
                 continue
-            call = _call_of(kept, samples)
-            assert call is not None
+            call = self.call_of(kept, samples)
             try:
                 mode, seen = self.in_float64(candidate, call, kept, training=training)
             except Exception as error:  # noqa: BLE001 - the candidate is foreign code: it is judged by what it gave
@@ -1183,10 +1179,9 @@ class Original:
         return same and all(source.unchanged for source in self._sources)
 
     def _answers_as_before(self, kept: Kept, call: Call) -> bool:
-        training = self.training and kept.draw == 0
         try:
-            with _silent(), self.runs.fresh() as module:
-                seen = observe(module, call, seed=kept.seed, training=training, names=kept.names)
+            with _silent():
+                seen = self._run_again(kept, call)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; running it anew tells what it raises
             logger.debug("the original raises where it didn't before: %s", error)
             return False
@@ -1226,8 +1221,7 @@ class Original:
     ) -> Mapping[str, torch.Tensor]:
         """What the original gives in a precision; nothing where it raises."""
         assert isinstance(self.target, nn.Module)
-        call = _call_of(kept, samples)
-        assert call is not None
+        call = self.call_of(kept, samples)
         training = self.training and kept.draw == 0
         # What can't be computed in the dtype everywhere can be under autocast, which is off by less.
         for kind in dict.fromkeys((precision, replace(precision, everywhere=False))):
@@ -1419,11 +1413,14 @@ class Original:
         if _another_answer(kept.own, other) is None:
             self._respond(kept, other, lambda gathered: gathered.response)
 
-    def _again(self, call: Call, kept: Kept) -> None:
+    def _run_again(self, kept: Kept, call: Call) -> Observation:
         training = self.training and kept.draw == 0
+        with self.runs.fresh() as module:
+            return observe(module, call, seed=kept.seed, training=training, names=kept.names)
+
+    def _again(self, call: Call, kept: Kept) -> None:
         try:
-            with self.runs.fresh() as module:
-                other = observe(module, call, seed=kept.seed, training=training, names=kept.names)
+            other = self._run_again(kept, call)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.notes.append(f"The original raises when it is run twice: {_first_line(error)}")
             return

@@ -118,7 +118,8 @@ class Runs:
                 return result
             if found <= self.written:
                 raise LoadError(
-                    f"Forward writes to {listed(sorted(found))} in TorchScript, whose weights a copy shares."
+                    f"Forward writes to {listed(sorted(found))} in TorchScript, whose weights a copy shares: leave them as"
+                    " they are in forward."
                 )
             self.written |= found
 

@@ -385,8 +385,12 @@ def why_vacuous(noises: Iterable[OutputNoise]) -> str | None:
         return "no output of the original is deterministic"
     if any(noise.signal is None for noise in judged if noise.kind != "buffer"):
         return None
-    named = [f"{noise.name} is {noise.signal}" for noise in judged if noise.signal]
-    return f"the outputs carry no signal ({listed(named)})"
+    return no_signal({noise.name: noise.signal for noise in judged if noise.signal})
+
+
+def no_signal(reasons: Mapping[str, str]) -> str:
+    """The clause that none of these outputs carries a signal, each with the reason."""
+    return f"the outputs carry no signal ({listed([f'{name} is {reason}' for name, reason in reasons.items()])})"
 
 
 def allowed_by(
