@@ -32,7 +32,7 @@ from torch.nn import functional
 from exporters import ExportRequest, exporter_named
 from optimizer import export
 from optimizer.inputs import Samples
-from optimizer.reference import Reference
+from optimizer.parity import measure_reference
 
 # Of the weights, beyond the model itself.
 GOAL = 1.3
@@ -101,7 +101,7 @@ def _pt2(model: Layers, folder: Path) -> object:
 
 
 def _reference(model: Layers, folder: Path) -> object:
-    return Reference.measure(model, Samples((model.example(),)), batch_sizes=_BATCH_SIZES)
+    return measure_reference(model, Samples((model.example(),)), batch_sizes=_BATCH_SIZES)
 
 
 TORCH: dict[str, tuple[str, Way]] = {

@@ -55,7 +55,7 @@ from optimizer.inputs import Samples
 from optimizer.locating import first_divergence
 from optimizer.locating_modules import first_wrong_part
 from optimizer.locating_values import first_module_without_value
-from optimizer.reference import Reference
+from optimizer.parity import Reference, measure_reference
 from passes.program.weights import bare
 from passes.registry import PRESETS
 
@@ -139,7 +139,7 @@ class Subject:
 
     @cached_property
     def reference(self) -> Reference:
-        return Reference.measure(self.model, Samples((self.inputs(2),)), batch_sizes=BATCHES, draws=1)
+        return measure_reference(self.model, Samples((self.inputs(2),)), batch_sizes=BATCHES, draws=1)
 
     @cached_property
     def onnx(self) -> Exported:

@@ -44,7 +44,7 @@ from optimizer import export, optimize, verify_bundle
 from optimizer.errors import ParityError
 from optimizer.inputs import Call, Samples
 from optimizer.manifest import plain
-from optimizer.parity import FACTOR, OutputNoise, ParityReport, Reference, judge
+from optimizer.parity import FACTOR, OutputNoise, ParityReport, Reference, judge, measure_reference
 from optimizer.structure import rebuild
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -135,7 +135,7 @@ def _measure_into(unit: Unit, settings: Settings, folder: Path) -> None:
     for number in range(1, settings.inputs + 1):
         others = another(call, seed + number)
         samples = Samples(others.args, others.kwargs, seed=seed + number)
-        reference = Reference.measure(model, samples)
+        reference = measure_reference(model, samples)
         # Those of now: a candidate may have them measured again.
         noises = dict(reference.noises)
         for what, (candidate, flatten) in candidates.items():

@@ -44,11 +44,21 @@ from optimizer.locating import place_in_refused
 from optimizer.manifest import is_to_be_repeated, plain, to_json_text
 from optimizer.module_tree import unregistered_modules
 from optimizer.options import check_numbers
-from optimizer.parity import BATCH_SIZES, FACTOR, ParityReport, Reference, Tolerance, by_output
+from optimizer.parity import (
+    BATCH_SIZES,
+    FACTOR,
+    OriginalOutputs,
+    ParityReport,
+    Reference,
+    Tolerance,
+    by_output,
+    golden_entries,
+    independent_rows,
+    measure_reference,
+)
 from optimizer.pipeline import Pipeline, check_requirements, coverage_record, size_of
 from optimizer.preserve import in_turn, one_at_a_time, outside_inference_mode
 from optimizer.provenance import Provenance, attach, detach, provenance_of, report_of
-from optimizer.reference import RanOriginal
 from optimizer.report import Progress, ProgressFunction, Report, no_progress
 from optimizer.sentences import listed
 from optimizer.vacuous import is_vacuous, refuse_vacuous
@@ -228,7 +238,7 @@ def _optimized(
         ran = pipeline.run_original()
     if measured is not None and ran is not None:
         with _timed(stages, "comparison"):
-            measured(ran.measured())
+            measured(ran.reference())
     with _timed(stages, "original"):
         tree = pipeline.record()
     context = pipeline.context()
@@ -424,7 +434,7 @@ def export(
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     factor, apart = _factor(reference, home, target)
     notes += apart
-    rows = rounding.independent_rows(atol=absolute, rtol=relative) if row_independence else None
+    rows = independent_rows(rounding, atol=absolute, rtol=relative) if row_independence else None
     by = ArtifactParity(
         reference=reference, flatten=flatten, device=target, atol=atol, rtol=rtol, factor=factor, names=names
     )
@@ -495,7 +505,7 @@ def export(
         tell(Progress("bundle", 0, 1, str(output)))
         golden = write_golden(
             folder,
-            reference.golden_entries(),
+            golden_entries(reference),
             reference.noises,
             flatten=flatten,
             input_names=adapter.input_names,
@@ -536,10 +546,10 @@ def export(
 
 
 def _measured(
-    original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None, known: RanOriginal | None = None
+    original: nn.Module, samples: Samples, batch_sizes: Sequence[int] | None, known: OriginalOutputs | None = None
 ) -> Reference:
     """The original as all files are compared with it; VacuousError where that would prove nothing."""
-    reference = Reference.measure(original, samples, batch_sizes=batch_sizes, known=known)
+    reference = measure_reference(original, samples, batch_sizes=batch_sizes, known=known)
     refuse_vacuous(reference)
     return reference
 

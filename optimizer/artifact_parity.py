@@ -13,10 +13,8 @@ from torch import nn
 
 from exporters.base import Artifact, Exporter, LoadedArtifact
 from optimizer.locating import Located, fault_of_runtime, located, named_first
-from optimizer.observe import Flatten
-from optimizer.parity import Measurement, ParityReport, Reference, Tolerance, judge
+from optimizer.parity import Flatten, Measurement, ParityReport, Reference, Rows, Tolerance, golden_entry, judge
 from optimizer.reproducing import write_reproduction
-from optimizer.row_independence import Rows
 from optimizer.verify import file_digest
 
 Measured = tuple[Measurement, Mapping[str, int] | None]
@@ -127,7 +125,7 @@ class Failures:
         return found, " ".join(filter(None, told))
 
     def _draws(self) -> str:
-        if not self.parity.reference.draws:
+        if not self.parity.reference.draws_random_numbers:
             return ""
         return (
             "The model draws random numbers, and a file that draws others can't give the same: take them as an input."
@@ -139,6 +137,6 @@ class Failures:
         """Write the folder that shows what is wrong; a sentence on it."""
         reference = self.parity.reference
         where = named_first(reference, measurement)[0] if found.divergence is None else found.divergence.where
-        golden = reference.golden_at(where)
+        golden = golden_entry(reference, where)
         inputs = self.parity.flatten(golden.call.args, golden.call.kwargs)
         return write_reproduction(folder, artifact, inputs, golden, where, report, found)

@@ -50,9 +50,9 @@ from optimizer.manifest import (
     without_local_paths,
 )
 from optimizer.options import is_utf8, parse_digest
+from optimizer.parity import Tolerance
 from optimizer.rejudge import RejudgeReport, rejudge_contents
 from optimizer.sentences import listed
-from optimizer.verdict import Tolerance
 from optimizer.verify import (
     VerifyReport,
     changed_files,

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.difference import distance, is_exact, unit, wide
 from optimizer.errors import ExportFailed
 from optimizer.locating import named_first
 from optimizer.locating_modules import ModuleCall, in_order_of_ending, watched_calls
 from optimizer.module_tree import REGISTRIES
-from optimizer.reference import Reference
+from optimizer.parity import Reference, after_all_calls, distance, is_exact, judge, measure_in_sequence, unit, wide
 from optimizer.runs import AsItIs
 from optimizer.sentences import listed
-from optimizer.verdict import judge
 from passes.program.containers import contents_of, items_of, numbers_in, slots_of
 from passes.program.storage import same_values
 
@@ -44,7 +42,7 @@ def refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     Raises:
         ExportFailed: it answers otherwise, by the module and the attributes that it keeps something in.
     """
-    measurement = reference.in_turn()
+    measurement = measure_in_sequence(reference)
     report = judge(measurement)
     if report.verdict != "failed" or judge(reference.compare(original)).verdict == "failed":
         return
@@ -84,14 +82,14 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _
 
     def again(module: nn.Module) -> ModuleCall | None:
         later_runs = reference.reruns(where, AsItIs(module, in_eval=True))
-        later = watched_calls(later_runs.beside, later_runs.candidate, may_raise=True)
+        later = watched_calls(later_runs.other, later_runs.candidate, may_raise=True)
         for call in in_order_of_ending(alone["", 1]):
             other = later.get(call.key)
             if other and _given_alike(call, other) and not _are_alike(call.outputs, other.outputs):
                 return call
         return None
 
-    call = reference.after_all_calls(again)
+    call = after_all_calls(reference, again)
     if call is None:
         return None
     states: list[dict[str, Any]] = []
@@ -99,7 +97,7 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _
     def keep_state(module: nn.Module) -> None:
         states.append(_state_of(dict(module.named_modules())[call.path]))
 
-    reference.after_all_calls(keep_state, before=keep_state)
+    after_all_calls(reference, keep_state, before=keep_state)
     before, after = states
     names = dict.fromkeys((*after, *before))
     changed = [name for name in names if not _is_same(before.get(name, _Absent), after.get(name, _Absent))]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from exporters.steps import Place
-from optimizer.difference import all_finite, distance, floors, is_exact, special, wide
-from optimizer.verdict import FACTOR, in_units_of
+from optimizer.parity import FACTOR, all_finite, distance, floors, in_units_of, is_exact, special, wide
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from optimizer.dynamic import BATCH, open_dims
 from optimizer.errors import UsageError
 from optimizer.inputs import Samples, keeps_values
-from optimizer.parity import Reference
+from optimizer.parity import Reference, runs_on
 
 _NAME = "time"
 
@@ -74,7 +74,7 @@ def _takes_others(
     given = opened_dims.given[_NAME]
     try:
         return any(
-            reference.runs_on(opened.at(opened.batch_size, 0, ((_NAME, size),))) for size in (given // 2, given + 1)
+            runs_on(reference, opened.at(opened.batch_size, 0, ((_NAME, size),))) for size in (given // 2, given + 1)
         )
     except UsageError:
         # Of a function for the example inputs that doesn't give one length.

@@ -23,15 +23,12 @@ from torch import nn
 from exporters.base import Artifact
 from exporters.steps import FileValues, Place, Program, Seen, Step
 from optimizer.divergence import Divergence, Off, how_far_off
-from optimizer.float64 import off_by_one_ulp, raised, random_signs
 from optimizer.inputs import Call
 from optimizer.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.locating_values import first_module_without_value
-from optimizer.observe import Flatten
+from optimizer.parity import Flatten, Measurement, Reference, off_by_one_ulp, raised, random_signs
 from optimizer.preserve import random_state
-from optimizer.reference import Reference
 from optimizer.sentences import quote
-from optimizer.verdict import Measurement
 from passes.program.storage import has_strides, same_values
 
 logger = logging.getLogger(__name__)

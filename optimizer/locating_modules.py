@@ -22,10 +22,9 @@ import torch
 from torch import nn
 
 from exporters.steps import FileParts, is_users, line_of_forward, source_line
-from optimizer.difference import distance, is_exact, wide
 from optimizer.divergence import Divergence, Off, how_far_off
+from optimizer.parity import Reference, distance, is_exact, wide
 from optimizer.preserve import eager_only, one_at_a_time, pinned_settings
-from optimizer.reference import Reference
 from optimizer.runs import Runs
 from optimizer.structure import leaves_of
 from passes.program.interception import intercepted_calls
@@ -133,8 +132,8 @@ def first_wrong_module(reference: Reference, candidate: nn.Module, wheres: Seque
         return None
     for where in wheres:
         runs = reference.reruns(where, candidate)
-        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
-        got = watched_calls(runs.beside, runs.candidate)
+        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.perturbed))
+        got = watched_calls(runs.other, runs.candidate)
         four = FourRuns(own, truth, off, got)
         found = first_wrong_call(("", 1), four)
         worst = None if found is None else four.worst(found, "outputs")
@@ -153,7 +152,7 @@ def first_wrong_part(
     """
     for where in wheres:
         runs = reference.of(exported, where).reruns(where, exported)
-        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.perturbed))
         # A call ends before the one that makes it: the innermost come first.
         for call in in_order_of_ending(own["", 1]):
             part = parts.part(*call.key, alone=call.alone) if len(call.inputs) == 1 else None

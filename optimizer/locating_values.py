@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from exporters.steps import FileValues, Seen
-from optimizer.difference import distance, is_exact, wide
 from optimizer.divergence import Divergence, Off
 from optimizer.inputs import Call
 from optimizer.locating_modules import FourRuns, ModuleCall, divergence_at, first_wrong_call, line_in, watched_calls
-from optimizer.reference import Reference
+from optimizer.parity import Reference, distance, is_exact, wide
 
 ROOT = ("", 1)
 
@@ -46,7 +45,7 @@ def first_module_without_value(
         given = flatten(calls[where])
         seen = values.run(given)
         runs = reference.of(exported, where).reruns(where, exported)
-        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.off_by_one))
+        own, truth, off = (watched_calls(runs.original, run) for run in (runs.own, runs.in_float64, runs.perturbed))
         four = _BesideFile(own, truth, off, _Found(seen, given, values.outputs).calls(own), stopped=bool(seen.error))
         key = first_wrong_call(ROOT, four)
         worst = None if key is None else four.worst(key, "outputs")

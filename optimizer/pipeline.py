@@ -17,21 +17,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from optimizer.errors import LoadError, OptimizeFailed, ParityError
-from optimizer.float64 import off_by_one_ulp, random_signs
 from optimizer.inputs import Call, Samples
 from optimizer.locating import located_module
 from optimizer.module_tree import is_script, reachable_modules
 from optimizer.parity import (
+    OriginalOutputs,
     ParityReport,
+    RecordedRuns,
     Reference,
     RegionParity,
-    RegionReference,
-    float64_mode,
+    check_change,
     judge,
+    measure_reference,
 )
 from optimizer.preserve import eager_only, pinned_settings, random_state, seed_torch
-from optimizer.recorded_runs import RecordedRuns
-from optimizer.reference import RanOriginal
 from optimizer.report import CoverageRecord, PassRecord, PlaceRecord, Progress, ProgressFunction, Size
 from optimizer.runs import Runs, RunsOfCopy
 from optimizer.sentences import first_line
@@ -51,10 +50,6 @@ from passes.registry import pass_named, pass_names
 
 logger = logging.getLogger(__name__)
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
-# So many numbers show how far a part of a model is rounded; one that gives fewer is run again, at most so many times.
-_ENOUGH_NUMBERS = 128
-_MOST_NEIGHBOURS = 32
 # A pass is run again where some of its changes are to be left alone, which may give way to others.
 _MOST_TRIES = 8
 # Of the pairs that a run doesn't keep together, each is found by a run of its own: a pass leaves so many changes alone for
@@ -147,7 +142,7 @@ class Pipeline:
     progress: ProgressFunction
     notes: list[str] = field(default_factory=list)
     records: list[PassRecord] = field(default_factory=list)
-    _ran: RanOriginal | None = None
+    _ran: OriginalOutputs | None = None
     # Of a training result: the original in eval; False where it doesn't run so.
     _reference_in_eval: Reference | Literal[False] | None = None
     # Those in kind, by the one that they are made of and what they are in.
@@ -170,7 +165,7 @@ class Pipeline:
         """ "inference" or "training"."""
         return self.copy.mode
 
-    def run_original(self) -> RanOriginal | None:
+    def run_original(self) -> OriginalOutputs | None:
         """Run the original at two batch sizes or more, which all results are compared with; None without inputs.
 
         In inference these runs are recorded for the passes.
@@ -189,7 +184,7 @@ class Pipeline:
         recorded = None
         if self.mode == "inference":
             recorded = RecordedRuns(RunsOfCopy(self.original, self.copy.root), self.tree, calls)
-        self._ran = RanOriginal.run(
+        self._ran = OriginalOutputs.run(
             self.original,
             self.samples,
             batch_sizes=sizes,
@@ -272,7 +267,7 @@ class Pipeline:
         self._passes = passes
         if self._ran is not None and not all(map(_is_own, passes)):
             # Such a pass may write to the caller's weights, which is seen by what the model gave before.
-            self._ran.measured()
+            self._ran.reference()
         self._run_from(tree, 0)
         self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
 
@@ -496,19 +491,7 @@ class Pipeline:
         values: tuple[Any, ...],
     ) -> list[tuple[RegionParity, RegionParity | None]]:
         """As `Context.judge`."""
-        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-        given, autocast = values, self._autocast()
-        if torch.float32 in dtypes and dtypes & _HALF and not _runs(old, values):
-            # Under an autocast, which casts what is read: the part by itself computes in float32.
-            values = tuple(_raised(value) for value in values)
-        is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
-        with pinned_settings():
-            found = [_check(old, new, values, is_half, declared)]
-            if autocast is not None and found[0][0].ok:
-                in_half = _reference_in_half(_under(autocast, old), given)
-                in_half = in_half if declared is None else in_half.allowing(declared)
-                found.append((found[0][0], in_half.compare(_under(autocast, new), by_own_error=True)))
-        return found
+        return check_change(old, new, values, declared=declared, autocast=self._autocast())
 
     def _roll_back(self, item: Pass, record: PassRecord, result: PassResult, reason: str) -> None:
         result.rewriter.roll_back()
@@ -589,7 +572,7 @@ class Pipeline:
         assert self._ran is not None
         done = self._done if done is None else done
         precisions = _precisions(done)
-        report = judge(self._judging(self._ran.measured(), precisions).compare(self.copy.root))
+        report = judge(self._judging(self._ran.reference(), precisions).compare(self.copy.root))
         if self.mode != "training" or report.verdict == "failed" or not any(one.result.changes for one in done):
             return report
         in_eval = self._compare_in_eval(precisions)
@@ -611,7 +594,7 @@ class Pipeline:
             assert self.samples is not None
             sizes = self._two_sizes(self.samples)
             try:
-                self._reference_in_eval = Reference.measure(self.original, self.samples, batch_sizes=sizes)
+                self._reference_in_eval = measure_reference(self.original, self.samples, batch_sizes=sizes)
             except LoadError as error:
                 self.notes.append(f"the result wasn't compared in eval: {first_line(error).rstrip('.')}")
                 self._reference_in_eval = False
@@ -727,7 +710,7 @@ class Pipeline:
         if self.mode != "inference" or self._ran is None:
             return ""
         later = [edit for done in self._done if done.number > culprit.number for edit in done.result.rewriter.edits]
-        reference = self._judging(self._ran.measured(), _precisions([culprit]))
+        reference = self._judging(self._ran.reference(), _precisions([culprit]))
         with taken_back(later):
             found = located_module(reference, reference.compare(self.copy.root), self.copy.root)
         return f" {found}" if found.divergence is not None else ""
@@ -835,85 +818,6 @@ def check_requirements(passes: Sequence[Pass], context: Context) -> None:
         item.check(context)
 
 
-def _under(autocast: torch.dtype, region: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*values: Any) -> Any:
-        tensors = (value for value in values if isinstance(value, torch.Tensor))
-        device = next((tensor.device.type for tensor in tensors), "cpu")
-        with torch.autocast(device, autocast, cache_enabled=False):
-            return region(*values)
-
-    return run
-
-
-def _check(
-    old: Callable[..., Any],
-    new: Callable[..., Any],
-    values: tuple[torch.Tensor, ...],
-    is_half: bool,
-    declared: DeclaredError | None,
-) -> tuple[RegionParity, RegionParity | None]:
-    """Whether both compute the same; and whether the new one is as precise, where that is asked.
-
-    A rewrite may sum in another order, and a few elements show too little of what rounding does to judge it by them. In
-    float64 what is left is the algebra, and the rounding of the new weights, which the noise of the old part covers. In
-    float16 and bfloat16 that noise covers too much: there the new part has to be about as close to float64 as the old
-    one. What rounding does otherwise is judged on the whole.
-    """
-
-    def in_float64(*values: Any) -> Any:
-        # It may write to what it is given.
-        copies = tuple(map(_cloned, values))
-        with float64_mode():
-            outputs = new(*values)
-        # Each in the dtype that it gives by itself, which needn't be that of what goes in.
-        return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
-
-    reference = _reference_in_half(old, values) if is_half else RegionReference.measure(old, [values])
-    if declared is not None:
-        reference = reference.allowing(declared)
-    if not reference.in_float64:
-        return reference.compare(new), None
-    algebra = reference.compare(in_float64)
-    return algebra, reference.compare(new, by_own_error=True) if is_half and algebra.ok else None
-
-
-def _reference_in_half(old: Callable[..., Any], values: tuple[torch.Tensor, ...]) -> RegionReference:
-    return RegionReference.measure(old, [values, *_neighbours(old, values)])
-
-
-def _neighbours(region: Callable[..., Any], values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The inputs off by one unit in the last place, as often as it takes to see many rounding errors of the region.
-
-    How far one number is rounded is chance: of few numbers the region's own error may be none at all. Where no floats go
-    in, there is nothing to be off.
-    """
-    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
-        return
-    with torch.no_grad():
-        outputs = pytree.tree_leaves(region(*values))
-    numbers = sum(leaf.numel() for leaf in outputs if isinstance(leaf, torch.Tensor))
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(min(_MOST_NEIGHBOURS, _ENOUGH_NUMBERS // max(numbers, 1))):
-        signs = random_signs(generator)
-        yield tuple(
-            off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for value in values
-        )
-
-
-def _runs(region: Callable[..., Any], values: tuple[Any, ...]) -> bool:
-    try:
-        with torch.no_grad():
-            region(*map(_cloned, values))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _raised(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
-
-
 def _fresh(call: Call) -> Call:
     args, kwargs = pytree.tree_map(_cloned, (call.args, call.kwargs))
     return Call(tuple(args), kwargs)
@@ -941,10 +845,6 @@ def _why_left_alone(place: Place, error: UnseenCall, when: str) -> str:
 
 def _forgotten(kept: Any) -> Any:
     return None
-
-
-def _as_dtype_of(leaf: Any, other: Any) -> Any:
-    return leaf.to(other.dtype) if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) else leaf
 
 
 def _cloned(leaf: Any) -> Any:

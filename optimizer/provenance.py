@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
-from optimizer.reference import RanOriginal
+from optimizer.parity import OriginalOutputs
 from optimizer.report import Report
 from optimizer.written_parameters import Source
 from passes.base import DeclaredError, Pass, Precision
@@ -40,7 +40,7 @@ class Provenance:
     precisions: tuple[Precision | DeclaredError, ...] = ()
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     batch_sizes: tuple[int, ...] | None = None
-    ran: RanOriginal | None = field(default=None, repr=False)
+    ran: OriginalOutputs | None = field(default=None, repr=False)
 
     @property
     def applied(self) -> tuple[Pass, ...]:

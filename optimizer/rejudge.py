@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from optimizer.errors import BundleError, UsageError
 from optimizer.golden import stored_tolerances
-from optimizer.verdict import FACTOR, Measurement, Tolerance, judge
+from optimizer.parity import FACTOR, Measurement, Tolerance, judge
 from optimizer.verify import ArtifactFigures, VerifyReport, factor_between, sums_problem
 
 

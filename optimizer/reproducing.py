@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from exporters.base import Artifact
 from optimizer.locating import Located
-from optimizer.reference import GoldenEntry
-from optimizer.verdict import ParityReport
+from optimizer.parity import GoldenEntry, ParityReport
 
 _README = """# What is wrong with {file}
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
+from optimizer.parity import FACTOR, SLICE_FACTOR
 from optimizer.report import reason_shown, remark_lines
-from optimizer.verdict import FACTOR, SLICE_FACTOR
 
 # Without a terminal, lines are as long as they have to be for `grep` to find them whole.
 _WIDE = 4096

@@ -59,6 +59,18 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def error_summary(error: BaseException) -> str:
+    """The type of an error and its first line; what could help where memory ran out."""
+    if lack := lack_of_memory(error):
+        return lack
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # TorchScript says what happened in the last line, after its own trace.
+    line = lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {line.rstrip('.')}"
+
+
 def _place(error: BaseException, folder: Path) -> str:
     """The innermost line of the user's own files in the traceback."""
     root = str(folder.resolve()) + os.sep

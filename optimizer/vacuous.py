@@ -1,8 +1,7 @@
 """Outputs that prove nothing, whatever a file gives: told before any file is written."""
 
 from optimizer.errors import VacuousError
-from optimizer.parity import Reference
-from optimizer.verdict import why_vacuous
+from optimizer.parity import Reference, why_vacuous
 
 
 def is_vacuous(reference: Reference) -> bool:

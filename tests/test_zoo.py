@@ -11,7 +11,7 @@ from timm_models import TIMM, timm_member
 from exporters import ExportError, ExportRequest, StructureError, exporter_named
 from optimizer import check_parity, export, optimize, verify_bundle
 from optimizer.inputs import Samples
-from optimizer.parity import Reference, judge
+from optimizer.parity import judge, measure_reference
 from passes import (
     CastPrecision,
     ChannelsLast,
@@ -126,7 +126,7 @@ def reference_of():
     @functools.lru_cache(maxsize=1)
     def measured(name):
         model, kwargs = member(name)
-        return model, kwargs, Reference.measure(model, Samples((), kwargs), batch_sizes=(1, 2, 5), draws=1)
+        return model, kwargs, measure_reference(model, Samples((), kwargs), batch_sizes=(1, 2, 5), draws=1)
 
     return measured
 

@@ -45,7 +45,7 @@ from optimizer.errors import BundleError, DeviceError, UsageError
 from optimizer.golden import stored_noises, stored_tolerances
 from optimizer.inputs import Call, Samples
 from optimizer.manifest import MANIFEST, check_manifest, number, plain, to_json_text, usage_text, without_local_paths
-from optimizer.parity import GoldenEntry, OutputNoise, Reference, judge
+from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
 from optimizer.verify import device_factor, file_digest, sums_text
 
 WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float32).reshape(4, 3)
@@ -83,7 +83,7 @@ def measured() -> Reference:
         return y, y > 0
 
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    return Reference.measure(original, Samples((x,)), batch_sizes=(1, 3), draws=1)
+    return measure_reference(original, Samples((x,)), batch_sizes=(1, 3), draws=1)
 
 
 def flat(args: tuple[Any, ...], kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ def flat(args: tuple[Any, ...], kwargs: Any) -> tuple[torch.Tensor, ...]:
 
 def golden(folder: Path, **changes: Any) -> dict[str, Any]:
     given = {"flatten": flat, "input_names": ["x"], "output_names": ["y", "positive"], **changes}
-    return write_golden(folder, measured().golden_entries(), measured().noises, **given)
+    return write_golden(folder, golden_entries(measured()), measured().noises, **given)
 
 
 def fill(folder: Path, *, weight: torch.Tensor = WEIGHT, **changes: Any) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
     ]
     manifest["notes"] = ["time was looked at in\nthe sizes 5, 7.", "x_1 is all zero and proves nothing."]
     text = usage_text(manifest)
-    assert "\n- time was looked at in the sizes 5, 7.\n- x_1 is all zero and proves nothing.\n\n## " in text
+    assert "\n- time was checked at the sizes 5, 7.\n- x_1 is all zero and proves nothing.\n\n## " in text
     assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
     assert '"mask": numpy.zeros((2,), dtype=numpy.bool_),' in text
     assert "mask = torch.zeros((2,), dtype=torch.bool)" in text
@@ -1305,7 +1305,7 @@ def export_all(folder: Path) -> dict[str, Any]:
     example = (torch.randn(2, 3, 8, 8), torch.rand(2, 1) + 0.5)
     samples = Samples(example)
     adapter = Adapter(model, *((call := samples.at(2)).args, call.kwargs))
-    reference = Reference.measure(model, samples, batch_sizes=(1, 2, 3), draws=1)
+    reference = measure_reference(model, samples, batch_sizes=(1, 2, 3), draws=1)
     calls = tuple((entry.call.args, entry.call.kwargs) for entry in (samples_at(samples, n) for n in (2, 3)))
     artifacts = []
     for name in ("torchscript", "onnx", "pt2"):
@@ -1317,7 +1317,7 @@ def export_all(folder: Path) -> dict[str, Any]:
         "artifacts": artifacts,
         "golden": write_golden(
             folder,
-            reference.golden_entries(),
+            golden_entries(reference),
             reference.noises,
             flatten=adapter.flatten_inputs,
             input_names=adapter.input_names,

@@ -13,7 +13,7 @@ from optimizer.cli import main
 from optimizer.errors import UsageError
 from optimizer.input_files import read_calls
 from optimizer.inputs import Call
-from optimizer.observe import input_names
+from optimizer.parity import input_names
 from optimizer.structure import leaves_of
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from optimizer.dynamic import OpenDims, open_dims
 from optimizer.errors import ExportFailed, ParityError, UsageError
 from optimizer.inputs import Samples
 from optimizer.options import parse_dynamic
-from optimizer.parity import Reference
+from optimizer.parity import golden_entries, measure_reference
 from optimizer.sizes import Taken, ladder
 
 X, MASK, LENGTHS = torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 3])
@@ -219,7 +219,7 @@ class Five(nn.Module):
 
 
 def measured(model, dynamic, args=(X,)):
-    return Reference.measure(
+    return measure_reference(
         enliven(model).eval(), opened(dynamic, args, ("x", "mask")[: len(args)]), batch_sizes=(2, 3)
     )
 
@@ -232,7 +232,7 @@ def test_the_original_is_run_at_several_sizes_of_each_and_at_some_of_all():
     where = [where for where, _ in reference.calls()]
     assert "batch size 2, time 10, draw 0" in where
     assert "batch size 4, time 7, draw 0" in where
-    golden = [(entry.batch_size, dict(entry.sizes)) for entry in reference.golden_entries()]
+    golden = [(entry.batch_size, dict(entry.sizes)) for entry in golden_entries(reference)]
     assert golden == [(2, {}), (3, {}), (2, {"time": 6}), (2, {"time": 1})]
 
 
@@ -240,7 +240,7 @@ def test_sizes_that_the_original_does_not_take_are_left_out_and_told():
     reference = measured(Table(), {"x": {0: "batch", 1: "time"}})
     assert reference.taken.alone == {"time": [6, 1, 2, 7]}
     notes = reference.compare(reference.target).notes
-    assert "time was looked at in the sizes 1, 2, 5, 6, 7." in notes
+    assert "time was checked at the sizes 1, 2, 5, 6, 7." in notes
     (raised,) = [note for note in notes if note.startswith("The original raises at time 10, which was left out: ")]
     assert "`return self.inner(x) + self.places(torch.arange(x.shape[1]))` in the model's forward" in raised
 

@@ -9,8 +9,9 @@ from allocations import LargestResult
 from tiny_models import enliven
 from torch import nn
 
-from optimizer import float64
-from optimizer.float64 import Float64Mode, PerturbedMode, RoundedMode, float64_mode
+from optimizer.parity import float64, float64_mode
+from optimizer.parity.float64 import Float64Mode
+from optimizer.parity.rounding import PerturbedMode, RoundedMode
 
 
 def double_copy(model):

@@ -10,7 +10,7 @@ from torch import nn
 from optimizer import export, optimize
 from optimizer.errors import ParityError
 from optimizer.inputs import Samples
-from optimizer.parity import Reference, judge
+from optimizer.parity import judge, measure_reference
 from passes import FoldConvBn
 
 RAN = Counter()
@@ -47,7 +47,7 @@ def float64_sizes():
 
 def test_float64_is_run_at_two_batch_sizes(net):
     RAN.clear()
-    reference = Reference.measure(net, Samples((image(),)))
+    reference = measure_reference(net, Samples((image(),)))
     assert float64_sizes() == {4, 1}
     assert {size for _, size in RAN} == {4, 1, 2, 3, 5, 8} == set(reference.batch_sizes)
     assert judge(reference.compare(net)).ok
@@ -58,7 +58,7 @@ def test_float64_is_run_at_two_batch_sizes(net):
 
 def test_where_there_are_labels_ties_are_looked_for_at_each_size():
     RAN.clear()
-    Reference.measure(enliven(Net(labels=True)).eval(), Samples((image(),)))
+    measure_reference(enliven(Net(labels=True)).eval(), Samples((image(),)))
     assert float64_sizes() == {4, 1, 2, 3, 5, 8}
 
 
@@ -69,7 +69,7 @@ def test_a_fault_at_a_size_without_float64_is_seen(net):
 
     torch.manual_seed(0)
     wrong = enliven(AtFive()).eval()
-    report = judge(Reference.measure(net, Samples((image(),))).compare(wrong))
+    report = judge(measure_reference(net, Samples((image(),))).compare(wrong))
     assert report.verdict == "failed"
     assert "batch size 5" in report.reason
 

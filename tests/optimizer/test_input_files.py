@@ -15,7 +15,7 @@ from optimizer.errors import LoadError, UsageError
 from optimizer.input_files import read_calls
 from optimizer.inputs import Call, Samples
 from optimizer.loading import load
-from optimizer.parity import Reference
+from optimizer.parity import golden_entries, measure_reference
 
 
 class Net(nn.Module):
@@ -167,10 +167,10 @@ def test_every_further_call_is_compared_and_golden() -> None:
     report = check_parity(model, wrong, (x,), further_inputs=further(odd))
     assert report.verdict == "failed"
     assert "batch size 7, draw 0" in report.reason
-    reference = Reference.measure(
+    reference = measure_reference(
         model, Samples((x,), further_inputs=further(odd, ids(2, seed=4))), batch_sizes=(2, 1, 3)
     )
-    entries = reference.golden_entries(3)
+    entries = golden_entries(reference, 3)
     assert [(entry.batch_size, entry.draw) for entry in entries] == [(2, 0), (7, 0), (2, 1)]
     assert any(torch.equal(entry.call.args[0], odd) for entry in entries)
 

@@ -16,7 +16,7 @@ from optimizer import export, optimize
 from optimizer.errors import ParityError
 from optimizer.inputs import Samples
 from optimizer.locating_modules import first_wrong_module, first_wrong_part
-from optimizer.reference import Reference
+from optimizer.parity import measure_reference
 from passes.base import Context
 from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleRewriter
@@ -44,7 +44,7 @@ def net() -> nn.Module:
 
 
 def found(original: nn.Module, candidate: nn.Module):
-    reference = Reference.measure(original, Samples((X,)), batch_sizes=[2, 3], draws=1)
+    reference = measure_reference(original, Samples((X,)), batch_sizes=[2, 3], draws=1)
     return first_wrong_module(reference, candidate, [where for where, _ in reference.calls()])
 
 
@@ -179,7 +179,7 @@ def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkey
 def test_a_torchscript_file_that_is_right_differs_nowhere(net, tmp_path):
     fast = optimize(net, example_inputs=(X,))
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
-    reference = Reference.measure(net, Samples((X,)), batch_sizes=[2, 3], draws=1)
+    reference = measure_reference(net, Samples((X,)), batch_sizes=[2, 3], draws=1)
     parts = TorchScriptExporter.parts(bundle.path / "model.torchscript.pt", "cpu")
     assert all(
         parts.part(*key, alone=True) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)]

@@ -19,7 +19,7 @@ from optimizer.errors import ParityError
 from optimizer.inputs import Samples
 from optimizer.locating import first_divergence, judged_values
 from optimizer.locating_values import first_module_without_value
-from optimizer.reference import Reference
+from optimizer.parity import measure_reference
 
 
 class Block(nn.Module):
@@ -147,7 +147,7 @@ def test_a_file_that_is_right_differs_nowhere(tmp_path, kind, shape):
         assert len(judged) > 15
         assert max(each.off.ratio for each in judged) < 2
         assert first_divergence(artifact.program, values, [("here", (x,)) for x in calls]) is None
-    reference = Reference.measure(model, Samples((calls[0],)), batch_sizes=[2, 3], draws=1)
+    reference = measure_reference(model, Samples((calls[0],)), batch_sizes=[2, 3], draws=1)
     wheres = [where for where, _ in reference.calls()]
     assert first_module_without_value(reference, model, values, lambda call: call.args, wheres) is None
 
@@ -158,7 +158,7 @@ def test_a_capture_that_is_wrong_is_found_by_module():
     wrong = made(Net)
     with torch.no_grad():
         wrong.blocks[1].value.weight.mul_(1.01)
-    reference = Reference.measure(model, Samples((X,)), batch_sizes=[2], draws=1)
+    reference = measure_reference(model, Samples((X,)), batch_sizes=[2], draws=1)
     values = ProgramValues(torch.export.export(wrong, (X,)), "cpu")
     found = first_module_without_value(reference, model, values, lambda call: call.args, ["batch size 2, draw 0"])
     assert (found.module, found.line) == (

@@ -18,9 +18,9 @@ import optimizer.locating_values
 from exporters import OnnxExporter
 from exporters.errors import RouteRefused
 from optimizer import export, optimize
-from optimizer.difference import distance
 from optimizer.errors import ParityError
 from optimizer.locating_values import Alike
+from optimizer.parity import distance
 
 
 @pytest.fixture

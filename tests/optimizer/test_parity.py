@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from optimizer import optimize
-from optimizer.difference import Pool, Slices, slice_noise
 from optimizer.errors import LoadError, UsageError
 from optimizer.inputs import Samples
 from optimizer.parity import (
+    SLICE_FACTOR,
     Measurement,
     OutputNoise,
     ParityReport,
@@ -29,9 +29,12 @@ from optimizer.parity import (
     check_parity,
     check_region,
     compare_golden,
+    golden_entries,
     judge,
+    measure_reference,
 )
-from optimizer.reference import Original
+from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.pools import Pool, Slices, slice_noise
 
 
 class ConvNet(nn.Module):
@@ -58,7 +61,7 @@ def folded(model):
 
 
 class Scaled(nn.Module):
-    """Columns of very different size: the last is ten million times smaller than the first."""
+    """Columns of very different sizes: the first of a million, the last ten million times smaller."""
 
     def __init__(self, activation=None, bias=0.0):
         super().__init__()
@@ -67,7 +70,7 @@ class Scaled(nn.Module):
         self.stem.bias.data += bias
         self.activation = activation or nn.Identity()
         self.head = nn.Linear(8, 8)
-        self.sizes = 10.0 ** -torch.arange(8.0)
+        self.sizes = 10.0 ** (6 - torch.arange(8.0))
         for parameter in self.head.parameters():
             parameter.data *= self.sizes.view(-1, *(1,) * (parameter.dim() - 1))
 
@@ -82,7 +85,7 @@ class ScaledConv(nn.Module):
         self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
         enliven(self)
         for parameter in self.bn.parameters():
-            parameter.data *= 10.0 ** -torch.arange(8.0)
+            parameter.data *= 10.0 ** (6 - torch.arange(8.0))
 
     def forward(self, x):
         return F.relu(self.bn(self.conv(x)))
@@ -636,13 +639,13 @@ def pooled(seed):
 
 def judged_by_few_samples(model, candidate, inputs):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reference, "_look_closely", lambda self: None)
+        patch.setattr(Reference, "look_closely", lambda self: None)
         return check_parity(model, candidate, inputs, mode="training")
 
 
 def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
     # What is judged in float64 needs no samples.
-    monkeypatch.setattr(Reference, "_look_past_kinks", lambda *args: None)
+    monkeypatch.setattr("optimizer.parity.reference.settle_kinks", lambda *args: None)
     found = 0
     for seed in (13, 93, 97, *range(100, 400)):
         model, inputs = pooled(seed)
@@ -672,7 +675,7 @@ class PaddedAttention(nn.Module):
 
 def judged_off(model, inputs, times):
     """The verdict on a candidate that is off by so many times the noise of few samples, and the noise after it."""
-    reference = Reference.measure(model, Samples(inputs))
+    reference = measure_reference(model, Samples(inputs))
     (name,) = reference.noises
     before = reference.noises[name].noise
     report = judge(reference.compare(lambda *args: model(*args) + times * before))
@@ -727,12 +730,12 @@ def test_positions_that_are_counted_excuse_no_error():
 def test_what_many_samples_show_for_one_candidate_excuses_no_other(monkeypatch):
     torch.manual_seed(0)
     model = enliven(nn.Linear(4, 4)).eval()
-    reference = Reference.measure(model, Samples((torch.randn(2, 4),)))
+    reference = measure_reference(model, Samples((torch.randn(2, 4),)))
     (name,) = reference.noises
     before = reference.noises[name].noise
     tail = Pool()
     tail.add(torch.full((8,), 100 * before, dtype=torch.float64), of=torch.ones(8))
-    monkeypatch.setattr(Original, "more_noise", lambda *args: {name: tail})
+    monkeypatch.setattr(RoundingNoise, "more_samples", lambda *args: {name: tail})
 
     def verdict(times):
         def candidate(x):
@@ -780,25 +783,25 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     torch.manual_seed(0)
     model = RoundingOften().eval()
     inputs = Samples((torch.randn(4, 32),), {}, seed=0)
-    noise = Reference.measure(model, inputs).noises["output"].noise_rms
+    noise = measure_reference(model, inputs).noises["output"].noise_rms
     shifted, coarse = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
         shifted.shift += 8 * noise
     coarse.coarse = 128.0
 
     def judged(candidate):
-        return judge(Reference.measure(model, inputs).compare(candidate))
+        return judge(measure_reference(model, inputs).compare(candidate))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reference, "_hold_to_algebra", lambda *_: None)
+        patch.setattr("optimizer.parity.reference.hold_to_algebra", lambda *_: None)
         assert judged(shifted).ok, "it would prove nothing"
     report = judged(shifted)
     assert report.verdict == "failed"
     assert "(4 times is allowed)" in report.reason
-    assert any("it isn't rounding inside, as it is the same in float64" in note for note in report.notes)
+    assert any("float64 has the same error, so it isn't rounding inside" in note for note in report.notes)
     # What only rounds otherwise is nothing of the kind, and off by as much.
     with monkeypatch.context() as patch:
-        patch.setattr(Reference, "_look_closely", lambda self: None)
+        patch.setattr(Reference, "look_closely", lambda self: None)
         assert not judged(coarse).ok
     assert judged(coarse).ok
 
@@ -828,7 +831,7 @@ def test_an_error_near_the_noise_stays_a_failure(off):
     wrong = copy.deepcopy(model)
     with torch.no_grad():
         wrong.head.weight.mul_(1 + off)
-    measured = Reference.measure(model, Samples((image(4),)), mode="training")
+    measured = measure_reference(model, Samples((image(4),)), mode="training")
     before = measured.noises["output"].noise
     report = judge(measured.compare(wrong))
     assert report.verdict == "failed"
@@ -838,7 +841,7 @@ def test_an_error_near_the_noise_stays_a_failure(off):
 
 def test_a_second_candidate_is_judged_by_the_same_noise():
     model, inputs = pooled(93)
-    measured = Reference.measure(model, Samples(inputs), mode="training")
+    measured = measure_reference(model, Samples(inputs), mode="training")
     reports = [judge(measured.compare(without_bias(model))) for _ in range(2)]
     assert reports[0] == reports[1]
 
@@ -884,7 +887,7 @@ def test_one_reference_serves_many_candidates():
         return model(x)
 
     model.eval()
-    reference = Reference.measure(counted, Samples((image(),)), batch_sizes=(1, 2), draws=2)
+    reference = measure_reference(counted, Samples((image(),)), batch_sizes=(1, 2), draws=2)
     ran = len(calls)
     assert judge(reference.compare(folded(model))).ok
     assert not judge(reference.compare(off_by(model, "conv.weight"))).ok
@@ -895,7 +898,7 @@ def test_flat_candidates_are_matched_by_order():
     def model(x, scale):
         return {"a": x * scale["s"], "b": (x > 0, x + 1)}
 
-    reference = Reference.measure(model, Samples((image(),), {"scale": {"s": torch.tensor(3.0)}}))
+    reference = measure_reference(model, Samples((image(),), {"scale": {"s": torch.tensor(3.0)}}))
 
     def flatten(args, kwargs):
         return (args[0], kwargs["scale"]["s"])
@@ -909,7 +912,7 @@ def test_flat_candidates_are_matched_by_order():
 
 
 def test_json_both_ways_and_judged_again():
-    reference = Reference.measure(net(), Samples((image(),)))
+    reference = measure_reference(net(), Samples((image(),)))
     for candidate in (folded(net()), off_by(net(), "conv.weight")):
         measurement = reference.compare(candidate)
         again = Measurement.from_json(json.loads(json.dumps(measurement.to_json(), allow_nan=False)))
@@ -921,8 +924,8 @@ def test_json_both_ways_and_judged_again():
 
 def test_golden_entries_judge_without_the_original():
     model = net()
-    reference = Reference.measure(model, Samples((image(),)))
-    entries = reference.golden_entries(3)
+    reference = measure_reference(model, Samples((image(),)))
+    entries = golden_entries(reference, 3)
     assert [entry.batch_size for entry in entries] == [2, 1, 3]
     assert entries[0].outputs["output"].dtype is torch.float32
     noises = {
@@ -1215,7 +1218,7 @@ def test_kernels_that_keep_to_the_scale_of_their_result_are_right(activation, bi
     x = torch.randn(2, 6)
     report = check_parity(model, candidate, (x,))
     (output,) = report.outputs
-    assert output.slice_ratio < 10
+    assert output.slice_ratio < SLICE_FACTOR / 10
 
 
 def test_sums_in_another_order_are_right():
@@ -1252,11 +1255,11 @@ def test_slices_of_few_numbers_or_none_but_zeros_are_not_judged():
     wrong.head.weight.data[7] *= 1.5
     few = check_parity(model, wrong, (x,), batch_sizes=[2], draws=2)
     assert few.ok
-    assert few.outputs[0].slice == ""
+    assert not few.outputs[0].slice.startswith("index")
     for parameter in model.head.parameters():
         parameter.data[7] = 0
     wrong = copy.deepcopy(model)
-    wrong.head.bias.data[7] = 1e-9
+    wrong.head.bias.data[7] = 1e-3
     zeros = check_parity(model, wrong, (x,))
     assert zeros.ok
     assert zeros.outputs[0].slice != "index 7 of dim 1"
@@ -1279,11 +1282,11 @@ def test_a_tolerance_of_the_user_takes_the_place_of_the_slices_too():
     wrong = copy.deepcopy(model)
     wrong.head.weight.data[7] *= 1.5
     assert not check_parity(model, wrong, (x,)).ok
-    assert check_parity(model, wrong, (x,), atol=1e-5).ok
+    assert check_parity(model, wrong, (x,), atol=10.0).ok
 
 
 def test_reports_from_before_slices_can_be_read():
-    measurement = Reference.measure(net(), Samples((image(),))).compare(net())
+    measurement = measure_reference(net(), Samples((image(),))).compare(net())
     data = measurement.to_json()
     for output in data["outputs"]:
         for name in ("slice", "slice_error", "slice_noise"):
@@ -1349,7 +1352,7 @@ def test_a_number_on_the_other_side_of_a_kink_is_no_error():
     report = kinked()
     assert report.ok, report.reason
     assert any(
-        "a kink (of ReLU, say) or a long sum rounds otherwise: gradient of bias." in note for note in report.notes
+        "a kink (of ReLU, say) or a long sum rounds differently: gradient of bias." in note for note in report.notes
     )
     assert not any("kink" in note for note in kinked(0).notes)
 

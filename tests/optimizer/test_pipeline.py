@@ -15,8 +15,9 @@ from tiny_models import enliven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from optimizer import float64, optimize, pipeline, report_of
+from optimizer import optimize, pipeline, report_of
 from optimizer.errors import OptimizeFailed, ParityError
+from optimizer.parity import float64
 from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
 from passes.base import Context
 from passes.errors import UnseenCall

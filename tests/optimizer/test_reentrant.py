@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from optimizer import check_parity, optimize, report_of
 from optimizer.errors import LoadError
-from optimizer.float64 import Float64Mode
 from optimizer.inputs import Call
-from optimizer.observe import Observation, observe
+from optimizer.parity.float64 import Float64Mode
+from optimizer.parity.observe import Observation, observe
 
 # Such a checkpoint warns in each run without gradients, of which a comparison has some.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

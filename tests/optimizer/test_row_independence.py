@@ -15,7 +15,7 @@ from torch import nn
 from optimizer import check_parity, export, rejudge_bundle
 from optimizer.errors import ParityError, UsageError
 from optimizer.inputs import Samples
-from optimizer.parity import Measurement, ParityReport, Reference, judge
+from optimizer.parity import Measurement, ParityReport, independent_rows, judge, measure_reference
 from optimizer.result_table import as_text
 
 
@@ -142,7 +142,7 @@ def test_a_candidate_that_raises_on_other_rows_fails() -> None:
     report = check(model, elsewhere(model, refuse))
     assert (report.verdict, report.reason) == (
         "failed",
-        "Rows that are run otherwise raise: ValueError: not this one.",
+        "Rows that run alone or among other rows raise: ValueError: not this one.",
     )
 
 
@@ -155,8 +155,8 @@ def test_rows_within_the_users_tolerance_and_beyond() -> None:
     # Two answers may be twice the tolerance apart.
     apart = float((near(x[:1]) - near(x)[:1]).abs().max())
     assert apart > 1e-4
-    moved = Reference.measure(torch.clone, Samples((x,)))
-    seen = moved.compare(near, rows=moved.independent_rows(atol={}, rtol={}))
+    moved = measure_reference(torch.clone, Samples((x,)))
+    seen = moved.compare(near, rows=independent_rows(moved, atol={}, rtol={}))
     assert seen.rows is not None
     largest = seen.rows.outputs[0].max_difference
     worst = seen.outputs[0].max_error
@@ -202,8 +202,8 @@ def test_many_rows_are_run_alone_in_part_and_otherwise_all() -> None:
         return x + 1
 
     x = rows(100)
-    reference = Reference.measure(torch.clone, Samples((x,)), batch_sizes=(100, 1))
-    looked_at = reference.independent_rows(atol={}, rtol={})
+    reference = measure_reference(torch.clone, Samples((x,)), batch_sizes=(100, 1))
+    looked_at = independent_rows(reference, atol={}, rtol={})
     calls.clear()
     looked_at.measure(lambda call: {"output": counted(*call.args)})
     assert (calls.count(1), calls.count(100)) == (8, 4)
@@ -220,8 +220,8 @@ def test_many_rows_are_run_alone_in_part_and_otherwise_all() -> None:
 
 def test_measurements_of_rows_are_plain_data_both_ways() -> None:
     model = net()
-    reference = Reference.measure(model, Samples((rows(),)))
-    looked_at = reference.independent_rows(atol={}, rtol={})
+    reference = measure_reference(model, Samples((rows(),)))
+    looked_at = independent_rows(reference, atol={}, rtol={})
     for candidate in (model, elsewhere(model, lambda seen: seen | {"logits": -seen["logits"]})):
         measurement = reference.compare(candidate, rows=looked_at)
         again = Measurement.from_json(json.loads(json.dumps(measurement.to_json(), allow_nan=False)))

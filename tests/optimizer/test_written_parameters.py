@@ -10,7 +10,7 @@ from torch import nn
 
 from optimizer import check_parity, export, optimize
 from optimizer.errors import LoadError
-from optimizer.float64 import Float64Mode
+from optimizer.parity.float64 import Float64Mode
 from optimizer.runs import Runs
 
 

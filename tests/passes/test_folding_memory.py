@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optimizer import optimize
 from optimizer.inputs import Samples
-from optimizer.parity import Reference
+from optimizer.parity import measure_reference
 from optimizer.working_copy import Mode
 from passes import FoldConvBias, FoldConvBn
 
@@ -201,7 +201,7 @@ def test_statistics_that_share_memory_are_measured_as_such(kind: str, mode: Mode
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fast = optimize(model, mode=mode, example_inputs=(image(),))
     assert fast.report.parity.verdict == "ok"
-    assert Reference.measure(model, Samples((image(),)), mode=mode).truth_in_float64
+    assert measure_reference(model, Samples((image(),)), mode=mode).truth_in_float64
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     run = _after_two_runs if mode == "training" else (lambda module: module.eval()(image()))
     assert torch.allclose(run(fast), run(make()), atol=1e-5)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from exporters.structure import unique
-from optimizer.float64 import Float64Mode, raised
 from optimizer.inputs import Call
 from optimizer.module_tree import reachable_modules
+from optimizer.parity.float64 import Float64Mode, raised
 from optimizer.preserve import random_state
 from optimizer.reentrant import gradients_by_backward, is_reentrant
 from optimizer.structure import clone, leaves_of, rebuild

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from optimizer import check_parity, export, optimize, report_of, verify_bundle
 from optimizer.errors import UsageError
 from optimizer.inputs import Samples
-from optimizer.parity import Measurement, ParityReport, Reference, judge
+from optimizer.parity import Measurement, ParityReport, Reference, judge, measure_reference
 from passes import CastPrecision, Precision
 from passes.base import Context
 from passes.program.module_pass import ModulePass
@@ -52,7 +52,7 @@ def cast(model: nn.Module, precision: Precision, *args: Any, **kwargs: Any) -> n
 
 
 def reference_of(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
-    return Reference.measure(model, Samples(args, kwargs), batch_sizes=[2, 3], draws=2)
+    return measure_reference(model, Samples(args, kwargs), batch_sizes=[2, 3], draws=2)
 
 
 def faulty(model: nn.Module, fault: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -96,7 +96,7 @@ def test_what_is_right_passes_and_every_planted_fault_fails(name: str, precision
     model, args, kwargs = (net(), (x(),), {}) if name == "net" else real_models.bert()
     fast = cast(model, precision, *args, **kwargs)
     reference = reference_of(model, *args, **kwargs)
-    in_kind = reference.in_kind(precision)
+    in_kind = reference.at_precision(precision)
     right = judge(in_kind.compare(fast))
     assert right.ok, right.reason
     assert right.ratio < 2.5
@@ -110,7 +110,7 @@ def test_what_is_right_passes_and_every_planted_fault_fails(name: str, precision
 
 def test_a_layer_left_out_inside_fails() -> None:
     model = net()
-    in_kind = reference_of(model, x()).in_kind(BFLOAT16)
+    in_kind = reference_of(model, x()).at_precision(BFLOAT16)
     for index in (1, 2, 4):
         fast = cast(model, BFLOAT16, x())
         fast[index] = nn.Identity()
@@ -135,10 +135,10 @@ def test_what_overflows_fails() -> None:
         twin = copy.deepcopy(model).to(dtype)
         return lambda value: twin(value.to(dtype)).float()
 
-    assert judge(reference.in_kind(PRECISIONS[1]).compare(candidate(torch.bfloat16))).ok
+    assert judge(reference.at_precision(PRECISIONS[1]).compare(candidate(torch.bfloat16))).ok
     # It is finite in the end: the arc tangent of infinity is.
     assert candidate(torch.float16)(given).isfinite().all()
-    assert judge(reference.in_kind(PRECISIONS[3]).compare(candidate(torch.float16))).verdict == "failed"
+    assert judge(reference.at_precision(PRECISIONS[3]).compare(candidate(torch.float16))).verdict == "failed"
 
 
 def test_the_noise_is_what_the_original_is_off_by_that_computes_so() -> None:
@@ -146,7 +146,7 @@ def test_the_noise_is_what_the_original_is_off_by_that_computes_so() -> None:
     reference = reference_of(model, x())
     before = copy.deepcopy(model.state_dict())
     plain, coarse, fine = (
-        each.noises["output"] for each in (reference, reference.in_kind(BFLOAT16), reference.in_kind(FLOAT16))
+        each.noises["output"] for each in (reference, reference.at_precision(BFLOAT16), reference.at_precision(FLOAT16))
     )
     # The error of an honest run, over the same calls.
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -168,7 +168,7 @@ def test_the_noise_is_what_the_original_is_off_by_that_computes_so() -> None:
 
 
 def calls_of(reference: Reference) -> list[tuple[Any, Any]]:
-    return [(kept, reference._call(kept).args[0]) for kept in reference._original.kept]
+    return [(one, reference.original.inputs_of(one).args[0]) for one in reference.original.calls]
 
 
 def test_what_stays_in_float32_is_no_part_of_the_noise() -> None:
@@ -177,8 +177,8 @@ def test_what_stays_in_float32_is_no_part_of_the_noise() -> None:
     for everywhere in (False, True):
         every = tuple(str(index) for index in range(9))
         kept = Precision(torch.bfloat16, everywhere, every, every)
-        coarse = reference.in_kind(Precision(torch.bfloat16, everywhere)).noises["output"]
-        fine = reference.in_kind(kept).noises["output"]
+        coarse = reference.at_precision(Precision(torch.bfloat16, everywhere)).noises["output"]
+        fine = reference.at_precision(kept).noises["output"]
         # One rounding is always allowed for; where all is in float32 there is no other, but for that of the inputs.
         assert fine.noise_rms < coarse.noise_rms
         if not everywhere:
@@ -197,7 +197,7 @@ def test_an_input_that_no_layer_takes_is_no_part_of_the_noise(precision: Precisi
 
     given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     reference = reference_of(Waves(), given, torch.linspace(990, 999, 4)[:, None])
-    noise = reference.in_kind(precision).noises["output"]
+    noise = reference.at_precision(precision).noises["output"]
     assert noise.noise < 8 * torch.finfo(precision.dtype).eps * noise.scale
 
 
@@ -223,7 +223,7 @@ def test_what_stays_in_float32_writes_into_what_it_is_given_there_too(everywhere
             return torch.stack(seen).sum(0)
 
     reference = reference_of(Tapped(), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
-    noise = reference.in_kind(Precision(torch.bfloat16, everywhere, ("tap",), ())).noises["output"]
+    noise = reference.at_precision(Precision(torch.bfloat16, everywhere, ("tap",), ())).noises["output"]
     assert noise.noise < 8 * torch.finfo(torch.bfloat16).eps * noise.scale
 
 
@@ -242,7 +242,7 @@ def test_an_original_that_is_lost_in_the_dtype_proves_nothing() -> None:
     precision = PRECISIONS[1]
     reference = reference_of(model, given)
     assert judge(reference.compare(model)).ok
-    report = judge(reference.in_kind(precision).compare(model))
+    report = judge(reference.at_precision(precision).compare(model))
     assert report.verdict == "vacuous"
     assert "hardly larger than its rounding noise" in report.reason
 
@@ -260,16 +260,16 @@ def test_integers_are_ties_where_the_original_itself_decides_otherwise() -> None
     torch.manual_seed(0)
     model = Labels()
     given = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
-    reference = Reference.measure(model, Samples((given,)), batch_sizes=[400], draws=2)
-    in_kind = reference.in_kind(BFLOAT16)
+    reference = measure_reference(model, Samples((given,)), batch_sizes=[400], draws=2)
+    in_kind = reference.at_precision(BFLOAT16)
     fast = cast(model, BFLOAT16, given)
     assert not torch.equal(fast(given)[1], model(given)[1])
     report = judge(in_kind.compare(fast))
     assert report.ok, report.reason
     ties = {name: each.noises["output_1"].tied for name, each in (("plain", reference), ("coarse", in_kind))}
-    finer = reference.in_kind(FLOAT16).noises["output_1"].tied
+    finer = reference.at_precision(FLOAT16).noises["output_1"].tied
     assert ties["plain"] <= finer < ties["coarse"] < 40
-    assert any("are decided otherwise by the original in bfloat16" in note for note in report.notes)
+    assert any("are decided differently by the original in bfloat16" in note for note in report.notes)
 
     class Wrong(Labels):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,8 +285,8 @@ def test_gradients_are_judged_in_kind() -> None:
     model = enliven(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
     given = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     samples = Samples((given,))
-    reference = Reference.measure(model, samples, batch_sizes=[8, 9], draws=1, mode="training")
-    in_kind = reference.in_kind(BFLOAT16)
+    reference = measure_reference(model, samples, batch_sizes=[8, 9], draws=1, mode="training")
+    in_kind = reference.at_precision(BFLOAT16)
     fast = optimize(model, [CastPrecision()], mode="training", example_inputs=(given,))
     assert judge(in_kind.compare(fast)).ok
     assert judge(reference.compare(fast)).verdict == "failed"
@@ -468,7 +468,7 @@ def test_the_report_says_what_it_was_judged_by() -> None:
 
 def test_measurements_keep_the_precision() -> None:
     model = net()
-    measured = reference_of(model, x()).in_kind(BFLOAT16).compare(model)
+    measured = reference_of(model, x()).at_precision(BFLOAT16).compare(model)
     assert measured.precision == "bfloat16"
     assert Measurement.from_json(measured.to_json()) == measured
     old = {name: value for name, value in measured.to_json().items() if name != "precision"}
@@ -480,7 +480,7 @@ def test_two_callables_are_compared_in_kind() -> None:
     fast = cast(model, BFLOAT16, x())
     assert not check_parity(model, fast, (x(),)).ok
     assert check_parity(model, fast, (x(),), precision=BFLOAT16).ok
-    with pytest.raises(UsageError, match="Only a module can be compared in kind"):
+    with pytest.raises(UsageError, match="Only a module can be compared at another precision"):
         check_parity(model.forward, fast, (x(),), precision=BFLOAT16)
 
 

@@ -1,7 +1,4 @@
-"""What a person looks at beside the verdict: the usual figures of one output at one call.
-
-Nothing is judged by these. The largest error and the root mean square, which are, are gathered in `optimizer.difference`.
-"""
+"""Error statistics of one output at one call, for people to read. The verdict doesn't depend on them."""
 
 from __future__ import annotations
 
@@ -10,22 +7,22 @@ from typing import Any
 
 import torch
 
-from optimizer.difference import wide
+from optimizer.parity.tensors import wide
 
-# Elements that are looked at in one go where a copy in float64 is needed.
+# Number of elements that are copied to float64 at once.
 _PIECE = 1 << 20
-# So many elements tell about which value is the percentile.
-_LOOKED_AT_FIRST = 1 << 16
-# The largest error of all but one in so many elements is the 99.9th percentile.
+# Number of elements in the sample that estimates the percentile.
+_SAMPLE = 1 << 16
+# One in so many elements may exceed the 99.9th percentile.
 _ONE_IN = 1000
 
 
-def errors_between(errors: torch.Tensor, value: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-    """The figures of a float output over the elements that are finite on both sides; none where there are none.
+def error_statistics(errors: torch.Tensor, value: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """The statistics of a float output over the elements that are finite on both sides; empty where there are none.
 
     Args:
         errors: |value - target|, float64; all three have one shape.
-        value, target: what the candidate and the reference gave, of any float or complex dtype.
+        value, target: the outputs of the candidate and of the reference, of any float or complex dtype.
     """
     if errors.numel() == 0:
         return {}
@@ -39,16 +36,16 @@ def errors_between(errors: torch.Tensor, value: torch.Tensor, target: torch.Tens
 
 
 def percentile_999(errors: torch.Tensor) -> float:
-    """The 99.9th percentile of a float64 tensor of shape (elements,): the smallest of its values that at least 999 of 1000
-    elements don't exceed.
+    """The 99.9th percentile of a float64 tensor of shape (elements,).
 
-    It is exact: one of the elements. Few of them show a bound that more than a thousandth of all stands above, and only
-    what does is sorted; where the few mislead, more is.
+    It is the smallest value that at least 999 of 1000 elements don't exceed. The result is exact, and one of the
+    elements. A sample suggests a bound that more than a thousandth of the elements exceed, so that only those are
+    sorted. Where the sample misleads, more elements are sorted.
     """
     above = errors.numel() // _ONE_IN + 1
-    few = errors[:: -(-errors.numel() // _LOOKED_AT_FIRST)]
+    sample = errors[:: -(-errors.numel() // _SAMPLE)]
     for share in (0.995, 0.95):
-        bound = few.kthvalue(max(1, int(share * few.numel()))).values
+        bound = sample.kthvalue(max(1, int(share * sample.numel()))).values
         larger = errors[errors > bound]
         if larger.numel() >= above:
             return _largest_but(larger, above - 1)
@@ -58,18 +55,18 @@ def percentile_999(errors: torch.Tensor) -> float:
 
 
 def _largest_but(values: torch.Tensor, count: int) -> float:
-    """The largest of the values but for so many."""
+    """The largest value after leaving out the `count` largest."""
     return float(values.kthvalue(values.numel() - count).values)
 
 
 def cosine(value: torch.Tensor, target: torch.Tensor) -> float:
-    """The cosine of the angle between two tensors of shape (elements,), in float64; 1 where both are zero, 0 where one is."""
+    """The cosine of the angle between two tensors of shape (elements,), in float64; 1 if both are zero, 0 if one is."""
     scales = [max(float(wide(piece).abs().max()) for piece in tensor.split(_PIECE)) for tensor in (value, target)]
     if 0.0 in scales:
         return 1.0 if scales == [0.0, 0.0] else 0.0
     both = own = other = 0.0
     for pieces in zip(value.split(_PIECE), target.split(_PIECE), strict=True):
-        # As they are, the squares of large numbers overflow and those of small ones vanish.
+        # Without the scales, the squares of large numbers overflow and those of small numbers underflow.
         a, b = (wide(piece) / scale for piece, scale in zip(pieces, scales, strict=True))
         both += float(torch.vdot(a, b).real)
         own += float(torch.vdot(a, a).real)
@@ -77,29 +74,37 @@ def cosine(value: torch.Tensor, target: torch.Tensor) -> float:
     return max(-1.0, min(1.0, both / math.sqrt(own * other)))
 
 
-def agreement_of_integers(value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor) -> tuple[float | None, int]:
-    """The share of elements that are equal, and how many are ties of the original and left out."""
+def integer_agreement(value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor) -> tuple[float | None, int]:
+    """The share of equal elements, None where all are ties, and the number of ties, which are not compared.
+
+    Args:
+        value, own: the outputs of the candidate and of the original, integers or booleans of one shape.
+        ties: bool, same shape, the elements that the original itself changes within its noise.
+    """
     compared = own.numel() - int(ties.sum())
     equal = int(((value == own) & ~ties).sum())
     return equal / compared if compared else None, own.numel() - compared
 
 
 def has_classes(name: str, value: torch.Tensor) -> bool:
-    """Whether an output is one score per class along its last dim: a float output of shape (rows, classes), or of shape
-    (rows, positions, classes) that is called logits."""
+    """Whether the last dim of an output holds one score per class.
+
+    True for a float output of shape (rows, classes), and for one of shape (rows, positions, classes) whose name ends in
+    "logits".
+    """
     dims = (2, 3) if name.rpartition(".")[2].endswith("logits") else (2,)
     return value.is_floating_point() and value.dim() in dims and value.shape[-1] > 1
 
 
 def top1_agreement(value: torch.Tensor, target: torch.Tensor, noise: float) -> tuple[float | None, int]:
-    """The share of rows in which both have the largest score at the same class, and how many rows were left out.
+    """The share of rows whose largest score is at the same class on both sides, and the number of undecided rows.
 
-    Left out is a row whose two largest scores are no further apart in the reference than both may be off by, and one that
-    has no largest score (NaN, several infinite ones). A row of the candidate with NaN doesn't agree.
+    A row is undecided, and not compared, where the two largest scores of the reference differ by no more than twice the
+    noise, or where it has no largest score (NaN, several infinite scores). A candidate's row with NaN doesn't agree.
 
     Args:
-        value, target: shape (…, classes) each.
-        noise: what rounding alone does to a score.
+        value, target: the outputs of the candidate and of the reference, shape (…, classes) each.
+        noise: the error that rounding alone causes in a score.
     """
     classes = target.shape[-1]
     rows, decided, agreeing = target.numel() // classes, 0, 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from optimizer.errors import LoadError
 from optimizer.inputs import Call
-from optimizer.observe import Observation, observe
+from optimizer.parity.observe import Observation, observe
 from optimizer.preserve import eager_only
 from optimizer.runs import RunsOfCopy
 from optimizer.sentences import first_line

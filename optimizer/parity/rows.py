@@ -1,9 +1,9 @@
-"""Run rows of a batch alone, in other places and among other rows, and see how far their answers move.
+"""Run rows of a batch alone, in other places and among other rows, and measure how much their answers change.
 
-A server that gathers requests into batches gives each request the company of others. A model may mix them: a BatchNorm that
-takes the statistics of the batch, a mean over dim 0, noise that is drawn by position. So may a file, where the model doesn't.
+A server that gathers requests into batches puts other requests next to each request. A model may mix them: a BatchNorm
+with batch statistics, a mean over dim 0, noise drawn by position. So may a file whose model doesn't.
 
-Rows are dim 0 of every input, and of every output, whose dim 0 is as large as the batch at every batch size that is looked at.
+Rows are dim 0 of every input and of every output whose dim 0 equals the batch size at every batch size that is run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from optimizer.difference import Pool, all_finite, distance, frontier, is_exact, special, wide
 from optimizer.inputs import Call
-from optimizer.row_verdict import RowDifference, RowMeasurement
+from optimizer.parity.frontier import frontier
+from optimizer.parity.pools import Pool
+from optimizer.parity.results import RowDifference, RowMeasurement
+from optimizer.parity.tensors import all_finite, distance, is_exact, special, wide
 from optimizer.structure import leaves_of, rebuild
 
-# Of a larger batch so many rows are run alone, the first and the last among them; all are run in other places.
+# Number of rows of a larger batch that are run alone, the first and the last included. All are run in other places.
 _ALONE = 8
 
 Run = Callable[[Call], Mapping[str, torch.Tensor]]
@@ -27,11 +29,11 @@ Run = Callable[[Call], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch whose rows are run otherwise.
+    """A batch whose rows are run alone, in other places and among other rows.
 
     Attributes:
-        call, other: two calls of that size, of different values.
-        ties: per integer output the elements that the original itself changes within its noise.
+        call, other: two calls of that size with different values.
+        ties: per integer output the elements that the original itself changes within its noise, as a bool mask.
     """
 
     size: int
@@ -42,6 +44,8 @@ class Batch:
 
 @dataclass
 class _Moved:
+    """How much the rows of one output change; `where` is batch size, row and kind of run, as in `RowDifference`."""
+
     pool: Pool = field(default_factory=Pool)
     mismatches: int = 0
     where: tuple[int, int, str] = (0, 0, "")
@@ -53,7 +57,11 @@ class Rows:
 
     Args:
         batches: of different sizes, each above 1.
-        outputs: what the original gives to each of them.
+        outputs: the original's outputs for each batch.
+
+    Attributes:
+        alone: whether the original runs on one row; the caller sets it to False where it doesn't.
+        with_rows, without_rows: names of the outputs whose dim 0 is the batch, and of the other outputs.
     """
 
     def __init__(self, batches: Sequence[Batch], outputs: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -63,20 +71,19 @@ class Rows:
         self._inputs = [all(map(_has_rows, same, sizes)) for same in zip(*each, strict=True)]
         shared = [name for name in outputs[0] if all(name in seen for seen in outputs)]
         self.with_rows = tuple(name for name in shared if all(map(_has_rows, (seen[name] for seen in outputs), sizes)))
-        # Whether the original runs on one row.
-        self.alone = True
         self.without_rows = tuple(name for name in outputs[0] if name not in self.with_rows)
+        self.alone = True
 
     def measure(self, run: Run) -> RowMeasurement:
-        """How far the rows move; what `run` raises is not caught.
+        """How much the rows change; errors of `run` are not caught.
 
         Args:
-            run: gives the outputs of a call by their names in the reference.
+            run: returns the outputs of a call by their names in the reference.
         """
         moved: dict[str, _Moved] = {}
         for batch in self.batches:
             whole = run(batch.call)
-            for how, taken, call in self._otherwise(batch):
+            for how, taken, call in self._variants(batch):
                 answers = run(call)
                 for name in self.with_rows:
                     self._compare(moved.setdefault(name, _Moved()), batch, name, whole, answers, taken, how)
@@ -88,11 +95,15 @@ class Rows:
         )
 
     def one_row(self) -> Call:
-        """The first row of the first batch."""
+        """A call of the first row of the first batch."""
         return self._taken(self.batches[0], [0])
 
-    def _otherwise(self, batch: Batch) -> Iterator[tuple[str, list[tuple[int, int]], Call]]:
-        """Calls with rows of the batch: how they are run, and (row of the batch, row of the call) for each that counts."""
+    def _variants(self, batch: Batch) -> Iterator[tuple[str, list[tuple[int, int]], Call]]:
+        """Calls that run rows of the batch differently.
+
+        Yields:
+            The kind of run, the (row of the batch, row of the call) pairs to compare, and the call.
+        """
         size = batch.size
         moved = [(row + 1) % size for row in range(size)]
         yield "in another place", [(row, at) for at, row in enumerate(moved)], self._taken(batch, moved)
@@ -106,7 +117,7 @@ class Rows:
             yield "alone", [(row, 0)], self._taken(batch, [row])
 
     def _taken(self, batch: Batch, rows: Sequence[int]) -> Call:
-        """A call of these rows of the batch; those of the other one are counted on."""
+        """A call of these rows of the batch; numbers from `batch.size` on are rows of the other call."""
         pairs = zip(_tensors(batch.call), _tensors(batch.other), self._inputs, strict=True)
         others = {id(own): other for own, other, has_rows in pairs if has_rows}
         index = torch.tensor(rows)
@@ -132,7 +143,7 @@ class Rows:
         how: str,
     ) -> None:
         rows, places = zip(*taken, strict=True)
-        # In a batch of its size each row has its place; alone there is one.
+        # A call of one row alone has one row; every other call is as large as its batch.
         size = 1 if how == "alone" else batch.size
         own, answer = whole[name][list(rows)], answers.get(name)
         if answer is None or answer.dtype != own.dtype or answer.shape != (size, *own.shape[1:]):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer import check_parity, figures
-from optimizer.figures import cosine, has_classes, percentile_999, top1_agreement
+from optimizer import check_parity
 from optimizer.inputs import Samples
-from optimizer.parity import Measurement, ParityReport, Reference, judge
+from optimizer.parity import Measurement, ParityReport, judge, measure_reference, statistics
+from optimizer.parity.statistics import cosine, has_classes, percentile_999, top1_agreement
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -38,7 +38,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 999, 1000, 1001, 2000, 12345])
 def test_the_percentile_is_the_one_of_the_definition(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "_LOOKED_AT_FIRST", 64)
+    monkeypatch.setattr(statistics, "_SAMPLE", 64)
     errors = KINDS[kind](count)
     by_definition = float(errors.sort().values[math.ceil(count * 999 / 1000) - 1])
     assert percentile_999(errors) == by_definition
@@ -49,7 +49,7 @@ def test_the_percentile_is_the_one_of_the_definition(kind: str, count: int, monk
 def test_the_cosine_is_that_of_the_angle_whatever_the_scale(
     scale: float, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "_PIECE", piece)
+    monkeypatch.setattr(statistics, "_PIECE", piece)
     a, b = draw(50), draw(50, seed=1)
     expected = float(torch.dot(a, b) / (a.norm() * b.norm()))
     assert cosine(a * scale, b) == pytest.approx(expected, rel=1e-12)
@@ -65,7 +65,7 @@ def test_the_cosine_of_zeros_is_one_only_beside_zeros() -> None:
 
 @pytest.mark.parametrize("piece", [1, 4, 1 << 20])
 def test_rows_that_tie_or_have_no_largest_score_are_left_out(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "_PIECE", piece)
+    monkeypatch.setattr(statistics, "_PIECE", piece)
     inf = math.inf
     reference = torch.tensor(
         [[3.0, 1, 2], [3, 1, 2], [1, 1 + 1e-3, 0], [math.nan, 0, 1], [inf, inf, 0], [-inf, 5, -inf], [1, 2, 3]]
@@ -168,7 +168,7 @@ def test_figures_leave_out_what_is_not_finite_on_both_sides() -> None:
 
 def test_figures_are_plain_data_both_ways_and_older_data_has_none() -> None:
     model = Heads().eval()
-    measurement = Reference.measure(model, Samples((draw(4, 6).float(),))).compare(model)
+    measurement = measure_reference(model, Samples((draw(4, 6).float(),))).compare(model)
     data = json.loads(json.dumps(measurement.to_json(), allow_nan=False))
     assert Measurement.from_json(data) == measurement
     report = judge(measurement)

@@ -1,0 +1,89 @@
+"""Proof that a candidate computes what the original computes. Measured first, judged second.
+
+The truth is the original itself, with every torch call raised to float64. The *noise* of an output is the larger of two
+measured numbers: the original's own error against that truth, and its response to a change of one ulp in its inputs and
+weights. A candidate's error may be `FACTOR` times the noise, both in the largest error and in the root mean square, pooled
+over all batch sizes and draws. There is no other tolerance unless the user gives one. docs/proof.md explains the rule.
+
+    reference = measure_reference(model, Samples((x,)))       # runs the original, once
+    measurement = reference.compare(candidate)                # runs a candidate; plain data, JSON both ways
+    report = judge(measurement)                               # runs nothing
+"""
+
+from optimizer.parity.check import check_parity
+from optimizer.parity.comparison import Comparison
+from optimizer.parity.float64 import float64_mode, raised
+from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
+from optimizer.parity.observe import Flatten, input_names
+from optimizer.parity.original import Mode
+from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_reference
+from optimizer.parity.recorded_runs import RecordedRuns
+from optimizer.parity.reference import Reference, Reruns
+from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
+from optimizer.parity.results import (
+    CallErrors,
+    Measurement,
+    OutputDifference,
+    OutputNoise,
+    OutputParity,
+    ParityReport,
+    RowReport,
+)
+from optimizer.parity.rounding import off_by_one_ulp, random_signs
+from optimizer.parity.row_runs import independent_rows, runs_on
+from optimizer.parity.rows import Rows
+from optimizer.parity.sequences import after_all_calls, measure_in_sequence
+from optimizer.parity.tensors import all_finite, distance, floors, is_exact, special, unit, wide
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, by_output, in_units_of, judge, why_vacuous
+
+__all__ = [
+    "BATCH_SIZES",
+    "FACTOR",
+    "SLICE_FACTOR",
+    "CallErrors",
+    "Comparison",
+    "Flatten",
+    "GoldenEntry",
+    "Measurement",
+    "Mode",
+    "OriginalOutputs",
+    "OutputDifference",
+    "OutputNoise",
+    "OutputParity",
+    "ParityReport",
+    "RecordedRuns",
+    "Reference",
+    "RegionParity",
+    "RegionReference",
+    "Reruns",
+    "RowReport",
+    "Rows",
+    "Tolerance",
+    "after_all_calls",
+    "all_finite",
+    "by_output",
+    "check_change",
+    "check_parity",
+    "check_region",
+    "compare_golden",
+    "distance",
+    "float64_mode",
+    "floors",
+    "golden_entries",
+    "golden_entry",
+    "in_units_of",
+    "independent_rows",
+    "input_names",
+    "is_exact",
+    "judge",
+    "measure_in_sequence",
+    "measure_reference",
+    "off_by_one_ulp",
+    "raised",
+    "random_signs",
+    "runs_on",
+    "special",
+    "unit",
+    "why_vacuous",
+    "wide",
+]

@@ -1,0 +1,102 @@
+"""The noise for a candidate in half precision: the error that the original itself has at that precision."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from optimizer.parity.lower_precision import computing_in, error_scale
+from optimizer.parity.modes import run_in
+from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.original import OriginalCall, mixed_seed
+from optimizer.parity.pools import Pool, Slices
+from optimizer.parity.results import OutputNoise
+from optimizer.parity.signal import missing_signal
+from optimizer.parity.tensors import all_finite, distance, is_exact
+from optimizer.preserve import pinned_settings
+from optimizer.sentences import error_summary
+from passes.base import Precision
+
+
+def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> dict[str, Pool]:
+    """The errors of the original's outputs at a precision, over all measured calls.
+
+    Integers that come out differently become unstable elements of the call.
+
+    Args:
+        samples: runs of each call with parameters slightly off before they are rounded; 0 for one plain run.
+    """
+    errors: dict[str, Pool] = {}
+    for one, number in itertools.product(noise.calls, range(samples) if samples else [None]):
+        seed = None if number is None else mixed_seed(one.seed, 4, number)
+        seen = _outputs_at(noise, one, precision, seed)
+        for name, own in one.own.values.items():
+            value = seen.get(name)
+            if value is None or value.shape != own.shape:
+                continue
+            if is_exact(own):
+                one.unstable[name] |= own != value
+                continue
+            error = distance(value, one.truth.values[name]) * error_scale(precision)
+            plain = None if all_finite(own, value, error) else own.isfinite() & error.isfinite()
+            errors.setdefault(name, Pool(slices=Slices())).add(error, plain, of=own)
+    return errors
+
+
+def noise_at(noise: RoundingNoise, precision: Precision, before: OutputNoise, error: Pool | None) -> OutputNoise:
+    """The noise of an output at a precision: at least one rounding of the output itself."""
+    name, calls = before.name, noise.original.calls
+    if error is None:
+        tied = sum(int(one.unstable[name].sum()) for one in calls if name in one.unstable)
+        if tied > before.tied:
+            noise.notes.append(
+                f"{tied - before.tied} elements of {name} are decided differently by the original in {precision.name}, and"
+                " were not compared."
+            )
+        signal = missing_signal(noise.original, name, before.rms, before.noise_rms)
+        return replace(before, tied=tied, signal=signal)
+    least = torch.finfo(precision.dtype).eps / 2
+    largest = max(before.noise, error.largest, least * before.scale)
+    rms = max(before.noise_rms, error.rms, least * before.rms / 2)
+    return replace(before, noise=largest, noise_rms=rms, signal=missing_signal(noise.original, name, before.rms, rms))
+
+
+def _outputs_at(
+    noise: RoundingNoise, one: OriginalCall, precision: Precision, seed: int | None
+) -> Mapping[str, torch.Tensor]:
+    """The original's outputs at a precision; empty where it raises."""
+    original = noise.original
+    assert isinstance(original.target, nn.Module)
+    training = original.with_gradients(one.draw)
+
+    def outputs(kind: Precision, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, torch.Tensor]:
+        mode = functools.partial(computing_in, precision=kind, seed=seed, dtype=dtype)
+        return run_in(mode, original, one, training=training).values
+
+    # A model that doesn't run in the dtype everywhere may run under autocast, with a smaller error.
+    for kind in dict.fromkeys((precision, replace(precision, everywhere=False))):
+        try:
+            with pinned_settings():
+                seen = outputs(kind)
+                if precision.dtype is torch.float16 and any(map(is_exact, one.own.values.values())):
+                    # Integers are decided differently in float16 less often than in bfloat16.
+                    finer = outputs(kind, dtype=torch.float16)
+                    own = one.own.values
+                    seen = {name: _nearer(own.get(name), value, finer.get(name)) for name, value in seen.items()}
+                return seen
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            reason = f"The original couldn't be run in {precision.name}: {error_summary(error)}"
+    noise.notes += [] if reason in noise.notes else [reason]
+    return {}
+
+
+def _nearer(own: torch.Tensor | None, value: torch.Tensor, finer: torch.Tensor | None) -> torch.Tensor:
+    """Integers of a coarse run, with the original's own where a finer run gives those."""
+    if own is None or finer is None or not is_exact(own) or not own.shape == value.shape == finer.shape:
+        return value
+    return torch.where(own == finer, own, value)

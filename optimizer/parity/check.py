@@ -1,0 +1,85 @@
+"""`check_parity`: whether two callables compute the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.errors import UsageError
+from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
+from optimizer.options import check_numbers
+from optimizer.parity.original import Mode
+from optimizer.parity.outputs import measure_reference
+from optimizer.parity.results import ParityReport
+from optimizer.parity.row_runs import independent_rows
+from optimizer.parity.verdict import Tolerance, by_output, judge
+from optimizer.preserve import in_turn
+from optimizer.weights import refuse_unrunnable
+from passes.base import Precision
+
+
+@in_turn
+def check_parity(
+    reference: Callable[..., Any],
+    candidate: Callable[..., Any],
+    example_inputs: ExampleInputs,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
+    batch_sizes: Sequence[int] | None = None,
+    draws: int = 2,
+    seed: int = 0,
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    device: torch.device | str | None = None,
+    mode: Mode = "inference",
+    precision: Precision | None = None,
+    row_independence: bool = False,
+) -> ParityReport:
+    """Compare two callables: does `candidate` compute what `reference` computes?
+
+    Modules run in eval (except with mode="training"); both are left as they were. With `device`, the inputs go there, and a
+    module that lives elsewhere is copied there.
+
+    Args:
+        further_inputs: more calls of your own, each a pair (args, kwargs), which are run as they are.
+        atol, rtol: tolerances instead of the measured noise; a number, or a dict by output name.
+        precision: how `candidate` computes, where that is less precise than `reference`: its error may then be as large as
+            the error of `reference` at that precision.
+        row_independence: also check that no row of the outputs depends on the other rows of its batch: run rows alone, in
+            other places and among other rows.
+
+    Raises:
+        ParityError: with `row_independence`, rows of the reference itself depend on each other.
+        LoadError: the reference raises on the example inputs, or a module has no weights to run with yet.
+        UsageError: the example inputs are no tuple, tensor or function, or an option makes no sense.
+    """
+    if mode not in ("inference", "training"):
+        raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
+    check_numbers(seed, batch_sizes)
+    for module in (reference, candidate):
+        if isinstance(module, nn.Module):
+            refuse_unrunnable(module)
+    samples = Samples(example_inputs, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
+    measured = measure_reference(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
+    # The outputs of a candidate that raises are unknown.
+    names = {name: name for name in measured.noises}
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    rows = independent_rows(measured, atol=absolute, rtol=relative) if row_independence else None
+    if precision is not None:
+        measured = measured.at_precision(precision)
+    measurement = measured.compare(_placed(candidate, device), rows=rows)
+    return judge(measurement, atol=absolute, rtol=relative, names=names)
+
+
+def _placed(target: Callable[..., Any], device: torch.device | str | None) -> Callable[..., Any]:
+    if device is None or not isinstance(target, nn.Module):
+        return target
+    wanted = torch.device(device).type
+    if all(tensor.device.type == wanted for tensor in (*target.parameters(), *target.buffers())):
+        return target
+    return copy.deepcopy(target).to(device)

@@ -1,0 +1,131 @@
+"""Further measurements for a candidate whose error is a little larger than the first samples of rounding allow."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Set
+from dataclasses import replace
+
+from torch import nn
+
+from optimizer.module_tree import is_script
+from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond, ratio
+from optimizer.parity.modes import in_float64, perturbed
+from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
+from optimizer.parity.pools import Pool
+from optimizer.parity.results import OutputNoise, RowMeasurement
+from optimizer.parity.tensors import all_finite, distance
+from optimizer.parity.verdict import FACTOR
+from optimizer.preserve import one_at_a_time, pinned_settings
+from optimizer.runs import Runs
+
+logger = logging.getLogger(__name__)
+
+# Seeds of the first samples are smaller.
+_OTHER_SEEDS = 1000
+
+
+def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:
+    """Judge gradients in float64 where a kink may explain their error.
+
+    At a kink (ReLU at zero, the maximum of a window) the slope jumps. A number that rounds to the other side has another
+    gradient, which is as right as the original's. One number in a million is that close to a kink, and one is enough. Long
+    sums that a kernel takes one by one are as rare in the samples of rounding. Float64 has neither: there, the candidate's
+    gradients must be the true ones.
+    """
+    names = comparison.kinked()
+    if not names or noise.refused:
+        return
+    errors = _errors_in_float64(noise, candidate, names, training=True)
+    if errors:
+        comparison.settle(errors)
+
+
+def hold_to_algebra(
+    noise: RoundingNoise, few: Mapping[str, OutputNoise], candidate: Runs, comparison: Comparison
+) -> None:
+    """Take an error for rounding inside only where float64 doesn't have it too.
+
+    More samples allow more; an error of that size may also be a wrong weight. In float64 the weights of a right candidate are
+    off by one rounding at most, and its outputs by their response to one ulp.
+
+    Args:
+        few: the noises before more samples were taken.
+    """
+    if noise.refused or any(one.declared for one in few.values()) or noise.original.mode != "inference":
+        return
+    if not isinstance(candidate.target, nn.Module) or is_script(candidate.target):
+        return
+    excused = comparison.beyond(few) - comparison.beyond(comparison.noises)
+    if not excused:
+        return
+    with one_at_a_time, pinned_settings():
+        errors = _errors_in_float64(noise, candidate, excused, training=False)
+        moved = _more_response(noise, excused) if errors else {}
+    noises = {name: at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
+    wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
+    comparison.noises = {**comparison.noises, **wrong}
+    if wrong:
+        why = "float64 has the same error, so it isn't rounding inside"
+        comparison.notes.append(f"Judged by the response to changes of one ulp ({why}): {', '.join(wrong)}.")
+
+
+def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, OutputNoise]) -> bool:
+    """Whether rounding that the first samples don't show may explain a difference between rows."""
+    if seen is None or seen.problem or any(one.mismatches for one in seen.outputs):
+        return False
+    beyond = [
+        max(ratio(one.max_difference, noise.noise), ratio(one.rms_difference, noise.noise_rms))
+        for one in seen.outputs
+        if (noise := noises[one.name]).deterministic
+    ]
+    return 2 * FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
+
+
+def at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
+    """The noise, raised to the response in further samples."""
+    return replace(
+        noise,
+        response=max(noise.response, moved.largest),
+        response_rms=max(noise.response_rms, moved.rms),
+        noise=max(noise.noise, moved.largest),
+        noise_rms=max(noise.noise_rms, moved.rms),
+    )
+
+
+def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *, training: bool) -> dict[str, Pool]:
+    """The errors of a candidate that runs in float64.
+
+    Empty where it can't run so, where a value isn't finite, or where it computes in a coarser dtype than the original, which
+    float64 hides.
+    """
+    errors = {name: Pool() for name in names}
+    for one in noise.calls:
+        if not names & one.own.values.keys():
+            continue
+        try:
+            mode, seen = in_float64(noise.original, one, training=training, runs=candidate)
+        except Exception as error:  # noqa: BLE001 - the candidate is foreign code: its plain outputs are judged
+            logger.debug("the candidate raised in float64: %s", error)
+            return {}
+        if mode.coarsest > noise.coarsest:
+            return {}
+        for name in names & one.own.values.keys():
+            own, truth, value = one.own.values[name], one.truth.values[name], seen.values.get(name)
+            if value is None or value.shape != own.shape or not all_finite(own, truth, value):
+                return {}
+            errors[name].add(distance(value, truth), of=own)
+    return errors
+
+
+def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
+    """The response to one ulp in inputs and parameters, in several samples; empty where it can't be measured."""
+    moved = {name: Pool() for name in names}
+    for one, number in itertools.product(noise.calls, range(MORE_SAMPLES)):
+        if not noise.can_be_perturbed:
+            return {}
+        other = perturbed(noise.original, one, _OTHER_SEEDS + number, training=False)
+        for name in names & one.own.values.keys():
+            moved[name].add_distance(one.own.values[name], other.values[name])
+    return moved

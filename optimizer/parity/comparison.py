@@ -1,0 +1,324 @@
+"""Gather the errors of a candidate over all calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from optimizer.errors import LoadError
+from optimizer.inputs import Call
+from optimizer.parity.frontier import frontier
+from optimizer.parity.moved_biases import MovedBiases
+from optimizer.parity.observe import Flatten, Observation, observe
+from optimizer.parity.original import OriginalCall
+from optimizer.parity.pools import Pool, SliceNoise, Slices
+from optimizer.parity.results import CallErrors, Measurement, OutputDifference, OutputNoise
+from optimizer.parity.signal import lost_in_noise
+from optimizer.parity.statistics import error_statistics, has_classes, integer_agreement, top1_agreement
+from optimizer.parity.tensors import all_finite, distance, is_exact, special, unit, wide
+from optimizer.parity.verdict import FACTOR
+from optimizer.runs import Runs
+from optimizer.sentences import error_summary
+from optimizer.structure import first_difference
+
+# An error beyond what is allowed, but by less than this factor, may be rounding that further samples show.
+DOUBTFUL = 64.0
+# Kinks may explain the error of a gradient up to so many square roots of its unit, in the root mean square relative to the
+# gradient itself: a number that is n units off is beside a kink with a probability of n units.
+_KINKED = 64
+# Rounding may leave so many units of the largest gradient in a sum of gradients that is zero.
+_LEFT_OF_A_SUM = 16
+
+
+@dataclass
+class _Compared:
+    """The errors of one output over all calls."""
+
+    error: Pool
+    mismatches: int = 0
+    problems: list[str] = field(default_factory=list)
+    where: str = ""
+    frontier: tuple[tuple[float, float], ...] = ()
+    calls: list[CallErrors] = field(default_factory=list)
+
+
+class Comparison:
+    """Gathers the errors of a candidate, call by call.
+
+    Attributes:
+        noises: of the original's outputs.
+        flat: whether the candidate answers with flat tensors, which are matched by their order.
+        in_detail: whether the errors of each call and the points for any `atol` and `rtol` are kept.
+        slices: noises of slices that are judged by themselves.
+        who: the candidate, in sentences.
+        problems: sentences about the candidate as a whole.
+    """
+
+    def __init__(
+        self,
+        noises: Mapping[str, OutputNoise],
+        *,
+        flat: bool,
+        in_detail: bool = True,
+        slices: Mapping[str, SliceNoise] | None = None,
+        moved: MovedBiases | None = None,
+        who: str = "the candidate",
+    ) -> None:
+        self.noises = noises
+        self.flat = flat
+        self.in_detail = in_detail
+        self.slices = slices or {}
+        self.moved = moved or MovedBiases()
+        self.who = who
+        self.problems: list[str] = [*self.moved.problems]
+        self.notes: list[str] = []
+        self._compared: dict[str, _Compared] = {}
+        self._lacking: dict[str, None] = {}
+        # Inputs that the original changes in place, which the outputs of a file don't show.
+        self._unmatched: dict[str, None] = {}
+        # Gradients of biases that the candidate no longer has.
+        self._without: dict[str, None] = {}
+
+    def run(self, runs: Runs, one: OriginalCall, call: Call, flatten: Flatten | None, *, training: bool) -> None:
+        """Run the candidate at a call and add its errors; what it raises is a problem of the candidate.
+
+        Args:
+            training: compare gradients and buffers too.
+        """
+        try:
+            with runs.fresh() as module:
+                got = observe(module, call, seed=one.seed, training=training, flatten=flatten, names=one.names)
+        except LoadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
+            self._problem(f"{self.who.capitalize()} raises at {one.where}: {error_summary(error)}")
+            return
+        self.add(one, got)
+
+    def add(self, one: OriginalCall, got: Observation) -> None:
+        """Add the errors of one call."""
+        if not self.flat and (difference := first_difference(one.own.structure, got.structure)):
+            self._problem(f"The outputs have another structure: {difference}")
+            return
+        for name, value in self._matched(one, got):
+            self._compare(one, name, value)
+        for name in got.of_kind("input"):
+            if one.own.kinds.get(name) != "input":
+                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by {self.who} only")
+
+    def is_doubtful(self) -> bool:
+        """Whether further samples of rounding may explain everything that is wrong."""
+        if self.problems or any(one.problems or one.mismatches for one in self._compared.values()):
+            return False
+        if self._trained():
+            return True
+        beyond = [
+            max(one.error.largest / noise.noise, one.error.rms / noise.noise_rms)
+            for name, one in self._compared.items()
+            if (noise := self.noises[name]).deterministic and noise.noise > 0 and not noise.declared
+        ]
+        return FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
+
+    def beyond(self, noises: Mapping[str, OutputNoise]) -> set[str]:
+        """The outputs whose errors are larger than these noises allow."""
+        compared = ((noises[name], one.error) for name, one in self._compared.items())
+        return {
+            noise.name
+            for noise, error in compared
+            if noise.kind == "output" and noise.deterministic and is_beyond(error, noise)
+        }
+
+    def kinked(self) -> set[str]:
+        """The gradients whose errors kinks may explain; empty where something else is wrong by more than rounding."""
+        found = set[str]()
+        for name, one in self._compared.items():
+            noise = self.noises[name]
+            if not noise.deterministic:
+                continue
+            if one.problems or one.mismatches:
+                return set()
+            beyond = max(ratio(one.error.largest, noise.noise), ratio(one.error.rms, noise.noise_rms))
+            if noise.kind == "gradient" and one.error.rms <= self._largest_kink(name):
+                if beyond > FACTOR:
+                    found.add(name)
+            elif beyond > FACTOR * DOUBTFUL:
+                return set()
+        return set() if self.problems else found
+
+    def settle(self, errors: Mapping[str, Pool]) -> None:
+        """Replace errors that kinks may explain by the errors in float64."""
+        for name, error in errors.items():
+            self._compared[name].error = error
+        first, *others = (name for name in self._compared if name in errors)
+        which = f"{first} and {len(others)} more" if others else first
+        why = "a kink (of ReLU, say) or a long sum rounds differently"
+        self.notes.append(f"Judged in float64, as {why}: {which}.")
+
+    def finish(self, blank: Measurement) -> Measurement:
+        """The measurement with all errors.
+
+        Args:
+            blank: how the calls were run.
+        """
+        for name in self._trained():
+            bias = name.removeprefix("gradient of ")
+            self._problem(f"The candidate trains without {bias}, which has a gradient in the original")
+        if self._lacking:
+            self.notes.append(f"The candidate lacks, not compared: {', '.join(self._lacking)}.")
+        for name in self._unmatched:
+            written = name.replace(" (changed", " is changed").rstrip(")")
+            self.notes.append(f"{written} by the original; files are compared by their outputs alone: use those.")
+        return replace(
+            blank,
+            outputs=tuple(self._difference(name, one) for name, one in self._compared.items()),
+            problems=tuple(self.problems),
+            notes=(*blank.notes, *self.notes),
+        )
+
+    def _trained(self) -> list[str]:
+        """Biases that train in the original and that the candidate no longer has."""
+        return [name for name in self._without if not self._is_rounding(name)]
+
+    def _largest_kink(self, name: str) -> float:
+        """The largest error of a gradient, in the root mean square, that rounding in the backward pass may explain."""
+        noise = self.noises[name]
+        root = math.sqrt(unit(getattr(torch, noise.dtype)))
+        largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
+        # A sum that is zero, as the gradient of a bias before a BatchNorm, is nothing but rounding.
+        return max(_KINKED * root * noise.rms, root * largest if self._is_rounding(name) else 0.0)
+
+    def _is_rounding(self, name: str) -> bool:
+        """Whether a gradient is nothing but the rounding of a sum that is zero."""
+        noise = self.noises[name]
+        if noise.signal is not None or lost_in_noise(noise.rms, noise.noise_rms):
+            return True
+        # Without float64 the noise is one sample of few numbers. The terms of the sum are as large as other gradients.
+        step = unit(getattr(torch, noise.dtype))
+        largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
+        return step <= unit(torch.float32) and noise.rms <= _LEFT_OF_A_SUM * step * largest
+
+    def _difference(self, name: str, one: _Compared) -> OutputDifference:
+        slices = one.error.slices
+        worst = self.slices[name].worst(slices) if slices is not None else None
+        return OutputDifference(
+            noise=self.noises[name],
+            max_error=one.error.largest,
+            rms_error=one.error.rms,
+            mismatches=one.mismatches,
+            problems=tuple(one.problems),
+            where=one.where,
+            frontier=one.frontier,
+            calls=tuple(one.calls),
+            slice=worst.where if worst else "",
+            slice_error=worst.error if worst else 0.0,
+            slice_noise=worst.noise if worst else 0.0,
+        )
+
+    def _matched(self, one: OriginalCall, got: Observation) -> Iterator[tuple[str, torch.Tensor]]:
+        """The candidate's values by the original's names."""
+        expected = one.own.of_kind("output")
+        if self.flat:
+            values = [got.values[name] for name in got.of_kind("output")]
+            if len(values) != len(expected):
+                self._problem(f"The candidate gives {len(values)} tensors and the original {len(expected)}")
+                return
+            yield from zip(expected, values, strict=True)
+        else:
+            yield from ((name, got.values[name]) for name in expected)
+        for name, kind in one.own.kinds.items():
+            if kind == "output":
+                continue
+            if kind == "input" and self.flat:
+                self._unmatched[name] = None
+            elif name in got.values:
+                yield name, got.values[name]
+            elif kind == "input":
+                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
+            elif name in self.moved.gradients:
+                self._without[name] = None
+            else:
+                self._lacking[name] = None
+
+    def _compare(self, one: OriginalCall, name: str, value: torch.Tensor) -> None:
+        slices = Slices() if name in self.slices else None
+        compared = self._compared.setdefault(name, _Compared(Pool(slices=slices)))
+        own, truth = one.own.values[name], one.truth.values[name]
+        if problem := _incomparable(own, value):
+            _append_once(compared.problems, f"{problem} at {one.where}")
+            return
+        if (bias := self.moved.means.get(name)) is not None:
+            own, truth = (wide(own) - bias).to(own.dtype), wide(truth) - bias
+        if is_exact(own):
+            self._compare_integers(compared, one, value, own, one.unstable[name])
+            return
+        plain: torch.Tensor | None = None
+        target = truth
+        if not all_finite(own, value, truth):
+            odd_own, odd_value = special(own), special(value)
+            if count := int(((odd_own != odd_value) & ~one.unstable[name]).sum()):
+                where = f"({count} at {one.where})"
+                _append_once(compared.problems, f"NaN or inf in other places than the original {where}")
+            plain = (odd_own == 0) & (odd_value == 0)
+            # Where float64 alone isn't finite, the original's own number is the best there is.
+            target = torch.where(special(truth) == 0, wide(truth), wide(own))
+        before = compared.error.largest
+        errors = distance(value, target)
+        compared.error.add(errors, plain, of=own)
+        if compared.error.largest > before:
+            compared.where = one.where
+        if not self.in_detail:
+            return
+        marked: Any = ... if plain is None else plain
+        statistics: dict[str, Any] = error_statistics(errors[marked], value[marked], target[marked])
+        if one.own.kinds.get(name) == "output" and has_classes(name, value):
+            agreement, undecided = top1_agreement(value, target, self.noises[name].noise)
+            statistics |= {"agreement": agreement, "undecided": undecided}
+        compared.calls.append(CallErrors(one.batch_size, one.draw, **statistics, sizes=dict(one.sizes)))
+        del errors
+        compared.frontier = frontier(distance(value, own)[marked], wide(own)[marked].abs(), compared.frontier)
+
+    def _compare_integers(
+        self, compared: _Compared, one: OriginalCall, value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor
+    ) -> None:
+        wrong = int(((own != value) & ~ties).sum())
+        compared.mismatches += wrong
+        compared.where = compared.where or (one.where if wrong else "")
+        if self.in_detail:
+            agreement, undecided = integer_agreement(value, own, ties)
+            compared.calls.append(
+                CallErrors(one.batch_size, one.draw, agreement=agreement, undecided=undecided, sizes=dict(one.sizes))
+            )
+
+    def _problem(self, sentence: str) -> None:
+        _append_once(self.problems, sentence)
+
+
+def is_beyond(error: Pool, noise: OutputNoise) -> bool:
+    """Whether errors are larger than the noise allows."""
+    largest, rms = noise.allowed(FACTOR)
+    return error.largest > largest or error.rms > rms
+
+
+def ratio(error: float, noise: float) -> float:
+    return error / noise if noise else math.inf if error else 0.0
+
+
+def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
+    if value.shape != own.shape:
+        return f"the shape is {tuple(value.shape)} and should be {tuple(own.shape)}"
+    if value.dtype != own.dtype:
+        return f"the dtype is {_short(value.dtype)} and should be {_short(own.dtype)}"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _append_once(sentences: list[str], sentence: str) -> None:
+    if sentence not in sentences:
+        sentences.append(sentence)

@@ -1,0 +1,128 @@
+"""Golden data: stored calls with the outputs of any faithful candidate, judged without the original."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from optimizer.inputs import Call, Sizes
+from optimizer.parity.comparison import Comparison
+from optimizer.parity.observe import Observation
+from optimizer.parity.original import OriginalCall
+from optimizer.parity.reference import Reference
+from optimizer.parity.results import Measurement, OutputNoise, ParityReport
+from optimizer.parity.tensors import is_exact, special
+from optimizer.parity.verdict import FACTOR, Tolerance, judge
+
+
+@dataclass(frozen=True)
+class GoldenEntry:
+    """One stored call.
+
+    Attributes:
+        outputs: by name, the float64 reference rounded once to the output's own dtype.
+        tied: by name, a bool tensor: True where an integer output is a tie that isn't compared.
+        sizes: of open dims other than the batch, where they differ from the given call.
+        seed: of torch's random numbers where the original draws any; None otherwise.
+    """
+
+    batch_size: int | None
+    draw: int
+    call: Call
+    outputs: dict[str, torch.Tensor]
+    tied: dict[str, torch.Tensor]
+    sizes: Sizes = ()
+    seed: int | None = None
+
+
+def golden_entries(reference: Reference, limit: int = 3) -> tuple[GoldenEntry, ...]:
+    """At most `limit` calls of different batch sizes, two of other sizes of each further open dim, and all of the user's own."""
+    original = reference.original
+    own = [one for one in original.calls if one.key in original.asked and not one.sizes]
+    drawn = [one for one in original.calls if one.draw == 0 and one not in own]
+    rows = [one for one in drawn if not one.sizes][: max(1, limit - len(own))]
+    resized = [
+        one
+        for name in reference.taken.given
+        for one in [each for each in drawn if [named for named, _ in each.sizes] == [name]][:2]
+    ]
+    return tuple(_entry(reference, one) for one in (*rows, *resized, *own))
+
+
+def golden_entry(reference: Reference, where: str) -> GoldenEntry:
+    """One of the reference's calls."""
+    return _entry(reference, reference.call_at(where))
+
+
+def _entry(reference: Reference, one: OriginalCall) -> GoldenEntry:
+    outputs, tied = {}, {}
+    for name in one.own.of_kind("output"):
+        own, truth = one.own.values[name], one.truth.values[name]
+        if is_exact(own):
+            outputs[name] = own
+            if bool(one.unstable[name].any()):
+                tied[name] = one.unstable[name]
+            continue
+        rounded = truth.to(own.dtype)
+        plain = (special(own) == 0) & (special(rounded) == 0)
+        outputs[name] = torch.where(plain, rounded, own)
+    call = reference.original.inputs_of(one)
+    return GoldenEntry(one.batch_size, one.draw, call, outputs, tied, one.sizes, one.seed if one.own.draws else None)
+
+
+def compare_golden(
+    noises: Mapping[str, OutputNoise],
+    entries: Sequence[tuple[GoldenEntry, Sequence[torch.Tensor]]],
+    *,
+    factor: float = FACTOR,
+    device: str = "cpu",
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    precision: str = "",
+    settings: Mapping[str, str] | None = None,
+) -> ParityReport:
+    """Judge a candidate's outputs by stored outputs and noises; the original isn't needed.
+
+    Args:
+        entries: each stored call with the candidate's flat outputs, in the order of `entry.outputs`.
+        factor: allowed error in units of the noise; larger than `FACTOR` on another device or in another dtype.
+        atol, rtol: the user's tolerances instead, as for `judge`.
+        precision: the half precision that the stored noise belongs to; "" for plain rounding noise.
+        settings: the settings that were pinned while the candidate ran.
+    """
+    comparison = Comparison(noises, flat=True)
+    for entry, got in entries:
+        own = Observation(dict(entry.outputs), dict.fromkeys(entry.outputs, "output"))
+        none = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in entry.outputs.items()}
+        one = OriginalCall(
+            entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
+        )
+        values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
+        comparison.add(one, Observation(values, dict.fromkeys(values, "output")))
+    sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
+    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, dict(settings or {}), precision)
+    report = judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
+    allowed = {output.name: output.tolerance for output in report.outputs}
+    if report.ok and not any(_has_signal(entry, noises, allowed) for entry, _ in entries):
+        reason = "The golden data hold no number beyond the allowed error: zeros would pass."
+        return replace(report, verdict="vacuous", reason=reason)
+    return report
+
+
+def _has_signal(entry: GoldenEntry, noises: Mapping[str, OutputNoise], allowed: Mapping[str, float]) -> bool:
+    """Whether zeros would fail on a stored call.
+
+    A zero counts where no error at all is allowed, as for integers. Infinity, NaN and tied integers don't.
+    """
+    for name, value in entry.outputs.items():
+        if not noises[name].deterministic:
+            continue
+        bound = allowed[noises[name].name]
+        counts = (special(value) == 0) & ~entry.tied.get(name, torch.zeros((), dtype=torch.bool))
+        if bound:
+            counts &= (value if value.is_complex() else value.double()).abs() > bound
+        if bool(counts.any()):
+            return True
+    return False

@@ -1,0 +1,381 @@
+"""Measure the rounding noise of the original: its own error against float64, and its response to a change of one ulp."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping
+
+import torch
+
+from optimizer.module_tree import is_script, modules_of
+from optimizer.parity.modes import in_float64, perturbed, rounded
+from optimizer.parity.observe import Observation
+from optimizer.parity.original import Original, OriginalCall
+from optimizer.parity.pools import Pool, SliceNoise, Slices, slice_noise
+from optimizer.parity.results import OutputNoise
+from optimizer.parity.signal import missing_signal
+from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit, wide
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
+from optimizer.preserve import pinned_settings
+from optimizer.sentences import error_summary
+from optimizer.structure import first_difference
+
+# An observation of fewer numbers is perturbed twice.
+_FEW = 1 << 14
+# A slice of fewer numbers doesn't tell what rounding does to it: all of them may happen to be exact.
+_LEAST_SAMPLES = 16
+# Further samples of rounding for a candidate whose error is a little larger than the first samples allow.
+MORE_SAMPLES = 8
+
+
+class _Gathered:
+    """The values and differences of one output, pooled over all calls.
+
+    Attributes:
+        size: magnitudes of the values.
+        own_error: distances to the float64 truth.
+        response: distances to the outputs with inputs and weights off by one ulp.
+        again: distances between two plain runs.
+        truth_ties, own_ties: elements of an integer output that differ in float64, or in a perturbed run.
+    """
+
+    def __init__(self, *, sliced: bool) -> None:
+        self.size, self.own_error, self.response, self.again = (
+            Pool(slices=Slices() if sliced else None) for _ in range(4)
+        )
+        self.elements = 0
+        self.truth_ties = 0
+        self.own_ties = 0
+        self.exact_differs_again = False
+
+
+class RoundingNoise:
+    """What rounding does to each output of the original.
+
+    Attributes:
+        measured_at: the batch sizes that are run in float64 and perturbed; None for all.
+        refused: why the truth is the original in its own dtype and not in float64; "" for float64.
+        lowered: functions that gave no float64 in the float64 runs.
+        can_be_perturbed: whether it runs with inputs and weights off by one ulp.
+        coarsest: machine epsilon of the coarsest dtype in the original; 0 where it computes in float64 throughout.
+        notes: of the measurement.
+    """
+
+    def __init__(self, original: Original, measured_at: frozenset[int | None] | None = None) -> None:
+        self.original = original
+        self.measured_at = measured_at
+        self.refused = ""
+        self.lowered: set[str] = set()
+        self.coarsest = 0.0
+        self.notes: list[str] = []
+        self.can_be_perturbed = True
+        self._gathered: dict[str, _Gathered] = {}
+        # What rounding inside does, where the original computes in float64 and its own error can't be seen.
+        self._inside: dict[str, Pool] = {}
+
+    def of(self, original: Original) -> RoundingNoise:
+        """The same noise for a twin of the original."""
+        twin = copy.copy(self)
+        twin.original, twin.notes = original, []
+        return twin
+
+    def continued(self, original: Original, measured_at: frozenset[int | None]) -> RoundingNoise:
+        """A copy that measures further calls of a twin of the original too."""
+        twin = copy.copy(self)
+        twin.original, twin.measured_at = original, measured_at
+        twin.notes, twin.lowered = list(self.notes), set(self.lowered)
+        twin._gathered = copy.deepcopy(self._gathered)
+        return twin
+
+    @property
+    def calls(self) -> list[OriginalCall]:
+        """The calls that were run in float64 and perturbed."""
+        return [one for one in self.original.calls if one.measured]
+
+    def measure(self) -> None:
+        """Run the chosen calls in float64 and perturbed, and the first call twice; calls measured before are left alone.
+
+        Afterwards, each call has its truth and its unstable elements.
+        """
+        original = self.original
+        original.confirm_recorded()
+        for one in original.calls:
+            if one.unstable.keys() != one.own.values.keys():
+                self._gather(one)
+        if original.calls and not original.ran_twice:
+            original.ran_twice = True
+            self._run_again(original.calls[0])
+        for one in original.calls:
+            if not one.measured and self._is_to_be_measured(one):
+                self._measure(one)
+        original.check()
+        self._refuse_another_computation()
+        if self.refused:
+            for one in original.calls:
+                one.truth = one.own
+            for gathered in self._gathered.values():
+                gathered.own_error = Pool()
+        for one in original.calls:
+            for name, own in one.own.values.items():
+                if is_exact(own):
+                    one.unstable[name] |= own != one.truth.values[name]
+        if not self.refused and not self.coarsest:
+            self._inside = self._rounded_inside()
+
+    def measure_the_rest(self) -> dict[str, OutputNoise]:
+        """Measure the other calls too; the noise over all calls, empty where there are no others."""
+        rest = [one for one in self.original.calls if not one.measured]
+        for one in rest:
+            self._measure(one)
+        return self.of_outputs() if rest and not self.refused else {}
+
+    def of_outputs(self) -> dict[str, OutputNoise]:
+        """The noise of each output, by name."""
+        return {name: self._noise_of(name, gathered) for name, gathered in self._gathered.items()}
+
+    def of_slices(self, noises: Mapping[str, OutputNoise]) -> dict[str, SliceNoise]:
+        """The noise of channels, columns and bands of magnitude, for outputs in which some are far quieter than the whole.
+
+        Empty where rounding can't be seen: without float64 or perturbation, or in TorchScript.
+        """
+        if self.refused or not self.can_be_perturbed or any(map(is_script, modules_of(self.original.target))):
+            return {}
+        found: dict[str, SliceNoise] = {}
+        for name, gathered in self._gathered.items():
+            own = next(one.own.values[name] for one in self.original.calls if name in one.own.values)
+            pools = (gathered.own_error, gathered.response, gathered.again, self._inside.get(name, Pool()))
+            measured = [pool.slices for pool in pools if pool.slices]
+            if is_exact(own) or gathered.size.slices is None or not noises[name].deterministic:
+                continue
+            noise = slice_noise(gathered.size.slices, measured, own.dtype, least_samples=_LEAST_SAMPLES)
+            if SLICE_FACTOR * noise.least() < FACTOR * noises[name].noise:
+                found[name] = noise
+        return found
+
+    def conclusions(self, noises: Mapping[str, OutputNoise]) -> list[str]:
+        """Notes on the reference and on outputs that aren't compared or prove nothing."""
+        notes = list(self.notes)
+        if self.refused:
+            notes.append(f"The reference is the original in its own dtype, because {self.refused}.")
+        elif self.lowered:
+            notes.append(f"Not raised to float64 inside: {', '.join(sorted(self.lowered))}.")
+        for noise in noises.values():
+            if not noise.deterministic:
+                notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
+            if noise.signal is not None and noise.kind == "output":
+                notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
+            if noise.tied:
+                notes.append(
+                    f"{noise.tied} elements of {noise.name} are ties that the original itself breaks either way."
+                )
+        for name in noises:
+            values = (one.own.values[name] for one in self.original.calls if name in one.own.values)
+            if odd := sum(int((special(value) == 1).sum()) for value in values if not is_exact(value)):
+                notes.append(f"{name} of the original has NaN in {odd} elements on these inputs.")
+        return notes
+
+    def more_samples(self) -> dict[str, Pool]:
+        """The response of each output to rounding inside, in several samples of all measured calls; empty where it can't be
+        seen.
+
+        Half precisions aren't sampled: their kernels round once at the end and not at each step inside.
+        """
+        return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(MORE_SAMPLES)
+
+    def _is_to_be_measured(self, one: OriginalCall) -> bool:
+        if one.sizes or one.key in self.original.asked:
+            return True
+        if self.measured_at is None or one.batch_size in self.measured_at or not self.calls:
+            return True
+        # Ties and the places of NaN differ from call to call.
+        return any(is_exact(value) or not all_finite(value) for value in one.own.values.values())
+
+    def _gather(self, one: OriginalCall) -> None:
+        for name, own in one.own.values.items():
+            gathered = self._gathered.setdefault(name, _Gathered(sliced=one.own.kinds[name] == "output"))
+            one.unstable[name] = torch.zeros(own.shape, dtype=torch.bool)
+            if is_exact(own):
+                gathered.elements += own.numel()
+                continue
+            plain = None if all_finite(own) else special(own) == 0
+            gathered.size.add(wide(own).abs(), plain, of=own)
+
+    def _run_again(self, one: OriginalCall) -> None:
+        try:
+            other = self.original.run_again(one)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            self.notes.append(f"The original raises when it is run twice: {error_summary(error)}")
+            return
+        for name, own in one.own.values.items():
+            value, gathered = other.values.get(name), self._gathered[name]
+            if value is None or value.shape != own.shape:
+                gathered.exact_differs_again = True
+            elif is_exact(own):
+                gathered.exact_differs_again |= not torch.equal(own, value)
+            else:
+                gathered.again.add_distance(own, value)
+
+    def _measure(self, one: OriginalCall) -> None:
+        one.measured = True
+        training = self.original.with_gradients(one.draw)
+        if not self.refused:
+            one.truth = self._truth_of(one, training) or one.own
+        for name, own in one.own.values.items():
+            gathered, truth = self._gathered[name], one.truth.values[name]
+            if is_exact(own):
+                gathered.truth_ties += int((own != truth).sum())
+            else:
+                gathered.own_error.add_distance(own, truth)
+        for number in range(2 if self.original.mode == "region" and _is_small(one.own) else 1):
+            self._perturb(one, number, training)
+
+    def _truth_of(self, one: OriginalCall, training: bool) -> Observation | None:
+        try:
+            mode, truth = in_float64(self.original, one, training=training)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            self.refused = f"the float64 run raised: {error_summary(error)}"
+            return None
+        self.lowered |= mode.lowered
+        self.coarsest = max(self.coarsest, mode.coarsest)
+        if reason := _another_answer(one.own, truth):
+            self.refused = f"the float64 run gave something else: {reason}"
+            return None
+        truth.values = {name: _within_range(one.own.values[name], value) for name, value in truth.values.items()}
+        return truth
+
+    def _perturb(self, one: OriginalCall, number: int, training: bool) -> None:
+        if not self.can_be_perturbed:
+            return
+        try:
+            other = perturbed(self.original, one, number, training=training)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+            self.can_be_perturbed = False
+            self.notes.append(f"The response to a change of one ulp couldn't be measured: {error_summary(error)}")
+            return
+        if _another_answer(one.own, other) is not None:
+            return
+        for name, own in one.own.values.items():
+            value, gathered = other.values[name], self._gathered[name]
+            if is_exact(own):
+                one.unstable[name] |= own != value
+                gathered.own_ties += int((own != value).sum())
+                continue
+            one.unstable[name] |= special(own) != special(value)
+            gathered.response.add_distance(own, value)
+
+    def _refuse_another_computation(self) -> None:
+        """Refuse a float64 run whose difference rounding can't explain, as with another stream of random numbers."""
+        if self.refused:
+            return
+        explained: dict[str, Pool] | None = None
+        for name, gathered in self._gathered.items():
+            if not self._repeats(gathered):
+                continue
+            # A tie is rare: many of them at once are another computation.
+            if gathered.truth_ties > 8 + gathered.elements / 50 + 8 * gathered.own_ties:
+                self.refused = (
+                    f"the float64 run gave something else: {name} differs in {gathered.truth_ties} of "
+                    f"{gathered.elements} elements"
+                )
+                return
+            rounding = max(gathered.response.rms, gathered.again.rms, self.coarsest * gathered.size.rms)
+            own = gathered.own_error.rms
+            if own <= max(64 * rounding, math.sqrt(self.coarsest) * gathered.size.rms):
+                continue
+            # Where numbers cancel, rounding inside is far larger than at inputs and weights.
+            explained = self._rounded_inside() if explained is None else explained
+            rounding = max(rounding, explained.get(name, Pool()).rms)
+            if own > 64 * rounding:
+                self.refused = (
+                    f"the float64 run gave something else: {name} differs by {own:.1e} where rounding explains "
+                    f"{rounding:.1e}"
+                )
+                return
+
+    def _rounded_inside(self, times: int = 1) -> dict[str, Pool]:
+        """The response of each output to rounding at every operator, at all measured calls, `times` samples each."""
+        moved: dict[str, Pool] = {}
+        for one, number in itertools.product(self.calls, range(times)):
+            if not self.can_be_perturbed:
+                return {}
+            try:
+                with pinned_settings():
+                    count, other = rounded(self.original, one, number)
+            except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
+                note = f"The response to rounding inside couldn't be measured: {error_summary(error)}"
+                self.notes += [] if note in self.notes else [note]
+                continue
+            for name, own in one.own.values.items() if count else ():
+                value = other.values.get(name)
+                if value is not None and not is_exact(own) and value.shape == own.shape:
+                    moved.setdefault(name, Pool(slices=Slices())).add_distance(own, value)
+        return moved
+
+    def _repeats(self, gathered: _Gathered) -> bool:
+        """Whether an output is deterministic, apart from sums in another order as a GPU may take them."""
+        eps = self.coarsest or unit(torch.float32)
+        bound = max(8 * eps, 0.1 * math.sqrt(eps)) * gathered.size.rms
+        return not gathered.exact_differs_again and gathered.again.rms <= bound
+
+    def _noise_of(self, name: str, gathered: _Gathered) -> OutputNoise:
+        calls = self.original.calls
+        sample = next(one for one in calls if name in one.own.values)
+        own = sample.own.values[name]
+        scale, rms = gathered.size.largest, gathered.size.rms
+        floor, floor_rms = floors(own.dtype, scale, rms)
+        deterministic = self._repeats(gathered)
+        again = gathered.again if deterministic else Pool()
+        responses = (gathered.response, self._inside.get(name, Pool()), again)
+        response, response_rms = max(one.largest for one in responses), max(one.rms for one in responses)
+        noise_rms = max(gathered.own_error.rms, response_rms, floor_rms)
+        return OutputNoise(
+            name=name,
+            kind=sample.own.kinds[name],
+            dtype=str(own.dtype).removeprefix("torch."),
+            scale=scale,
+            rms=rms,
+            own_error=gathered.own_error.largest,
+            own_error_rms=gathered.own_error.rms,
+            response=response,
+            response_rms=response_rms,
+            noise=max(gathered.own_error.largest, response, floor),
+            noise_rms=noise_rms,
+            signal=missing_signal(self.original, name, rms, noise_rms),
+            deterministic=deterministic,
+            tied=sum(int(one.unstable[name].sum()) for one in calls if name in one.unstable),
+        )
+
+
+def _another_answer(own: Observation, other: Observation) -> str | None:
+    """The first difference in structure, shape or kind of dtype; None where there is none."""
+    if difference := first_difference(own.structure, other.structure):
+        return difference
+    for name, value in own.values.items():
+        twin = other.values.get(name)
+        if twin is None:
+            return f"{name} is missing"
+        if twin.shape != value.shape:
+            return f"{name} has the shape {tuple(twin.shape)} and not {tuple(value.shape)}"
+        if is_exact(twin) != is_exact(value) or twin.is_complex() != value.is_complex():
+            return f"{name} is {twin.dtype} instead of {value.dtype}"
+    return None
+
+
+def _within_range(own: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """The truth, with the original's own numbers where float64 goes beyond its dtype and they are finite.
+
+    A mask filled with `torch.finfo(x.dtype).min` has another value in float64.
+    """
+    if is_exact(own) or own.dtype == truth.dtype or not own.numel():
+        return truth
+    sizes = truth.abs()
+    if not bool((beyond := sizes > torch.finfo(own.dtype).max).any()):
+        return truth
+    return torch.where(beyond & sizes.isfinite() & own.isfinite(), own.to(truth.dtype), truth)
+
+
+def _is_small(observation: Observation) -> bool:
+    """Whether one perturbed run moves too few numbers to show the effect of rounding."""
+    return sum(value.numel() for value in observation.values.values()) < _FEW

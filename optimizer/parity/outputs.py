@@ -1,0 +1,197 @@
+"""The outputs of the original at all calls; their rounding noise is measured when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from optimizer.errors import UsageError
+from optimizer.inputs import Samples
+from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.original import CallKey, Mode, Original, same_inputs
+from optimizer.parity.recorded_runs import RecordedRuns
+from optimizer.parity.reference import Reference
+from optimizer.parity.results import ParityReport
+from optimizer.parity.signal import gives_the_same, why_vacuous
+from optimizer.parity.verdict import report_without_outputs
+from optimizer.preserve import one_at_a_time, pinned_settings
+from optimizer.sizes import Taken
+
+BATCH_SIZES = (1, 2, 3, 5, 8)
+
+
+def measure_reference(
+    target: Callable[..., Any],
+    samples: Samples,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    draws: int | None = None,
+    mode: Mode = "inference",
+    known: OriginalOutputs | None = None,
+) -> Reference:
+    """Run the original at each batch size and draw, and at two batch sizes also in float64 and with perturbed weights.
+
+    An original whose outputs hold integers, NaN or infinity is measured at each batch size, because ties differ from call to
+    call.
+
+    Args:
+        batch_sizes: None for 1, 2, 3, 5, 8 and the given one (in training the given one and the next). Where the batch can't
+            be changed, the given one alone.
+        draws: inputs per batch size; None for one, or two where there is a single batch size.
+        known: earlier runs of the same original, which are used again where they still hold.
+
+    Raises:
+        LoadError: the original raises at every batch size.
+        UsageError: no batch sizes or no draws.
+    """
+    return OriginalOutputs.run(
+        target, samples, batch_sizes=batch_sizes, draws=draws, mode=mode, known=known
+    ).reference()
+
+
+class OriginalOutputs:
+    """The outputs of the original at all calls.
+
+    Attributes:
+        samples: make the inputs of the calls.
+    """
+
+    def __init__(
+        self, original: Original, rounding: RoundingNoise, settings: dict[str, str], draws: int, taken: Taken
+    ) -> None:
+        assert original.samples is not None
+        self.samples = original.samples
+        self._original = original
+        self._rounding = rounding
+        self._settings = settings
+        self._draws = draws
+        self._taken = taken
+        self._reference: Reference | None = None
+
+    @classmethod
+    def run(
+        cls,
+        target: Callable[..., Any],
+        samples: Samples,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        draws: int | None = None,
+        mode: Mode = "inference",
+        measured_sizes: int = 2,
+        known: OriginalOutputs | None = None,
+        recorded: RecordedRuns | None = None,
+    ) -> OriginalOutputs:
+        """Run the original at each batch size and draw.
+
+        Args:
+            batch_sizes, draws, known: as for `measure_reference`.
+            measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2.
+            recorded: makes the first run of a call as a recording.
+
+        Raises:
+            LoadError: the original raises at every batch size.
+            UsageError: no batch sizes or no draws.
+        """
+        sizes = _sizes_of(samples, batch_sizes, mode)
+        count = _draws_of(draws, sizes)
+        drawn = ((size, draw) for size in sizes for draw in range(count))
+        keys = list(dict.fromkeys((*drawn, *samples.further)))
+        # A batch of one takes other kernels than any other size, and is the cheapest.
+        other = 1 if 1 in sizes[1:] else sizes[min(1, len(sizes) - 1)]
+        measured_at = frozenset((sizes[0], other)[:measured_sizes])
+        if known is not None and known._holds_for(target, samples, keys, mode):
+            original = known._original.continued(samples)
+            rounding = known._rounding.continued(original, measured_at)
+        else:
+            original = Original(target, mode, samples.seed, samples=samples, recorded=recorded)
+            rounding = RoundingNoise(original, measured_at)
+        if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
+            original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
+        with one_at_a_time, pinned_settings() as settings:
+            original.run_at(keys)
+            if draws is None and gives_the_same(original):
+                # Few rows of labels are equal by chance.
+                count = 2
+                original.run_at([(size, 1) for size in sizes])
+            taken = original.run_other_sizes()
+        original.forget_runs()
+        original.check()
+        return cls(original, rounding, settings, count, taken)
+
+    def reference(self) -> Reference:
+        """The reference for candidates: these outputs with their truth and noise, measured once."""
+        if self._reference is None:
+            with one_at_a_time, pinned_settings():
+                self._reference = Reference(self._original, self._rounding, self._settings, self._draws)
+            self._reference.taken = self._taken
+        return self._reference
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the parameters that the original writes to in forward."""
+        return self._original.runs.written
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes at which the original ran."""
+        return self._original.batch_sizes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the kept outputs."""
+        seen = (values for one in self._original.calls for values in (one.own.values, one.truth.values))
+        return sum(tensor.numel() * tensor.element_size() for values in seen for tensor in values.values())
+
+    def unchanged(self, reason: str) -> ParityReport:
+        """The report of a result that can't differ from the original; vacuous where the outputs prove nothing."""
+        original = self._original
+        blank = original.blank(self._settings, self._draws)
+        blank = replace(blank, notes=(*blank.notes, *original.notes_on_failures()))
+        why = why_vacuous(original)
+        if why is None:
+            return report_without_outputs(blank, "ok", reason)
+        return report_without_outputs(blank, "vacuous", f"{why[0].upper()}{why[1:]}.")
+
+    def seed_of(self, batch_size: int | None, draw: int) -> int:
+        """The seed of the random numbers in a call."""
+        return self._original.seed_of(batch_size, draw)
+
+    def _holds_for(self, target: Callable[..., Any], samples: Samples, keys: Sequence[CallKey], mode: Mode) -> bool:
+        """Whether these are runs of the target in its present state, at some of these calls of equal samples."""
+        original = self._original
+        if target is not original.target or mode != original.mode:
+            return False
+        if (samples.seed, samples.further) != (self.samples.seed, self.samples.further):
+            return False
+        if not original.has_run_only(keys):
+            return False
+        calls = original.calls
+        if not all(same_inputs(original.inputs_of(one), samples.at(*one.key)) for one in calls):
+            return False
+        # A run shows changes outside of tensors, such as a number that forward reads.
+        if not original.is_unmodified():
+            return False
+        with one_at_a_time, pinned_settings():
+            return original.confirm(calls[0])
+
+
+def _sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, mode: str) -> list[int | None]:
+    """The batch sizes to run; the given one comes first unless others are asked for."""
+    if batch_sizes is not None and not batch_sizes:
+        raise UsageError("batch_sizes is empty: there would be nothing to compare.")
+    given = samples.batch_size
+    if not samples.dynamic or given is None:
+        return [given]
+    if batch_sizes is not None:
+        return list(dict.fromkeys(batch_sizes))
+    return [given, given + 1] if mode == "training" else list(dict.fromkeys((given, *BATCH_SIZES)))
+
+
+def _draws_of(draws: int | None, sizes: Sequence[int | None]) -> int:
+    if draws is None:
+        # One call alone doesn't show whether the outputs depend on the inputs.
+        return 1 if len(sizes) > 1 else 2
+    if not isinstance(draws, int) or draws < 1:
+        raise UsageError(f"draws must be 1 or more, not {draws!r}.")
+    return draws

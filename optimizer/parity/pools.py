@@ -1,0 +1,213 @@
+"""The errors of one output, pooled over all calls: of the whole output, and of each slice of it.
+
+A `Pool` keeps two norms. The largest error finds a single wrong element. The root mean square finds a small error in
+many elements, which the element with the worst rounding hides from the first norm.
+
+Both norms miss an error in a small channel next to a large one, as scores next to box coordinates. So `Slices` keeps the
+largest error of each channel and of each column. A mask of -1e9 in every column hides all other numbers of that column.
+So `Slices` also keeps the largest error of each band of magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from optimizer.parity.tensors import all_finite, distance, least_noise, special, unit, wide
+
+# The key of the bands of magnitude among the dims: numbers below 2**8, from 2**8 to 2**16, and so on without end.
+_BANDS = -1
+_BITS_PER_BAND = 8
+_BAND_COUNT = 16
+
+
+class Slices:
+    """The largest of non-negative values per index of dim 1 and of the last dim, and per band of magnitude.
+
+    All calls are pooled. Dim 0, the batch, has no slices. A dim whose size differs between calls is dropped. The bands
+    have the key -1.
+
+    Attributes:
+        largest: dim -> float64 tensor of shape (size of the dim,); NaN for a band without numbers.
+        samples: dim -> number of values in each of its slices, int64 of the same shape.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[int, torch.Tensor] = {}
+        self.samples: dict[int, torch.Tensor] = {}
+        self._dropped: set[int] = set()
+
+    def add(self, values: torch.Tensor, of: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """Add the elements of a float64 tensor of any shape; all calls have the same number of dims.
+
+        Args:
+            of: the original's output, same shape; its magnitudes choose the bands.
+            where: bool, same shape, the elements to add; `of` is finite there.
+        """
+        self._add_dims(values if where is None else torch.where(where, values, 0.0))
+        self._add_bands(*((values, of) if where is None else (values[where], of[where])))
+
+    def _add_dims(self, values: torch.Tensor) -> None:
+        if values.numel() == 0:
+            return
+        for dim in {1, values.dim() - 1} - {-1, 0} - self._dropped if values.dim() > 1 else ():
+            others = [other for other in range(values.dim()) if other != dim]
+            largest = values.amax(others)
+            known = self.largest.get(dim)
+            if known is not None and known.shape != largest.shape:
+                self._dropped.add(dim)
+                del self.largest[dim], self.samples[dim]
+                continue
+            self.largest[dim] = largest if known is None else torch.maximum(known, largest)
+            more = torch.full(largest.shape, values.numel() // len(largest))
+            self.samples[dim] = self.samples.get(dim, 0) + more
+
+    def _add_bands(self, values: torch.Tensor, of: torch.Tensor) -> None:
+        if values.numel() == 0:
+            return
+        largest = self.largest.setdefault(_BANDS, torch.full((_BAND_COUNT,), math.nan, dtype=torch.float64))
+        samples = self.samples.setdefault(_BANDS, torch.zeros(_BAND_COUNT, dtype=torch.int64))
+        sizes = of.abs()
+        if float(sizes.max()) < 2**_BITS_PER_BAND:
+            parts = [(0, values)]
+        else:
+            exponents = torch.frexp(wide(sizes)).exponent - 1
+            bands = exponents.div(_BITS_PER_BAND, rounding_mode="floor").clamp(0, _BAND_COUNT - 1)
+            parts = [(int(band), values[bands == band]) for band in bands.unique()]
+        for band, inside in parts:
+            # fmax ignores the NaN of a band that had no numbers yet.
+            largest[band] = torch.fmax(largest[band], inside.max())
+            samples[band] += inside.numel()
+
+
+@dataclass
+class Pool:
+    """The largest and the root mean square of non-negative values over all calls; with `slices`, per slice too."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+    slices: Slices | None = None
+
+    def add(self, values: torch.Tensor, where: torch.Tensor | None = None, *, of: torch.Tensor) -> None:
+        """Add the elements of a float64 tensor of any shape.
+
+        Args:
+            where: bool, same shape, the elements to add; by default all.
+            of: the original's output, same shape.
+        """
+        if self.slices is not None:
+            self.slices.add(values, of, where)
+        values = values if where is None else values[where]
+        if values.numel() == 0:
+            return
+        self.largest = max(self.largest, float(values.max()))
+        self.squares += float(values.square().sum())
+        self.count += values.numel()
+
+    def add_distance(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the distances between two tensors of one shape, where both are finite; `a` is the original's."""
+        plain = None if all_finite(a, b) else (special(a) == 0) & (special(b) == 0)
+        self.add(distance(a, b), plain, of=a)
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class WorstSlice:
+    """The slice with the largest ratio of error to noise.
+
+    Attributes:
+        where: its name, "index 3 of dim 1" or "a number below 256".
+        error, noise: its largest error, and the error that rounding alone causes there.
+    """
+
+    where: str
+    error: float
+    noise: float
+
+
+@dataclass
+class SliceNoise:
+    """The error that rounding alone causes in each slice of one output.
+
+    NaN marks a slice that isn't judged: it has fewer numbers than `least_samples`, it is all zero in the original, or
+    it is a band of magnitude without numbers in one of the measurements.
+
+    Attributes:
+        noise: dim -> float64 tensor of shape (size of the dim,), with the keys of `Slices`.
+    """
+
+    noise: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def worst(self, errors: Slices) -> WorstSlice | None:
+        """The slice with the largest ratio of error to noise; None where no slice is judged."""
+        found: WorstSlice | None = None
+        for dim, noise in self.noise.items():
+            error = errors.largest.get(dim)
+            if error is None or error.shape != noise.shape:
+                continue
+            ratios = torch.nan_to_num(error / noise, nan=-1.0)
+            index = int(ratios.argmax())
+            if float(ratios[index]) < 0:
+                continue
+            here = WorstSlice(_name_of(dim, index), float(error[index]), float(noise[index]))
+            if found is None or here.error * found.noise > found.error * here.noise:
+                found = here
+        return found
+
+    def raise_to(self, more: Slices) -> None:
+        """Raise each noise to another measurement of it where that is larger."""
+        for dim, noise in self.noise.items():
+            other = more.largest.get(dim)
+            if other is None or other.shape != noise.shape:
+                noise.fill_(math.nan)
+            else:
+                self.noise[dim] = torch.where(noise.isnan(), noise, torch.maximum(noise, other))
+
+    def raised_to(self, more: Pool) -> SliceNoise:
+        """A copy, raised to another measurement."""
+        copy = SliceNoise({dim: noise.clone() for dim, noise in self.noise.items()})
+        copy.raise_to(more.slices or Slices())
+        return copy
+
+    def least(self) -> float:
+        """The noise of the quietest slice; infinite where no slice is judged."""
+        judged = [noise[~noise.isnan()] for noise in self.noise.values()]
+        return min((float(noise.min()) for noise in judged if noise.numel()), default=math.inf)
+
+
+def _name_of(dim: int, index: int) -> str:
+    if dim != _BANDS:
+        return f"index {index} of dim {dim}"
+    low, high = (f"{2.0 ** (_BITS_PER_BAND * bound):g}" for bound in (index, index + 1))
+    if index == 0:
+        return f"a number below {high}"
+    return f"a number from {low}" + (f" to {high}" if index < _BAND_COUNT - 1 else "")
+
+
+def slice_noise(size: Slices, noises: Iterable[Slices], dtype: torch.dtype, *, least_samples: int) -> SliceNoise:
+    """The noise of each slice: its largest measured noise, and at least the rounding error at the slice's own scale.
+
+    It is never below one unit of 1, `unit(dtype)`. A kernel may compute sigmoid, softmax or tanh to one unit of 1, and
+    not to one ulp of each value, so slices are judged no finer than that.
+
+    Args:
+        size: the magnitudes of the original.
+        noises: the measurements of its noise.
+        least_samples: the number of values that a slice needs to be judged.
+    """
+    result = SliceNoise()
+    measured = list(noises)
+    for dim, largest in size.largest.items():
+        floor = least_noise(dtype) * unit(dtype) * largest + torch.finfo(dtype).smallest_normal
+        judged = (largest > 0) & (size.samples[dim] >= least_samples)
+        result.noise[dim] = torch.where(judged, floor.clamp(min=unit(dtype)), math.nan)
+    for slices in measured:
+        result.raise_to(slices)
+    return result

@@ -1,0 +1,288 @@
+"""The reference that candidates are compared with: the original's outputs, their float64 truth and their rounding noise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.errors import UsageError
+from optimizer.inputs import Call, Samples, Sizes
+from optimizer.parity.at_precision import errors_at, noise_at
+from optimizer.parity.close_look import at_least, hold_to_algebra, rows_may_be_rounding, settle_kinks
+from optimizer.parity.comparison import Comparison
+from optimizer.parity.modes import in_float64, perturbed
+from optimizer.parity.moved_biases import find_moved_biases, noises_with
+from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
+from optimizer.parity.observe import Flatten, observe
+from optimizer.parity.original import Original, OriginalCall
+from optimizer.parity.results import Measurement, OutputNoise
+from optimizer.parity.row_runs import measure_rows
+from optimizer.parity.rows import Rows
+from optimizer.parity.tensors import is_exact
+from optimizer.preserve import one_at_a_time, pinned_settings
+from optimizer.runs import Runs
+from optimizer.sizes import Taken
+from passes.base import DeclaredError, Precision
+
+
+@dataclass(frozen=True)
+class Reruns:
+    """Ways to run one call once more, without gradients: three with the original, one with a candidate.
+
+    Attributes:
+        original, other: give the copies that are run, so that they can be watched.
+        in_float64, perturbed: the original in float64, and with inputs and weights off by one ulp.
+    """
+
+    original: Runs
+    other: Runs
+    own: Callable[[], object]
+    in_float64: Callable[[], object]
+    perturbed: Callable[[], object]
+    candidate: Callable[[], object]
+
+
+class Reference:
+    """The outputs of the original with their truth and noise; any number of candidates can be compared with it.
+
+    Outputs are kept on the CPU; inputs are made again from the samples.
+
+    Attributes:
+        original: the original and its calls.
+        noises: by output name.
+        slices: the noises of channels, columns and bands that are judged by themselves.
+        taken: the sizes of open dims at which the original ran.
+    """
+
+    def __init__(self, original: Original, rounding: RoundingNoise, settings: dict[str, str], draws: int) -> None:
+        rounding.measure()
+        self.original = original
+        self.noises = rounding.of_outputs()
+        self.slices = rounding.of_slices(self.noises)
+        self.taken = Taken(None, {})
+        self._rounding = rounding
+        self._precision: Precision | None = None
+        # The noises before more samples were taken; None before that.
+        self._few_samples: dict[str, OutputNoise] | None = None
+        blank = original.blank(settings, draws)
+        self.blank = replace(
+            blank,
+            notes=(*blank.notes, *original.notes_on_failures(), *rounding.conclusions(self.noises)),
+            reference="own dtype" if rounding.refused else "float64",
+            reference_reason=rounding.refused,
+        )
+
+    @property
+    def target(self) -> Callable[..., Any]:
+        """The original itself."""
+        return self.original.target
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the parameters that the original writes to in forward."""
+        return self.original.runs.written
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes at which the original ran."""
+        return self.blank.batch_sizes
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the outputs, in the order of the output's tree."""
+        return tuple(name for name, noise in self.noises.items() if noise.kind == "output")
+
+    @property
+    def precision(self) -> str:
+        """ "bfloat16" or "float16" where the noise is the original's error at that precision; "" otherwise."""
+        return self.blank.precision
+
+    @property
+    def truth_in_float64(self) -> bool:
+        """Whether the truth is the original in float64 and not in its own dtype."""
+        return self.blank.reference == "float64"
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether the original draws random numbers."""
+        return any(one.own.draws for one in self.original.calls)
+
+    def why_not(self, size: str | None) -> str | None:
+        """The first error of the original at other sizes of this dim (None for the batch), with its place; None for none."""
+        return self.original.why.get(() if size is None else (size,))
+
+    def less_precise(self, by: Precision | DeclaredError) -> Reference:
+        """The reference for a candidate that computes at another precision, or has an error that a pass declares."""
+        return self.allowing(by) if isinstance(by, DeclaredError) else self.at_precision(by)
+
+    def at_precision(self, precision: Precision) -> Reference:
+        """The reference for a candidate in half precision: its error may be as large as the original's at that precision.
+
+        The truth stays, and so does the noise where it is larger.
+
+        Raises:
+            UsageError: the original is no module, whose parts in float32 could be named by path.
+        """
+        if not isinstance(self.target, nn.Module):
+            raise UsageError(
+                "Only a module can be compared at another precision, as its float32 parts are named by path."
+            )
+        twin = self._twin()
+        with one_at_a_time:
+            errors = errors_at(twin._rounding, precision)
+        for name, noise in self.noises.items():
+            twin.noises[name] = noise_at(twin._rounding, precision, noise, errors.get(name))
+        notes = (*self.blank.notes, *twin._rounding.notes)
+        twin.blank = replace(self.blank, precision=precision.name, notes=notes)
+        twin.slices = {name: noise.raised_to(errors[name]) for name, noise in self.slices.items() if name in errors}
+        twin._precision = precision
+        return twin
+
+    def allowing(self, declared: DeclaredError) -> Reference:
+        """The reference for a candidate with an error that a pass declares, on top of rounding."""
+        twin = self._twin()
+        for name, noise in self.noises.items():
+            if not is_exact(torch.empty(0, dtype=getattr(torch, noise.dtype))):
+                twin.noises[name] = replace(noise, declared=noise.declared + declared.max_error * noise.scale)
+        note = f"{declared.by} declares an error of at most {declared.max_error:g} of an output's largest magnitude."
+        twin.blank = replace(self.blank, notes=(*self.blank.notes, note))
+        twin.slices = {}
+        return twin
+
+    def _twin(self) -> Reference:
+        twin = copy.copy(self)
+        twin.original = self.original.twin()
+        twin._rounding = self._rounding.of(twin.original)
+        twin.noises, twin._few_samples = dict(self.noises), None
+        return twin
+
+    def compare(
+        self, candidate: Callable[..., Any], *, flatten: Flatten | None = None, rows: Rows | None = None
+    ) -> Measurement:
+        """Run a candidate at the same calls with the same random seeds; what it raises is a problem in the result.
+
+        Args:
+            rows: from `independent_rows`: run rows alone and among other rows too.
+            flatten: for a candidate that takes flat tensors and returns a tensor or a flat tuple of them: makes its
+                tensors from (args, kwargs). Outputs are then matched by their order and the structure is not compared.
+        """
+        moved = find_moved_biases(self.target, candidate, self.noises)
+        calls = self.original.calls
+        # Further samples count for candidates whose errors need them. A region keeps no details: it has no user tolerance.
+        noises = noises_with(moved, self._few_samples or self.noises, calls)
+        comparison = Comparison(
+            noises,
+            flat=flatten is not None,
+            in_detail=self.original.samples is not None,
+            slices=self.slices,
+            moved=moved,
+        )
+        runs = self.runs_of(candidate)
+        with one_at_a_time, pinned_settings() as settings:
+            for one in calls:
+                training = self.original.with_gradients(one.draw) and flatten is None
+                comparison.run(runs, one, self.original.inputs_of(one), flatten, training=training)
+            if flatten is None:
+                settle_kinks(self._rounding, runs, comparison)
+        seen = None if rows is None or comparison.problems else measure_rows(self, runs, rows, flatten)
+        if comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises):
+            self.look_closely()
+            comparison.noises = noises_with(moved, self.noises, calls)
+            if flatten is None and self._precision is None and self._few_samples is not None:
+                hold_to_algebra(self._rounding, self._few_samples, runs, comparison)
+        return replace(comparison.finish(self.blank), rows=seen, settings=settings)
+
+    def look_closely(self) -> None:
+        """Measure the noise at all batch sizes and in more samples; once, when a candidate needs it.
+
+        Rounding before a division by something small has long tails, as in a BatchNorm over a few rows that hardly differ:
+        three samples may all be a tenth of the next one.
+        """
+        if self._few_samples is not None:
+            return
+        self._few_samples = dict(self.noises)
+        with one_at_a_time, pinned_settings():
+            for name, noise in self._rounding.measure_the_rest().items():
+                before = self.noises[name]
+                largest, rms = max(before.noise, noise.noise), max(before.noise_rms, noise.noise_rms)
+                self.noises[name] = replace(before, noise=largest, noise_rms=rms)
+            if self._precision is None:
+                seen = self._rounding.more_samples()
+            else:
+                seen = errors_at(self._rounding, self._precision, MORE_SAMPLES)
+        for name, pool in seen.items():
+            self.noises[name] = at_least(self.noises[name], pool)
+
+    def noises_of_few_samples(self) -> dict[str, OutputNoise]:
+        """The noises before `look_closely`."""
+        return self._few_samples or self.noises
+
+    def runs_of(self, target: Callable[..., Any]) -> Runs:
+        """Runs of another target, made as those of the original."""
+        return Runs(target, in_eval=self.original.runs.in_eval, written=self.written)
+
+    def outputs_at(self, asked: Sequence[tuple[int | None, Sizes]]) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """The original's outputs at draw 0 of these batch sizes and sizes, in the order of the output's tree.
+
+        None where it didn't run at one of them, or isn't deterministic.
+
+        Args:
+            asked: each a batch size, and the sizes of other open dims that differ from the given call.
+        """
+        at = {(one.batch_size, frozenset(one.sizes)): one for one in self.original.calls if one.draw == 0}
+        found = [at.get((batch, frozenset(sizes))) for batch, sizes in asked]
+        runs = [one.own for one in found if one is not None]
+        changes = self.draws_random_numbers or not all(noise.deterministic for noise in self.noises.values())
+        if changes or len(runs) < len(found) or any(own.structure != runs[0].structure for own in runs):
+            return None
+        return tuple(tuple(own.values[name] for name in own.of_kind("output")) for own in runs)
+
+    def calls(self) -> Iterator[tuple[str, Call]]:
+        """Each call with its batch size and draw in words."""
+        return ((one.where, self.original.inputs_of(one)) for one in self.original.calls)
+
+    def call_at(self, where: str) -> OriginalCall:
+        """The call that is named so."""
+        return next(one for one in self.original.calls if one.where == where)
+
+    def reruns(self, where: str, candidate: Runs | nn.Module) -> Reruns:
+        """Ways to run one call again; `where` is one of `calls`."""
+        one, original = self.call_at(where), self.original
+        call = original.inputs_of(one)
+        other = candidate if isinstance(candidate, Runs) else self.runs_of(candidate)
+
+        def plain(runs: Runs) -> Callable[[], object]:
+            def run() -> object:
+                with runs.fresh() as target:
+                    return observe(target, call, seed=one.seed, names=one.names)
+
+            return run
+
+        return Reruns(
+            original=original.runs,
+            other=other,
+            own=plain(original.runs),
+            in_float64=lambda: in_float64(original, one, training=False),
+            perturbed=lambda: perturbed(original, one, 0, training=False),
+            candidate=plain(other),
+        )
+
+    def of(self, target: nn.Module, where: str) -> Reference:
+        """A reference of another module, at one of `calls` alone.
+
+        Raises:
+            LoadError: it raises there.
+        """
+        samples: Samples | None = self.original.samples
+        assert samples is not None
+        one = self.call_at(where)
+        original = Original(target, "inference", samples.seed, samples=samples)
+        with one_at_a_time, pinned_settings() as settings:
+            original.run(one.batch_size, one.draw, self.original.inputs_of(one), label=one.label, sizes=one.sizes)
+            original.check()
+            return Reference(original, RoundingNoise(original), settings, one.draw + 1)

@@ -1,0 +1,309 @@
+"""The plain data of a comparison: measured noise and errors, and the judgement of them. JSON both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from optimizer.parity.json_data import OMIT_IF_EMPTY, from_json, to_json
+
+
+@dataclass(frozen=True)
+class OutputNoise:
+    """The error that rounding alone causes in one output, pooled over all calls of the original.
+
+    Attributes:
+        kind: "output", "input" (changed in place), "gradient" or "buffer".
+        dtype: the output's dtype, such as "float32".
+        scale, rms: largest magnitude and root mean square of the reference.
+        own_error, own_error_rms: error of the original against the float64 reference; 0 where there is none.
+        response, response_rms: the largest change of the original's output when its inputs and weights change by one
+            ulp, or when it runs again. Intermediate results change by one ulp too where the original computes in
+            float64 throughout, or where a candidate's error was larger than the other changes explain.
+        noise, noise_rms: the larger of error and response, and at least a floor. The floor is four units in the last
+            place of the output's own scale, one for float16 and bfloat16, sixty-four for gradients in float64; for the
+            root mean square it is half of that, of the output's own root mean square. For a candidate of lower
+            precision, at least the error of the original when it computes in that precision.
+        signal: None, or why the output proves nothing: "all zero", "the same for every input", …
+        deterministic: False where two runs of the original differ by more than rounding; the output isn't judged then.
+        tied: number of elements of an integer output that the original itself changes within its noise; not compared.
+        declared: the absolute error that passes declare for this output, allowed on top of rounding.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    scale: float
+    rms: float
+    own_error: float
+    own_error_rms: float
+    response: float
+    response_rms: float
+    noise: float
+    noise_rms: float
+    signal: str | None
+    deterministic: bool
+    tied: int
+    declared: float = 0.0
+
+    def allowed(self, factor: float) -> tuple[float, float]:
+        """The allowed absolute error, and the allowed root mean square of the errors."""
+        return self.declared + factor * self.noise, self.declared + factor * self.noise_rms
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OutputNoise:
+        return from_json(cls, data)
+
+
+@dataclass(frozen=True)
+class CallErrors:
+    """Error statistics of a candidate's output at one call, for people to read. The verdict doesn't depend on them.
+
+    Attributes:
+        batch_size, draw: identify the call.
+        max_error, mean_error, p999_error: the largest, the mean and the 99.9th percentile of the absolute errors
+            against the reference, over the elements that are finite on both sides; None where there are none, and for
+            integers.
+        cosine: of the angle between output and reference, both flattened; None in the same cases.
+        agreement: for an integer output the share of equal elements. For a float output of shape (rows, classes), or of
+            shape (rows, positions, classes) with the name logits, the share of rows whose largest score is at the same
+            class as in the reference. None for other outputs, and where every row is undecided.
+        undecided: number of rows, or of elements of an integer output, that the original itself decides either way
+            within its noise; `agreement` leaves them out.
+        sizes: of dynamic dims other than the batch, by name, where they differ from those of the given call.
+    """
+
+    batch_size: int | None
+    draw: int
+    max_error: float | None = None
+    mean_error: float | None = None
+    p999_error: float | None = None
+    cosine: float | None = None
+    agreement: float | None = None
+    undecided: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_IF_EMPTY)
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """The errors of a candidate's output, pooled over all calls.
+
+    Attributes:
+        max_error, rms_error: against the reference, over the elements that are finite on both sides.
+        mismatches: number of elements of an integer output that differ; ties don't count.
+        problems: sentences about a difference that no tolerance allows: shape, dtype, NaN or inf in other places.
+        where: the call of the largest error: "batch size 3, draw 1".
+        frontier: (difference from the original's own output, its magnitude) pairs that decide any atol, rtol.
+        slice, slice_error, slice_noise: the channel, column or band of magnitude with the largest ratio of error to its
+            own noise ("index 3 of dim 1", "a number below 256"), that error and that noise. "" and 0 where no slice is
+            judged, because none is much quieter than the whole output.
+        calls: the statistics of each call; empty where nobody reads them, as for a region.
+    """
+
+    noise: OutputNoise
+    max_error: float
+    rms_error: float
+    mismatches: int
+    problems: tuple[str, ...]
+    where: str
+    frontier: tuple[tuple[float, float], ...]
+    slice: str = ""
+    slice_error: float = 0.0
+    slice_noise: float = 0.0
+    calls: tuple[CallErrors, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowDifference:
+    """How much the rows of one output change with the other rows of the batch, pooled over all runs.
+
+    Attributes:
+        name: of the output, in the reference.
+        max_difference, rms_difference: between two answers to one row, over the elements that are finite in both.
+        mismatches: number of elements of an integer output that differ, ties left out; for other outputs the number of
+            elements with NaN or infinity in only one answer; all elements of a row whose answer has another shape.
+        batch_size, row, how: place of the largest difference, or of the first mismatch: the row of the batch of that
+            size, and the other run of the row: "alone", "in another place" or "among other rows".
+        frontier: (difference, magnitude) pairs that decide any atol, rtol.
+    """
+
+    name: str
+    max_difference: float = 0.0
+    rms_difference: float = 0.0
+    mismatches: int = 0
+    batch_size: int = 0
+    row: int = 0
+    how: str = ""
+    frontier: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RowMeasurement:
+    """The differences between runs of rows alone, in other places and among other rows.
+
+    Attributes:
+        batch_sizes: sizes of the batches whose rows were run.
+        alone: False where the original or the candidate can't run at a batch of one.
+        without_rows: outputs whose dim 0 isn't the batch; they aren't compared.
+        problem: a sentence with the error that the candidate raised; None where it ran.
+    """
+
+    outputs: tuple[RowDifference, ...]
+    batch_sizes: tuple[int, ...]
+    alone: bool
+    without_rows: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Everything that was measured when a candidate ran; `judge` needs nothing else.
+
+    Attributes:
+        problems: sentences about a failure as a whole: the candidate raised, its output has another structure.
+        reference: "float64", or "own dtype" where `reference_reason` says why the original can't run in float64.
+        settings: the settings that were pinned on both sides while measuring.
+        precision: "bfloat16" or "float16" where the noise is the error of the original when it computes in that dtype;
+            else "".
+        rows: how much rows change with the other rows of their batch; None where that wasn't measured.
+        device, reference_device: where the candidate and the original ran; the latter is "" for the same device.
+    """
+
+    outputs: tuple[OutputDifference, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    reference: str
+    reference_reason: str
+    mode: str
+    device: str
+    batch_sizes: tuple[int, ...]
+    draws: int
+    seed: int
+    settings: dict[str, str]
+    precision: str = ""
+    rows: RowMeasurement | None = None
+    reference_device: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        return from_json(cls, data)
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """The judgement of one output.
+
+    Attributes:
+        max_error, noise, tolerance: the candidate's largest error, the error that rounding alone causes, and the
+            allowed error.
+        ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` for a correct output. Where
+            passes declare an error, `factor` times the larger ratio of error to allowed error.
+        problem: None for a correct output, else one sentence.
+        judged: False where the original itself isn't deterministic in this output.
+        slice, slice_ratio: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in units
+            of its own noise; "" and 0 where no slice is judged.
+        mean_error, p999_error, cosine, agreement: the worst of the calls, see `CallErrors`; undecided: the sum.
+        calls: the statistics of each call.
+        by_user: whether the user gave a tolerance. It limits the difference from the original's own output.
+        max_difference: the largest of these differences; None for integers and for outputs that aren't judged.
+    """
+
+    name: str
+    kind: str
+    ok: bool
+    judged: bool
+    max_error: float
+    rms_error: float
+    noise: float
+    noise_rms: float
+    tolerance: float
+    ratio: float
+    tied: int
+    signal: str | None
+    problem: str | None
+    slice: str = ""
+    slice_ratio: float = 0.0
+    mean_error: float | None = None
+    p999_error: float | None = None
+    cosine: float | None = None
+    agreement: float | None = None
+    undecided: int = 0
+    calls: tuple[CallErrors, ...] = ()
+    by_user: bool = False
+    max_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class RowJudgement:
+    """The judgement of one output's rows; `allowed` is the allowed difference between two answers to one row."""
+
+    name: str
+    ok: bool
+    max_difference: float
+    allowed: float
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """The judgement of all rows, which is part of the verdict of a `ParityReport`."""
+
+    ok: bool
+    outputs: tuple[RowJudgement, ...]
+    batch_sizes: tuple[int, ...]
+    alone: bool
+    without_rows: tuple[str, ...]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The verdict: "ok", "failed", or "vacuous" where the outputs prove nothing. Only "ok" is `.ok`.
+
+    Attributes:
+        precision: "bfloat16" or "float16" where the candidate was compared with the original's own error in that dtype;
+            "" where it was compared with the original's rounding noise.
+        rows: the judgement of rows that ran alone and among others; None where nobody asked for it.
+        device, reference_device: where the candidate and the original ran; the latter is "" for the same device.
+    """
+
+    verdict: str
+    reason: str
+    outputs: tuple[OutputParity, ...]
+    notes: tuple[str, ...]
+    reference: str
+    mode: str
+    device: str
+    batch_sizes: tuple[int, ...]
+    draws: int
+    factor: float
+    settings: dict[str, str]
+    precision: str = ""
+    rows: RowReport | None = None
+    reference_device: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "ok"
+
+    @property
+    def ratio(self) -> float:
+        """The worst output's error in units of its noise; 0 where no output was judged."""
+        return max((output.ratio for output in self.outputs if output.judged), default=0.0)
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**to_json(self), "ok": self.ok}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
+        return from_json(cls, data)

@@ -1,0 +1,190 @@
+"""Run a model with its parameters, or the result of every operator, changed by one unit in the last place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._decomp import decomposition_table
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimizer.parity.float64 import raised
+from optimizer.parity.torch_functions import is_question, mapped, moved_tensor, written_ids
+from passes.program.torch_calls import name_of
+from passes.program.weights import bare, is_folded
+
+# Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
+_NORMS = re.compile("norm(?!al)")
+# ATen operators that fill in given numbers, or none yet, and compute nothing.
+_FILLS = frozenset(
+    {
+        "masked_fill", "masked_scatter", "where", "fill", "full", "full_like", "new_full", "scalar_tensor", "empty",
+        "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+    }
+)  # fmt: skip
+
+
+class PerturbedMode(TorchFunctionMode):
+    """Changes each parameter that a call reads by about one unit in the last place, up or down at random.
+
+    A parameter changes in the same way each time it is read. Gradients reach the parameters themselves.
+    """
+
+    def __init__(self, seed: int, *, written: Iterable[nn.Parameter] = ()) -> None:
+        """Draw the signs of the changes.
+
+        Args:
+            written: parameters that the model writes to. They are not changed, because the writes would be lost.
+        """
+        super().__init__()
+        self._written = frozenset(map(id, written))
+        self._generator = torch.Generator().manual_seed(seed)
+        # Each parameter is kept with its start; otherwise its id could name another tensor later.
+        self._starts: dict[int, tuple[torch.Tensor, int]] = {}
+        self._signs = random_signs(self._generator)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if (
+            name in ("__get__", "__set__")
+            or is_question(name)
+            or func in (torch.autograd.grad, torch.autograd.backward)
+        ):
+            return func(*args, **kwargs)
+        if self._is_perturbed(source := moved_tensor(name, args, kwargs)):
+            # Changing only the rows that are read avoids a copy of the whole table.
+            return self._perturbed(func(*args, **kwargs), self._start_of(source))
+        written = written_ids(name, args, kwargs)
+
+        def perturb(value: Any) -> Any:
+            if not self._is_perturbed(value) or not _is_inexact(value) or id(value) in written:
+                return value
+            return self._perturbed(value, self._start_of(value))
+
+        return func(*mapped(args, perturb), **mapped(kwargs, perturb))
+
+    def _is_perturbed(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) and id(value) not in self._written
+
+    def _start_of(self, parameter: torch.Tensor) -> int:
+        known = self._starts.get(id(parameter))
+        if known is None:
+            known = self._starts[id(parameter)] = (parameter, _random_start(self._signs, self._generator))
+        return known[1]
+
+    def _perturbed(self, value: Any, start: int) -> Any:
+        if not isinstance(value, torch.Tensor) or not _is_inexact(value) or value.numel() == 0:
+            return value
+        return off_by_one_ulp(value, self._signs, start)
+
+
+class RoundedMode(TorchDispatchMode):
+    """Changes the result of each operator by about one unit in the last place, up or down at random.
+
+    This simulates rounding at every step of a model, in the backward pass too. Norms are decomposed: if the mean that a
+    BatchNorm subtracts is wrong by one unit, all rows are wrong in the same way. A gradient, as a sum over the rows, is
+    then wrong by a multiple of that.
+
+    Three kinds of results stay unchanged:
+    - results of operators that only fill in numbers;
+    - tensors of whole numbers (a count, positions, a mask), which every kernel computes exactly: half of position 2 is
+      never 0.99, which floor would turn into 0;
+    - numbers that represent infinity, as in a mask. They absorb all numbers that are added to them, so every kernel
+      returns them exactly. If they were rounded, a fully masked row of attention, whose numbers are all equal, would
+      attend to one position alone, and any error would pass as rounding.
+
+    Attributes:
+        calls: the number of results that were changed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.calls = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._signs = random_signs(self._generator)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        composed = decomposition_table.get(func) if _NORMS.search(func.__name__) else None
+        if composed is not None:
+            with self:
+                return composed(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func._schema.name.partition("::")[2].strip("_") in _FILLS:
+            return result
+        results = result if isinstance(result, tuple | list) else (result,)
+        for value, declared in zip(results, func._schema.returns, strict=False):
+            is_view = declared.alias_info is not None and not declared.alias_info.is_write
+            is_own = not is_view and isinstance(value, torch.Tensor) and _is_inexact(value) and _is_dense(value)
+            if is_own and not _is_whole(value):
+                self._round(value)
+        return result
+
+    def _round(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        signs = _signs_for(value, self._signs, _random_start(self._signs, self._generator))
+        factor = signs.to(value.dtype).mul_(torch.finfo(value.dtype).eps).add_(1)
+        # A product, because infinity plus an offset of infinity is NaN.
+        value.mul_(factor.masked_fill_(stands_for_infinity(value), 1))
+
+
+def stands_for_infinity(value: torch.Tensor) -> torch.Tensor:
+    """Where a float tensor is at least half of its dtype's largest number, like masks of `torch.finfo(…).min`."""
+    return bare(value).abs() >= torch.finfo(value.dtype).max / 2
+
+
+def random_signs(generator: torch.Generator) -> torch.Tensor:
+    """Ones and minus ones for `off_by_one_ulp`: int8, of a prime length, so that each row gets different ones."""
+    return torch.randint(0, 2, (65537,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+
+
+def off_by_one_ulp(
+    value: torch.Tensor, signs: torch.Tensor, start: int = 0, *, eps: float | None = None
+) -> torch.Tensor:
+    """Compute `value * (1 ± eps)`, with the signs (int8, any length) taken in turn from `start` on; differentiable.
+
+    Args:
+        eps: the relative change; the machine epsilon of the value's dtype by default.
+    """
+    if is_folded(value):
+        value = bare(value)
+    # Few steps make another tensor of this size, because the value may be the largest weight of the model.
+    offset = value.detach() * _signs_for(value, signs, start)
+    offset.mul_(torch.finfo(value.dtype).eps if eps is None else eps)
+    return value + offset if value.requires_grad else offset.add_(value)
+
+
+def _random_start(signs: torch.Tensor, generator: torch.Generator) -> int:
+    return int(torch.randint(0, len(signs), (), generator=generator))
+
+
+def _signs_for(value: torch.Tensor, signs: torch.Tensor, start: int) -> torch.Tensor:
+    """Signs in the shape of `value`, taken in turn from `start` on."""
+    repeats = -(-(value.numel() + start) // len(signs))
+    return signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a float tensor holds only whole numbers, all small enough for its dtype to represent their neighbors."""
+    if value.is_complex():
+        return False
+    with torch.no_grad():
+        return bool(((value == value.round()) & (value.abs() < 1 / torch.finfo(value.dtype).eps)).all())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each element of the tensor has its own place in memory."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 not in tensor.stride()
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return raised(tensor.dtype) in (torch.float64, torch.complex128)

@@ -1,0 +1,85 @@
+"""Why an output proves nothing: it is empty, constant, or lost in its rounding noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from optimizer.parity.original import Original, OriginalCall, shared_rows
+from optimizer.parity.pools import Pool
+from optimizer.parity.tensors import is_exact, special
+from optimizer.parity.verdict import no_signal
+
+_NOISE_AT_LEAST = 0.25
+
+
+def lost_in_noise(rms: float, noise_rms: float) -> bool:
+    """Whether rounding noise is a quarter of the values or more, in the root mean square."""
+    return noise_rms > _NOISE_AT_LEAST * rms
+
+
+def missing_signal(original: Original, name: str, rms: float, noise_rms: float) -> str | None:
+    """Why an output proves nothing; None where it does prove something.
+
+    Args:
+        rms: root mean square of the output.
+        noise_rms: of its rounding noise.
+    """
+    here = [one for one in original.calls if name in one.own.values]
+    values = [one.own.values[name] for one in here]
+    exact = is_exact(values[0])
+    if sum(value.numel() for value in values) == 0:
+        return "empty"
+    if exact and all(_is_tied(one, name) for one in here):
+        return "tied in every element"
+    if not exact and all(bool((special(value) != 0).all()) for value in values):
+        return "NaN or infinite in every element"
+    if all(not bool(value.any()) for value in values):
+        return "all zero"
+    if not exact and lost_in_noise(rms, noise_rms):
+        return "hardly larger than its rounding noise"
+    if not original.inputs_vary or len(original.calls) < 2 or original.calls[0].own.kinds.get(name) != "output":
+        return None
+    changed = _change(original, name)
+    if changed is None:
+        return None
+    if changed.largest == 0:
+        return "the same for every input"
+    return "less moved by its inputs than by rounding" if not exact and changed.rms <= noise_rms else None
+
+
+def why_vacuous(original: Original) -> str | None:
+    """Why the outputs prove nothing, told without a measurement of noise; None where they may prove something."""
+    names = original.calls[0].own.of_kind("output")
+    reasons = {name: why for name in names if (why := missing_signal(original, name, math.inf, 0.0)) is not None}
+    return no_signal(reasons) if reasons and len(reasons) == len(names) else None
+
+
+def gives_the_same(original: Original) -> bool:
+    """Whether an output is the same at all calls, though their inputs differ."""
+    if not original.inputs_vary or not original.calls:
+        return False
+    changes = (_change(original, name) for name in original.calls[0].own.of_kind("output"))
+    return any(change is not None and change.largest == 0 for change in changes)
+
+
+def _is_tied(one: OriginalCall, name: str) -> bool:
+    unstable = one.unstable.get(name)
+    return not one.own.values[name].numel() or (unstable is not None and bool(unstable.all()))
+
+
+def _change(original: Original, name: str) -> Pool | None:
+    """The change of an output from call to call, in the rows that neighbouring calls share; None where rows can't be told."""
+    here = [one.own.values[name] for one in original.calls if name in one.own.values and not one.sizes]
+    pairs = [shared_rows(a, b) for a, b in itertools.pairwise(here)]
+    change = Pool()
+    for pair in pairs:
+        if pair is None:
+            return None
+        if is_exact(pair[0]):
+            change.add((pair[0] != pair[1]).to(torch.float64), of=pair[0])
+        else:
+            change.add_distance(*pair)
+    return change if pairs else None

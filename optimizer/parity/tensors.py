@@ -1,0 +1,77 @@
+"""Elementwise differences of tensors, and the error that rounding alone always explains."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a - b| in float64, elementwise; for complex numbers the modulus."""
+    return (wide(a) - wide(b)).abs()
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64 or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def is_exact(tensor: torch.Tensor) -> bool:
+    """Whether elements are integers or booleans, which are equal or wrong: rounding excuses no difference."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The spacing of a float dtype at 1; 0 for integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def least_noise(dtype: torch.dtype) -> float:
+    """The error that a correct output may always have, in ulps of the output's scale.
+
+    float32 and float64 accumulate in their own precision. A folded convolution that adds its bias before its 300
+    products, and not after them, had an error of 6 ulps, which the original's own rounding doesn't show. The half
+    precisions accumulate in float32 and round once.
+    """
+    return 1.0 if dtype in (torch.float16, torch.bfloat16) else 4.0
+
+
+def floors(dtype: torch.dtype, scale: float, rms: float) -> tuple[float, float]:
+    """The errors that a correct output may always have: the largest error, and the root mean square of its errors.
+
+    Args:
+        scale: the output's largest magnitude.
+        rms: the output's root mean square.
+    """
+    least = least_noise(dtype) * unit(dtype)
+    return least * scale, least * rms / 2
+
+
+def special(tensor: torch.Tensor) -> torch.Tensor:
+    """An int8 code per element: 0 where it is finite, and one code for each kind of NaN, inf and -inf."""
+    if all_finite(tensor):
+        return torch.zeros((), dtype=torch.int8).expand(tensor.shape)
+    parts = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor,)
+    code = torch.zeros(tensor.shape, dtype=torch.int8)
+    for place, part in enumerate(parts):
+        values = part.to(torch.float64)
+        if bool(values.isfinite().all()):
+            continue
+        kind = torch.where(
+            values.isnan(), 1, torch.where(values == math.inf, 2, torch.where(values == -math.inf, 3, 0))
+        )
+        code += kind.to(torch.int8) * 4**place
+    return code
+
+
+def all_finite(*tensors: torch.Tensor) -> bool:
+    """Whether every element of every tensor is finite."""
+    return all(_finite(torch.view_as_real(t) if t.is_complex() else t) for t in tensors)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # The sum needs one pass and no temporary, and one element that isn't finite makes it not finite. As a sum of finite
+    # elements may overflow, the elements decide then.
+    total = tensor.sum(dtype=torch.float64)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
