@@ -1,12 +1,13 @@
 # make demo    install the project and run it on a ResNet-50
-# make test    install what the tests need and run them
+# make test    install what the tests need and run the fast ones (eight minutes)
+# make test-all   the other tests, those that are marked slow (25 minutes)
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
 #              and thirty of timm through optimize, and all but timm's through torch.export (an hour and a half)
 # make rule    2000 right artifacts and some hundred faults, judged (hours; goes on where it was stopped): RUNS=…
 # make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
-# make bench   the benchmarks (four and a half hours; leave the machine alone meanwhile), then `make docs` shows them
+# make bench   the benchmarks (four and a half hours; leave the machine alone meanwhile), docs/benchmarks.md links to the tables
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,13 +20,16 @@ N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test fuzz zoo rule mutants check format lint bench docs clean
+.PHONY: demo test test-all fuzz zoo rule mutants check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
 
 test: $(VENV)/test $(TIMM)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not zoo" -n $(WORKERS) --dist worksteal
+
+test-all: $(VENV)/test $(TIMM)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not zoo" -n $(WORKERS) --dist worksteal
 
 fuzz: $(VENV)/test
 	@echo "make fuzz N=$(N) SEED=$(SEED)"
@@ -41,7 +45,7 @@ rule: $(VENV)/examples
 mutants: $(VENV)/test
 	$(BIN)/python tests/mutation/mutants.py --jobs $(WORKERS)
 
-check: format lint test
+check: format lint test test-all
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

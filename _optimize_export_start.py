@@ -18,6 +18,6 @@ def main() -> int:
     package = module_from_spec(spec)
     sys.modules["optimizer"] = package
     spec.loader.exec_module(package)
-    from optimizer.cli import main as run
+    from optimizer.command.cli import main as run
 
     return run()

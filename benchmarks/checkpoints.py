@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.utils.checkpoint import checkpoint
 
-from optimizer.working_copy import working_copy
+from optimizer.model.working_copy import working_copy
 from passes import InsertCheckpoints
 from passes.base import Context
 from passes.checkpointing.fake import faked

@@ -17,7 +17,7 @@ from exporters.onnx import OnnxExporter
 from exporters.torchscript import TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize
-from optimizer.inputs import Call
+from optimizer.model.inputs import Call
 from passes.base import Context
 from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleRewriter

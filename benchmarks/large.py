@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from exporters import ExportRequest, exporter_named
 from optimizer import export
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 
 # Of the weights, beyond the model itself.

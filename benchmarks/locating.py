@@ -50,11 +50,11 @@ from exporters.onnx import OnnxExporter
 from exporters.steps import Place, line_of
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize, report_of
-from optimizer.divergence import Divergence
-from optimizer.inputs import Samples
-from optimizer.locating import first_divergence
-from optimizer.locating_modules import first_wrong_part
-from optimizer.locating_values import first_module_without_value
+from optimizer.faults.divergence import Divergence
+from optimizer.faults.locating import first_divergence
+from optimizer.faults.locating_modules import first_wrong_part
+from optimizer.faults.locating_values import first_module_without_value
+from optimizer.model.inputs import Samples
 from optimizer.parity import Reference, measure_reference
 from passes.program.weights import bare
 from passes.registry import PRESETS

@@ -17,7 +17,7 @@ from synthetic import Weights
 from torch import nn
 
 from optimizer import optimize
-from optimizer.working_copy import working_copy
+from optimizer.model.working_copy import working_copy
 
 
 def _forward(model: Weights) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.loading import load
+from optimizer.command.loading import load
 
 _RESNET = Path(__file__).parents[1] / "examples" / "resnet.py"
 _SUPPORT = Path(__file__).parents[1] / "tests" / "support"

@@ -42,8 +42,8 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 from optimizer import optimize, report_of
-from optimizer.collection import rare_collection
-from optimizer.working_copy import working_copy
+from optimizer.model.garbage import rare_collection
+from optimizer.model.working_copy import working_copy
 from passes import (
     CastPrecision,
     GraphPass,

@@ -28,7 +28,7 @@ from table import Table, publish
 
 from exporters import proof
 from optimizer import export, optimize, report_of
-from optimizer.artifact_parity import ArtifactParity
+from optimizer.exporting.artifact_parity import ArtifactParity
 
 # The most that is allowed: forwards of the example inputs, and the ratio of memory to a plain export's.
 GOALS = {"optimize": 12, "optimize, nothing changed": 3, "export": 25, "further format": 10, "memory": 1.5}

@@ -41,11 +41,11 @@ from torch import nn
 from exporters import ExporterError
 from exporters.base import Adapter
 from optimizer import export, optimize, verify_bundle
+from optimizer.bundle.manifest import plain
 from optimizer.errors import ParityError
-from optimizer.inputs import Call, Samples
-from optimizer.manifest import plain
+from optimizer.model.inputs import Call, Samples
+from optimizer.model.structure import rebuild
 from optimizer.parity import FACTOR, OutputNoise, ParityReport, Reference, judge, measure_reference
-from optimizer.structure import rebuild
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from real_models import lively

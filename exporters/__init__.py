@@ -1,4 +1,4 @@
-"""What can be written to disk."""
+"""Export models to files: formats, requests, artifacts and errors."""
 
 from exporters.aoti import AotiExporter
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec

@@ -1,6 +1,7 @@
-"""AOTI: the program that torch.export captures, compiled to machine code for one device and one kind of processor.
+"""AOTI: the program captured by torch.export, compiled to machine code for one device and one kind of processor.
 
-AOTInductor compiles it, `torch._inductor.aoti_load_package` and libtorch run it: without Python, and without a compiler.
+AOTInductor compiles it; `torch._inductor.aoti_load_package` and libtorch run it. Running it needs no Python and no
+compiler.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import Any, ClassVar
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, parameter_names
-from exporters.decisions import conditions_at
 from exporters.errors import ExportError, OtherMachine, RouteRefused
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.guards import guard_holds
@@ -32,22 +32,23 @@ from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.program_values import ProgramValues
 from exporters.proof import Evidence, Route, first_right, gather, prove_beyond, prove_early, prove_written, refusing
+from exporters.trace_conditions import conditions_at
 from exporters.writing import write_archive
 
 _MODEL = "model"
 
-# The compiler's loops add up so many numbers one after another at most, where torch adds in pairs.
+# Maximum number of terms that the compiled loops add sequentially; torch sums pairwise.
 _IN_A_ROW = 4096
 
-# Our part of the package's metadata.
+# The key of our entry in the package's metadata.
 _OURS = "optimize_export"
 
-# Vector loads of GPU kernels need it.
+# Alignment in bytes that vector loads of GPU kernels need.
 _ALIGNMENT = 16
 
 
 class AotiExporter(Exporter):
-    """`model.aoti.pt2`."""
+    """The exporter to `model.aoti.pt2`."""
 
     name: ClassVar[str] = "aoti"
     file_name: ClassVar[str] = "model.aoti.pt2"
@@ -60,7 +61,7 @@ class AotiExporter(Exporter):
 
         def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
             if programs:
-                # Compiling takes minutes, and a file that was wrong for the one program is wrong for the other.
+                # Compiling takes minutes, and a file that is wrong for one program is wrong for the other.
                 raise RouteRefused("the model was captured without it")
             programs.append(captured(evidence, strict=strict)[0])
             return self._compiled(programs[0], evidence, folder)
@@ -90,7 +91,7 @@ class AotiExporter(Exporter):
         with _private_cache(folder):
             with undisturbed(evidence.adapter), refusing("it can't be compiled"), silent():
                 files = _compile(program, folder)
-            # Compiling takes some more for granted.
+            # Compiling adds further conditions.
             conditions = conditions_of_program(program, evidence)
             loaded = self._packaged(files, evidence, (), path)
             with undisturbed(evidence.adapter), silent():
@@ -104,7 +105,7 @@ class AotiExporter(Exporter):
         return (path,)
 
     def _packaged(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:
-        """The package of these files, loaded."""
+        """Package these files and load the package."""
         with refusing("the package can't be written"), silent():
             _package(files, evidence, guards, path)
         with refusing("the package can't be loaded"):
@@ -113,9 +114,9 @@ class AotiExporter(Exporter):
 
 @contextmanager
 def _private_cache(folder: Path) -> Iterator[None]:
-    """What is compiled inside goes into a folder of its own, which is removed: the user's cache is neither read nor written."""
+    """Compile with a temporary cache in `folder`: the user's cache is neither read nor written."""
     with silent():
-        # Slow to import, and only this needs it.
+        # The import is slow, and only this function needs it.
         from torch._inductor.utils import fresh_cache
 
         with fresh_cache(dir=str(folder)):
@@ -123,11 +124,11 @@ def _private_cache(folder: Path) -> Iterator[None]:
 
 
 def missing_compiler() -> str | None:
-    """What AOTInductor lacks to compile, a clause with the way to get it; None for nothing.
+    """A clause that says what AOTInductor needs in order to compile, and how to get it; None if nothing is missing.
 
-    The passes have a like for torch.compile: neither package imports the other.
+    The passes have a similar check for torch.compile, since neither package imports the other.
     """
-    # Inductor looks for this one compiler and no other.
+    # Inductor only looks for this compiler.
     usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
     compiler = os.environ.get("CXX", usual)
     if shutil.which(compiler) is None:
@@ -136,7 +137,7 @@ def missing_compiler() -> str | None:
 
 
 def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
-    """The library, its metadata, and kernels for a GPU."""
+    """Compile the program; return the library, its metadata, and the kernels for a GPU."""
     import torch._inductor
 
     module = program.module(check_guards=False)
@@ -146,24 +147,24 @@ def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
         "aot_inductor.output_path": str(folder / "library"),
         "aot_inductor.precompile_headers": False,
         "aot_inductor.enable_line_tables": False,
-        # Its own check of inputs, for who sets AOTI_RUNTIME_CHECK_INPUTS, would refuse a batch of 1.
+        # Inductor's own input check, which AOTI_RUNTIME_CHECK_INPUTS enables, would refuse a batch of 1.
         "aot_inductor.check_lowerbound": False,
-        # Random numbers are those that torch draws.
+        # Draw the same random numbers as torch.
         "fallback_random": True,
         "cpp.dynamic_threads": True,
-        # Only what the vector instructions that were chosen ask for: whatever else this processor has is left.
+        # Compile for the chosen vector instructions, not for everything that this processor supports.
         "cpp.march": "",
         "cpp.enable_unsafe_math_opt_flag": False,
         "cpp.enable_floating_point_contract_flag": "off",
         "cpp.cxx": (_compiler(folder),),
-        # No clock decides, and no process that was started with another cache compiles.
+        # No choice by timing, and no compile workers: they may have been started with another cache.
         "max_autotune": False,
         "compile_threads": 1,
         "freezing": False,
     }
     args, kwargs = program.example_inputs
     written: Any = torch._inductor.aot_compile(module, args, kwargs, options=options)
-    # The sources stay behind: nothing reads them, and they tell of the machine that they were compiled on.
+    # Leave the sources out: nothing reads them, and they contain details of this machine.
     files = [Path(file) for file in written if isinstance(file, str)]
     return [
         path for path in files if path.suffix not in (".cpp", ".h", ".S", ".o") and "kernel_metadata" not in path.name
@@ -171,15 +172,15 @@ def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
 
 
 def _compiler(folder: Path) -> str:
-    """A script that calls the compiler and has the last word on its flags.
+    """Write a script that calls the compiler and appends our flags, which override earlier ones.
 
-    Inductor asks for code that takes -0.0 for 0.0; what is compiled here keeps them apart, as eager does. Macros and
-    assertions write down the files that they stand in, and nothing of this machine may be in a package.
+    Inductor asks for code that doesn't distinguish -0.0 from 0.0. Our code distinguishes them, as eager does. Macros
+    and assertions record source paths, and a package must contain no path of this machine.
     """
     compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     if compiler is None or sys.platform == "win32":
         return compiler or "cl"
-    # The last one that fits counts.
+    # If several prefixes match, the last one wins.
     roots = {
         sys.base_prefix: "python",
         sys.prefix: "python",
@@ -194,10 +195,10 @@ def _compiler(folder: Path) -> str:
 
 
 def _package(files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> None:
-    """Write the package with what its loader has to know.
+    """Write the package, including the metadata that its loader needs.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the file can't be written, for example because the disk is full.
     """
     from torch.export.pt2_archive._package import package_pt2
 
@@ -226,7 +227,7 @@ def _package(files: Sequence[Path], evidence: Evidence, guards: Sequence[str], p
 
 
 def _needs() -> list[str]:
-    """The instructions that the vector code uses, as `torch.cpu` names them without underscores."""
+    """The CPU features that the vector code needs, by their names in `torch.cpu` without underscores."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     flags = pick_vec_isa().build_arch_flags()
@@ -240,7 +241,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """The package's metadata, ours read.
+    """The package's metadata, with our entry parsed.
 
     Raises:
         OtherMachine: it isn't a package of this program.
@@ -285,7 +286,7 @@ class _LoadedPackage:
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.device = device.type
-        # How it computes was settled when it was compiled.
+        # The precision was fixed at compile time.
         self.settings: dict[str, str] = {}
         self._target = device
         metadata = _metadata(path)
@@ -298,7 +299,7 @@ class _LoadedPackage:
         self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, index)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Machine code looks at nothing: it would read what lies behind a tensor that is too small.
+        # Compiled code checks nothing: it would read past the end of a tensor that is too small.
         refuse_unfit(self._inputs, tensors)
         sizes = dict(zip(self._parameters, (tensor.shape for tensor in tensors), strict=True))
         for guard in self._guards:
@@ -307,11 +308,11 @@ class _LoadedPackage:
         held = [_laid_out(tensor.detach().to(self._target)) for tensor in tensors]
         with torch.no_grad():
             outputs = self._loader.boxed_run(held)
-        # A constant among them lies in the library, which goes with the loader.
+        # An output may be a constant in the library, whose memory is freed with the loader.
         return tuple(output.clone() for output in outputs)
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the code was compiled for it: contiguous, from an aligned address on."""
+    """Return the tensor in the layout that the code was compiled for: contiguous, at an aligned address."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

@@ -1,4 +1,4 @@
-"""Functions with a backward pass of their own (`torch.autograd.Function`), as a trace can hold them."""
+"""Trace functions with their own backward pass (`torch.autograd.Function`) as the operations of their forward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.autograd.function import FunctionCtx
 
 @contextmanager
 def traced_by_their_forwards() -> Iterator[None]:
-    """While it is active, a trace holds the operations of such a function's forward, and not one call of Python.
+    """Inside, a trace records the operations of such a function's forward instead of a single call to Python.
 
-    No file has a form for that call. Where there are no gradients the forward is all that the function does. What was bound
-    before (`gelu = Gelu.apply` in a module's file) stays a call of Python.
+    No file format can hold a call to Python. Without gradients, the forward is all that the function does. Calls
+    through names that were bound before (`gelu = Gelu.apply` at module level) stay calls to Python.
     """
     own = vars(torch.autograd.Function)["apply"]
 
@@ -23,7 +23,7 @@ def traced_by_their_forwards() -> Iterator[None]:
         if not torch._C._get_tracing_state() or torch.is_grad_enabled():
             return own.__get__(None, cls)(*args, **kwargs)
         if cls.setup_context is not torch.autograd.Function.setup_context:
-            # It keeps what a backward pass takes, and there is none.
+            # setup_context saves data for a backward pass, and there is none.
             return cls.forward(*args, **kwargs)
         context = FunctionCtx()
         context.needs_input_grad = (False,) * len(args)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What every exporter shares: the adapter that gives any model a fixed flat signature, the request, the artifact."""
+"""Shared parts of all exporters: the adapter that gives any model a fixed flat signature, the request, the artifact."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from exporters.structure import Structure, bind, identifier, input_names, kind_w
 
 
 class Adapter(nn.Module):
-    """A model behind a fixed number of positional tensors and a flat tuple of tensors (a single tensor stays one).
+    """A model with a fixed number of positional input tensors and a flat tuple of output tensors.
 
-    Arguments and outputs may be any tree of dicts, lists, tuples, dataclasses and registered pytrees, outputs also hold
-    objects with tensors among their attributes (a key-value cache). What isn't a tensor in them is a constant of the file.
-    The model is run once, to learn the structure of its outputs, where nobody tells it.
+    A single output tensor is returned as such. Arguments and outputs may be any tree of dicts, lists, tuples,
+    dataclasses and registered pytrees. Outputs may also contain objects with tensor attributes (a key-value cache). All
+    non-tensors are constants of the file. The model is run once to learn the structure of its outputs, unless `outputs`
+    is passed.
 
     Attributes:
-        inputs, outputs: the structures of arguments (by name) and output.
-        input_names: one name per tensor, after the signature of the model's forward: `x`, `past_key_values_0_1`.
-        output_names: one name per tensor, after the keys of the output: `logits`; else `output`, `output_0`, …
+        inputs, outputs: the structures of the arguments (by name) and of the output.
+        input_names: one name per tensor, from the signature of the model's forward: `x`, `past_key_values_0_1`.
+        output_names: one name per tensor, from the keys of the output (`logits`), or else `output`, `output_0`, …
 
     Raises:
-        StructureError: an argument or output is neither a tensor, nor a constant, nor made of such; there is no tensor
-            among the outputs; the model holds a sparse, nested or mkldnn tensor; the number of given names is wrong.
+        StructureError: an argument or output isn't a tree of tensors and constants; the outputs contain no tensor; the
+            model holds a sparse, nested or mkldnn tensor; the names passed are invalid, duplicates or the wrong number.
     """
 
     input_names: tuple[str, ...]
@@ -52,7 +53,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.model = model
         for index, stray in enumerate(_strays(model)):
-            # A parameter or layer that the model keeps in a plain list: tracers take only what is registered.
+            # A parameter or layer that the model keeps in a plain list. Tracers only see registered ones.
             name = f"unregistered_{index}"
             self.add_module(name, stray) if isinstance(stray, nn.Module) else self.register_parameter(name, stray)
         for place, tensor in _tensors(self):
@@ -61,7 +62,8 @@ class Adapter(nn.Module):
                     f"The model holds a {kind} tensor ({place.removeprefix('model.')}), which files have no place for;"
                     " hold a dense one."
                 )
-        # Set, not train(): that would switch the model too. The old ONNX exporter reads the flag of the outermost module.
+        # Set the flag instead of calling train(), which would also switch the model. The old ONNX exporter reads the
+        # flag of the outermost module.
         self.training = model.training
         bound = bind(model, args, kwargs or {})
         self._positional = len(args)
@@ -82,41 +84,41 @@ class Adapter(nn.Module):
     def flatten_inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of a call's arguments, in the order of `input_names`.
+        """The tensors in a call's arguments, in the order of `input_names`.
 
         Raises:
-            StructureError: the arguments have another structure, or other constants, than the example had.
+            StructureError: the structure or a constant of the arguments differs from the example.
         """
         return self.inputs.flatten(bind(self.model, args, kwargs or {}))
 
     def flatten_outputs(self, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """The tensors of what the model returned, in the order of `output_names`.
+        """The tensors in the model's return value, in the order of `output_names`.
 
         Raises:
-            StructureError: the outputs have another structure, or other constants, than those of the example.
+            StructureError: the structure or a constant of the outputs differs from the example.
         """
         return self.outputs.flatten(outputs)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the model gives for these inputs, flat; the inputs are copied first, as a model may write to them.
+        """Run the model on copies of flat inputs, since a model may write to them; return the flat outputs.
 
         Raises:
-            StructureError: the outputs have another structure, or other constants, than those of the example.
+            StructureError: the structure or a constant of the outputs differs from the example.
         """
         return self.outputs.flatten(self._call(clones(tensors)))
 
     @property
     def input_structure(self) -> Any:
-        """The arguments by name as JSON, with the name of an input where a tensor stands."""
+        """The arguments by name as JSON, with input names in place of tensors."""
         return self.inputs.describe(self.input_names)
 
     @property
     def output_structure(self) -> Any:
-        """The model's output as JSON, with the name of an output where a tensor stands."""
+        """The model's output as JSON, with output names in place of tensors."""
         return self.outputs.describe(self.output_names)
 
     def call_arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the model for flat inputs (tensors, or whatever stands for them)."""
+        """The model's positional and keyword arguments for flat inputs: tensors or placeholders for them."""
         bound = self.inputs.rebuild(tensors)
         names = list(bound)
         positional = tuple(bound[name] for name in names[: self._positional])
@@ -144,10 +146,11 @@ def named_inputs(
     *,
     input_names: Sequence[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a call by their names in files, as an adapter has them; the model isn't run.
+    """The tensors of a call, by the input names that an adapter gives them; doesn't run the model.
 
     Raises:
-        StructureError: an argument is neither a tensor, nor a constant, nor made of such; the number of given names is wrong.
+        StructureError: an argument isn't a tree of tensors and constants; the names passed are invalid, duplicates or
+            the wrong number.
     """
     bound = bind(model, args, kwargs or {})
     structure = Structure(bound, side="argument")
@@ -155,42 +158,43 @@ def named_inputs(
 
 
 def clones(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies that share no memory with the originals or with each other, without gradients."""
+    """Detached copies that share no memory with the originals or with each other."""
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
 class Proof(Protocol):
-    """See `ExportRequest.proof`."""
+    """The type of `ExportRequest.proof`."""
 
     def __call__(self, loaded: LoadedArtifact, files: Sequence[Path]) -> bool: ...
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export.
+    """A model to export, with example calls and options.
 
     Attributes:
-        model: any module, in the mode it shall be exported in.
-        calls: positional and keyword arguments of several calls of one structure. The first is the one that is traced;
-            the file must be right for all of them. Where the batch is dynamic the first has two rows or more (a size of
-            1 is special to every tracer) and others have other sizes. Of several open sizes each changes by itself in one
-            call at least, better in two, while the others are as in the first call; in further calls all may grow together,
-            by equal steps.
-        dynamic_batch: dim 0 of every input tensor that differs between the calls is left open in the file.
-        open_dims: by the name of an input, its open dims with the name of the size of each: {"ids": {0: "batch", 1: "time"}}.
-            Dims of one name have one size. For inputs that stand here it holds in the place of `dynamic_batch`.
-        input_names, output_names: names in place of the derived ones, one per tensor.
-        opset: version of the ONNX operator set, of `exporters.opset.opsets()`; None is the exporter's default. Other formats
-            don't read it.
-        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
-        metadata: what the user has the file say of itself, beside what is written anyway (`exporters.metadata`).
-        outputs: what the model gives at each call, flat, where the caller has it; None where the exporter has to run it. An
-            output that the model gives otherwise each time isn't known.
-        output_structure: the structure of its output, where the caller has it.
-        proof: compares what is loaded from these files with the model, at these calls and others; whether it is right.
-            None where the exporter has to compare all calls itself.
-        place_of: where a file that was refused differs from the model at these inputs of it, a clause: "first differs at …";
-            "" where that isn't known. It is asked where every route was refused.
+        model: any module, in the mode (training or eval) in which to export it.
+        calls: (args, kwargs) of several calls with the same structure. The first one is traced, and the file must be
+            right for all of them. With a dynamic batch, the first call has at least two rows, since every tracer
+            specializes a size of 1. The other calls have other batch sizes. With several open sizes, each one changes
+            by itself in at least one call, better in two; the others keep their size of the first call. In further
+            calls all may grow together, by equal steps.
+        dynamic_batch: whether to leave dim 0 open for every input tensor whose dim 0 differs between the calls.
+        open_dims: open dims by input name, each with the name of its size: {"ids": {0: "batch", 1: "time"}}. Dims with
+            the same name have the same size. For the inputs listed here, this replaces `dynamic_batch`.
+        input_names, output_names: names that replace the derived ones, one per tensor.
+        opset: version of the ONNX operator set, one of `exporters.opset.opsets()`; None for the exporter's default.
+            Other formats ignore it.
+        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
+            none.
+        metadata: the user's metadata for the file, in addition to the standard entries (`exporters.metadata`).
+        outputs: the model's flat outputs at each call, if the caller has them; None makes the exporter run the model.
+            They are assumed to be the same in every run.
+        output_structure: the structure of the model's output, if the caller has it.
+        proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
+            whether it is right. None makes the exporter compare all calls itself.
+        place_of: locates the first difference between a refused file and the model at the given inputs of the file, as
+            a clause: "first differs at …"; "" if unknown. It is called if every route was refused.
     """
 
     model: nn.Module
@@ -210,7 +214,12 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a file: `dtype` as in "float32", `shape` with a name ("batch") for each open dim."""
+    """An input or output of a file.
+
+    Attributes:
+        dtype: as in "float32".
+        shape: a number per fixed dim and a name ("batch") per open dim.
+    """
 
     name: str
     dtype: str
@@ -221,9 +230,9 @@ class LoadedArtifact(Protocol):
     """A file ready to run.
 
     Attributes:
-        device: "cpu" or "cuda", where it runs and where its outputs are.
-        placement: for formats that choose a device per operator, the number of operators by provider; else None.
-        settings: what of the runtime decides how precisely it computes, as it tells itself: {"onnxruntime_tf32": "off"}.
+        device: "cpu" or "cuda"; the file runs there and returns its outputs there.
+        placement: the number of operators by provider, for formats that choose a device per operator; else None.
+        settings: runtime settings that affect precision, as the runtime reports them: {"onnxruntime_tf32": "off"}.
     """
 
     @property
@@ -236,7 +245,7 @@ class LoadedArtifact(Protocol):
     def settings(self) -> dict[str, str]: ...
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The file's outputs for its inputs, both flat and in the file's order; inputs may be on any device."""
+        """Run the file: inputs and outputs are flat, in the file's order; inputs may be on any device."""
 
 
 @dataclass(frozen=True)
@@ -246,20 +255,21 @@ class Artifact:
     Attributes:
         format: name of the exporter.
         path: the file to load.
-        files: all files of the artifact, `path` first, then external data if any.
+        files: all files of the artifact: `path` first, then external data if there is any.
         route: how it was made: "trace", "script", "dynamo", "dynamo-unoptimized", "torchscript", "export",
             "export-strict", "aotinductor", "aotinductor-strict".
         refused: (route, reason) of the routes that were tried before.
         inputs, outputs: the file's signature.
-        notes: sentences about what couldn't be checked, and what the file was made for.
+        notes: sentences about checks that weren't possible, and about the machine that the file was made for.
         loader: the exporter's `load`.
-        unoptimized: the same where the runtime does nothing to the graph of its own; None where it never does.
-        opset: version of the ONNX operator set that the file has; None for other formats.
-        metadata: what the file says of itself.
-        program: what the file was made from, step by step, where the exporter can tell; it isn't in the file.
-        values: makes the file give the named ones of its values, or all for None, where the exporter can.
-        parts: makes the modules in the file callable one by one, where it has them.
-        source: the program that a file was compiled from which gives no values itself, ready to give all of its own.
+        opset: version of the ONNX operator set of the file; None for other formats.
+        metadata: the metadata in the file.
+        unoptimized: like `loader`, but without the runtime's graph optimizations; None where the runtime has none.
+        program: the operations that the file was made from, where the exporter knows them; not stored in the file.
+        values: loads the file so that it returns the values with these names, or all for None; None where unsupported.
+        parts: loads the file's modules as callables; None where the file has none.
+        source: loads, for a device, the program from which the file was made, for files that can't return intermediate
+            values themselves.
     """
 
     format: str
@@ -284,15 +294,15 @@ class Artifact:
     source: Callable[[str], FileValues] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
-        """The artifact, ready to run on "cpu" or "cuda"."""
+        """Load the artifact on "cpu" or "cuda"."""
         return self.loader(self.path, device)
 
 
 class Exporter(ABC):
-    """One format.
+    """One file format.
 
     Attributes:
-        name: what the user calls the format.
+        name: the user's name for the format.
         file_name: name of the file inside a bundle.
     """
 
@@ -301,31 +311,31 @@ class Exporter(ABC):
 
     @abstractmethod
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
-        """Write the model into `directory` (which exists) and return what was written.
+        """Write the model into `directory`, which must exist, and return the artifact.
 
         Raises:
-            ExportError: no route gives a right file; nothing is left in the directory.
-            StructureError: the calls don't fit each other, or hold what no file can.
-            MetadataError: the metadata are none that a file can hold.
-            OSError: the directory can't be written to.
-            Whatever the model itself raises when it is run.
+            ExportError: no route produces a right file; nothing is left in the directory.
+            StructureError: the calls don't match each other, or contain something that no file can hold.
+            MetadataError: a file can't hold the metadata.
+            OSError: the directory isn't writable.
+            Exceptions that the model raises in its own run pass through.
         """
 
     @staticmethod
     @abstractmethod
     def load(path: Path, device: str) -> LoadedArtifact:
-        """The file at `path`, ready to run on "cpu" or "cuda".
+        """Load the file at `path` on "cpu" or "cuda".
 
         Raises:
-            ProviderFallback: the device was asked for and isn't the one that would compute.
+            ProviderFallback: the file would run on another device than the requested one.
         """
 
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
-        """What the file at `path` says of itself; nothing of it is run. Empty where the format has no place for it.
+        """Read the metadata in the file at `path` without running the file; empty where the format can't hold metadata.
 
         Raises:
-            MetadataError: it can't be read.
+            MetadataError: the metadata can't be read.
         """
         return {}
 
@@ -346,7 +356,7 @@ def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, 
 
 
 def _with_signature(names: tuple[str, ...]) -> type[Adapter]:
-    """The adapter's class with named parameters, from which exporters and tracers take the names in the file."""
+    """A subclass of Adapter whose forward has named parameters: exporters and tracers use these names in the file."""
 
     def forward(self: Adapter, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return Adapter.forward(self, *tensors)
@@ -358,7 +368,7 @@ def _with_signature(names: tuple[str, ...]) -> type[Adapter]:
 
 
 def parameter_names(names: Sequence[str]) -> list[str]:
-    """Names of inputs as different names of parameters beside `self`."""
+    """Unique, valid parameter names for the inputs, none of them `self`."""
     parameters: list[str] = []
     for name in map(identifier, names):
         while name == "self" or name in parameters:
@@ -368,7 +378,7 @@ def parameter_names(names: Sequence[str]) -> list[str]:
 
 
 def _strays(model: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
-    """Parameters and modules that `model` holds in plain lists, tuples or dicts, out of reach of `parameters()`."""
+    """Parameters and modules that `model` holds in plain lists, tuples or dicts, which `parameters()` doesn't find."""
     known = {id(module) for module in model.modules()} | {id(parameter) for parameter in model.parameters()}
     for module in list(model.modules()):
         for name, value in vars(module).items():
@@ -381,7 +391,7 @@ def _strays(model: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor among the parameters, buffers and plain attributes of the modules, with its path."""
+    """Every tensor in the parameters, buffers and plain attributes of the modules, with its path."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for path, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""Conditions on the batch under which a capture is the one that the model would give, and the batches that break them.
+"""Conditions on the batch under which a capture takes the model's path, and the batches that break them.
 
-What is called the batch here is whatever size grows: that of another open dim, or the number of steps that all take.
+"Batch" here means any size that grows: the size of another open dim, or the step number when all sizes grow together.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-# Every batch up to the first is looked at, then powers of two up to the second with what lies around them.
+# Every batch up to the first number is checked, then powers of two up to the second. Numbers near these and near
+# hints are checked, too.
 _EVERY_BATCH_TO = 64
 _LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a capture took for granted.
+    """An assumption that a capture made.
 
     Attributes:
-        what: the condition or its place in the source, for a message.
-        holds: whether it holds at a batch of that size.
-        hints: batches worth looking at, such as the number that the batch is compared with.
-        along: the number of the evidence's view that tells which size it is.
+        what: the condition or its location in the source, for messages.
+        holds: whether it holds at a batch.
+        hints: batches worth checking, such as a number that the batch is compared with.
+        along: the index of the view in `Evidence.along` whose size the condition is about.
     """
 
     what: str
@@ -41,16 +42,16 @@ class Line:
         return self.slope * batch + self.start
 
     def batch_of(self, size: int) -> int | None:
-        """The batch that has the size, or the one below it; None where the size doesn't depend on the batch."""
+        """The batch at which the size occurs, rounded down; None if the size doesn't depend on the batch."""
         return (size - self.start) // self.slope if self.slope else None
 
 
 def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
-    """The line of whole numbers through the sizes at these batches; None where none is."""
+    """The line with integer slope and start through the sizes at these batches; None if there is none."""
     if len(set(sizes)) == 1:
         return Line(0, sizes[0])
     points = list(zip(batches, sizes, strict=False))
-    # The first open dim may stand still where another one changes.
+    # The first open dim may keep its size where another one changes.
     other = next((point for point in points if point[0] != batches[0]), None)
     if other is None:
         return None
@@ -61,15 +62,15 @@ def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
 
 
 def batches_near(sizes: Iterable[int], lines: Iterable[Line]) -> frozenset[int]:
-    """The batches at which a size on one of the lines is one of those sizes: hints for a condition that compares them."""
+    """The batches at which one of the lines reaches one of the sizes: hints for a condition that compares them."""
     lines = list(lines)
     return frozenset(batch for size in sizes for line in lines if (batch := line.batch_of(size)) is not None)
 
 
 def breaks(condition: Condition) -> Iterator[int]:
-    """The batches that break a condition, the smallest first; of those above 64 the ones worth looking at.
+    """The batches that break a condition, in ascending order; above 64 only some candidates.
 
-    A comparison with a number, a multiple or a range is found wherever it turns.
+    A comparison with a number, a multiple or a range is found at its turning point, wherever that is.
     """
     yield from (batch for batch in range(1, _EVERY_BATCH_TO + 1) if not condition.holds(batch))
     held = _EVERY_BATCH_TO if condition.holds(_EVERY_BATCH_TO) else 0
@@ -91,7 +92,7 @@ def _far_batches(hints: Iterable[int]) -> list[int]:
 
 
 def _turning_point(condition: Condition, holds: int, breaks: int) -> int:
-    """The batch after which the condition breaks, where it does so once between the two."""
+    """The first batch that breaks the condition, if it changes once between a batch that holds and one that breaks."""
     while breaks - holds > 1:
         middle = (holds + breaks) // 2
         if condition.holds(middle):

@@ -1,4 +1,4 @@
-"""Where a model draws random numbers."""
+"""Locate where a model draws random numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exporters.places import paths_of, place_of, user_frame
 
 
 class _Draws(TorchFunctionMode):
-    """Sees after which call the generator of the CPU, or of a GPU in use, has another state."""
+    """Find the first call that changes the state of the CPU's generator or, if CUDA is in use, of a GPU's."""
 
     def __init__(self, paths: Mapping[int, str]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Draws(TorchFunctionMode):
 
 
 def place_of_draws(adapter: Adapter, tensors: tuple[torch.Tensor, ...]) -> str:
-    """The line that first draws a random number of torch's, with its module; "" where none does."""
+    """The line that first draws a random number from torch's generators, with its module; "" if there is none."""
     with _Draws(paths_of(adapter.model)) as seen:
         adapter.run(tensors)
     return seen.place

@@ -1,44 +1,45 @@
 """The errors of the exporters.
 
 ExporterError
-├── UnknownFormat        no exporter of that name
-├── UnknownOpset         an operator set that no file can be written in, or no file that has one
-├── MetadataError        a key or text that a file can't say of itself, or that can't be read
-├── StructureError       a call whose arguments or outputs don't have the structure that was exported
-├── RouteRefused         one route to a format didn't give a right file; the exporter goes on with the next one
-│   └── WrongFile        the file that it gave computes something else than the model, or raises where that doesn't
+├── UnknownFormat        there is no exporter with that name
+├── UnknownOpset         no file can be written with that opset, or no requested format has an opset
+├── MetadataError        a file can't hold a metadata key or text, or its metadata can't be read
+├── StructureError       the structure of a call's arguments or outputs differs from the exported one
+├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
+│   └── WrongFile        the file of one route computes something else than the model, or raises where the model doesn't
 ├── ExportError          every route to a format failed; the message names each route with its reason
 ├── OtherMachine         a file made for one device and processor was loaded on another
-└── ProviderFallback     nodes of an ONNX session run on the CPU where the GPU was asked for
+└── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested
 """
 
 import torch
 
 
 class ExporterError(Exception):
-    """Base of the errors of the exporters; the message is one sentence for the user."""
+    """Base class of the exporters' errors; the message is one sentence for the user."""
 
 
 class UnknownFormat(ExporterError):
-    """No exporter of that name."""
+    """There is no exporter with that name."""
 
 
 class UnknownOpset(ExporterError):
-    """An operator set that no file can be written in, or no file that has one."""
+    """No file can be written with that opset, or no requested format has an opset."""
 
 
 class MetadataError(ExporterError):
-    """A key or text that a file can't say of itself, or that can't be read."""
+    """A file can't hold a metadata key or text, or its metadata can't be read."""
 
 
 class StructureError(ExporterError):
-    """A call whose arguments or outputs don't have the structure that was exported."""
+    """The structure of a call's arguments or outputs differs from the exported one."""
 
 
 class RouteRefused(ExporterError):
-    """One route to a format didn't give a right file.
+    """One route to a format failed to produce a right file.
 
-    `size` is the name of the open size that is in the way, such as "batch"; "" where it is something else.
+    Attributes:
+        size: the name of the open size that causes the problem, such as "batch"; "" if it is something else.
     """
 
     def __init__(self, message: str, *, size: str = "") -> None:
@@ -47,11 +48,11 @@ class RouteRefused(ExporterError):
 
 
 class WrongFile(RouteRefused):
-    """The file that one route gave computes something else than the model, or raises where that doesn't.
+    """The file of one route computes something else than the model, or raises where the model doesn't.
 
     Attributes:
-        inputs: the file's inputs at which it does.
-        output: the name of the output that is wrong; "" where the file raises, or gives another number of them.
+        inputs: the file's inputs that show this.
+        output: the name of the wrong output; "" if the file raises or returns another number of outputs.
     """
 
     def __init__(self, message: str, inputs: tuple[torch.Tensor, ...], output: str = "", *, size: str = "") -> None:
@@ -64,7 +65,7 @@ class ExportError(ExporterError):
     """Every route to a format failed.
 
     Attributes:
-        reasons: what was refused on each route; the message says more.
+        reasons: the reason of each route; the message says more.
     """
 
     def __init__(self, message: str, reasons: str = "") -> None:
@@ -73,7 +74,7 @@ class ExportError(ExporterError):
 
 
 class ProviderFallback(ExporterError):
-    """Nodes of an ONNX session run on the CPU where the GPU was asked for."""
+    """Nodes of an ONNX session run on the CPU although the GPU was requested."""
 
 
 class OtherMachine(ExporterError):

@@ -1,4 +1,4 @@
-"""What torch.export captures, and what it takes for granted of the open dims."""
+"""Programs captured by torch.export, and the assumptions of the capture about the open dims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from exporters.base import TensorSpec, clones, parameter_names
 from exporters.conditions import Condition, Line, batches_near
-from exporters.decisions import conditions_of, traced_with_decisions
+from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
@@ -23,7 +23,7 @@ from exporters.places import place_in_stack
 from exporters.proof import Evidence, Shapes, refusing
 from exporters.steps import Program, program_of
 
-# Where a node came from: files and lines of this machine, and how the graph was made.
+# Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
 
 _FIXED = (
@@ -36,30 +36,32 @@ _FIXED = (
 
 
 def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program | None]:
-    """The adapter as torch.export takes it, on the first call, without traces of this machine and of the user's data; and its
-    steps with their places, where they can be computed one by one.
+    """Capture the adapter with torch.export on the first call, without origin metadata in its nodes.
 
-    `strict` reads the model's byte code in place of running it: it takes `len(x)` of an open batch, which Python wants as
-    a number, and fewer other things.
+    The second result holds the program's steps with their places; None where the steps can't be computed one by one.
+
+    Args:
+        strict: analyze the model's byte code instead of running it. This supports `len(x)` of an open batch, which
+            Python requires to be an int, but less of everything else.
 
     Raises:
-        RouteRefused: it can't be captured, or an open dim was fixed.
+        RouteRefused: the model can't be captured, or the capture specialized an open dim.
     """
-    # DYNAMIC raises where the capture fixes a dim; AUTO would fix it without a word.
+    # DYNAMIC raises if the capture specializes a dim; AUTO would specialize it silently.
     dynamic = torch.export.Dim.DYNAMIC
     shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
     try:
         with fixed_dims_told(evidence), undisturbed(evidence.adapter), silent(), _lstm_in_one_piece():
             if strict:
-                # What a model does in its first call alone (hooks that it installs under a lock) can't be read.
+                # Code that a model runs only in its first call (hooks that it installs under a lock) can't be analyzed.
                 evidence.adapter.run(inputs)
             program = torch.export.export(
                 evidence.adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
             )
     except RouteRefused:
-        # A trace sees more of what a capture fails at: the line, and whether it goes by values or by the batch.
-        conditions_of(evidence, traced_with_decisions(evidence.adapter, evidence.inputs[0])[1])
+        # A trace shows the line where Python reads an input value.
+        refuse_values(traced(evidence.adapter, evidence.inputs[0])[1])
         raise
     steps = program_of(program, evidence.adapter.model)
     _drop_traces(program)
@@ -68,9 +70,9 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
 
 
 def _plain_parameters(program: torch.export.ExportedProgram) -> None:
-    """Leave no parameters of other classes in a program that are plain tensors once they are detached: files know no others."""
+    """Replace parameters of other classes that hold plain tensors, since files only support plain parameters."""
     for name, held in program.state_dict.items():
-        # Classes that guard their values have a method that gives them bare.
+        # Classes that guard their values have a method that returns the plain tensor.
         values = held.bare() if hasattr(held, "bare") else held.detach()
         if isinstance(held, nn.Parameter) and type(held) is not nn.Parameter and type(values) is torch.Tensor:
             program.state_dict[name] = nn.Parameter(values, requires_grad=held.requires_grad)
@@ -78,10 +80,10 @@ def _plain_parameters(program: torch.export.ExportedProgram) -> None:
 
 @contextmanager
 def _lstm_in_one_piece() -> Iterator[None]:
-    """Let torch.export tell the shapes of an LSTM without a loop over its steps, which fixes their number.
+    """Let torch.export infer the shapes of an LSTM without unrolling it, which specializes the number of steps.
 
-    The graph holds the layer as one operation either way. torch goes through the steps of layers that oneDNN doesn't
-    compute, and switches that off while it captures.
+    The graph holds the layer as one operation either way. torch unrolls layers that oneDNN doesn't compute, and it
+    turns oneDNN off during a capture.
     """
     decompositions: Any = torch._decomp.decompositions
     select = getattr(decompositions, "select_one_layer_lstm_function", None)
@@ -102,7 +104,7 @@ def _lstm_in_one_piece() -> Iterator[None]:
 
 @contextmanager
 def fixed_dims_told(evidence: Evidence) -> Iterator[None]:
-    """Turn whatever a capture inside raises into RouteRefused, and say where it fixed an open dim if that is why."""
+    """Turn any exception of a capture into RouteRefused; if an open dim was specialized, name it and the location."""
     try:
         with refusing():
             yield
@@ -122,7 +124,7 @@ def fixed_dims_told(evidence: Evidence) -> Iterator[None]:
 
 
 def _place_of_fixing(evidence: Evidence) -> str:
-    """Where an open dim is fixed: a strict capture has the stack; empty where that tells nothing either."""
+    """The location where an open dim is specialized, from the stack of a strict capture; empty if that has none."""
     dynamic = torch.export.Dim.DYNAMIC
     shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
@@ -140,9 +142,9 @@ def named_dims(spec: TensorSpec) -> dict[int, str]:
 
 
 def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
-    """What torch.export took for granted of the open dims: the ranges and relations that its branches imply.
+    """The assumptions of torch.export about the open dims: the ranges and relations implied by its branches.
 
-    It raises for none of them where a dim is given by name.
+    torch.export raises for none of them if the dim is named.
     """
     if not evidence.open_dims:
         return ()
@@ -163,7 +165,7 @@ def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evide
 
 
 def _lines(evidence: Evidence, symbols: Mapping[Any, tuple[int, int]]) -> dict[Any, Line]:
-    """How each of torch's symbols grows; one that stands still has a slope of 0."""
+    """The size of each ShapeEnv symbol as a function of the batch; the slope is 0 for a size that doesn't grow."""
     lines: dict[Any, Line] = {}
     for symbol, (index, dim) in symbols.items():
         still = Line(0, evidence.inputs[0][index].shape[dim])
@@ -176,10 +178,10 @@ def _lines(evidence: Evidence, symbols: Mapping[Any, tuple[int, int]]) -> dict[A
 def _conditions_along(
     lines: Mapping[Any, Line], environment: Any, names: Mapping[Any, str], *, several: bool
 ) -> Iterator[Condition]:
-    """The relations and ranges of the sizes that grow; `several` leaves out those of one size alone."""
+    """The relations and ranges of the growing sizes; with `several`, only relations between two or more of these."""
     growing = {symbol for symbol, line in lines.items() if line.slope}
     for relation in environment.get_axioms():
-        # What holds sizes that come from data was checked in the run, and is no branch.
+        # Relations on data-dependent sizes were checked in the run and aren't branches.
         if relation.free_symbols <= lines.keys() and len(relation.free_symbols & growing) > several:
             yield _relation(relation, lines, names)
     for symbol, bounds in environment.var_to_range.items():
@@ -193,9 +195,9 @@ def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]
     def holds(batch: int) -> bool:
         try:
             value = relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols})
-        except ArithmeticError:  # no value: the model can't go the same way there either
+        except ArithmeticError:  # undefined there, so the model can't take the same path
             return False
-        return bool(value == True)  # noqa: E712 - it may be an expression still
+        return bool(value == True)  # noqa: E712 - it may still be an expression
 
     numbers = [int(number) for number in relation.atoms() if number.is_Integer]
     hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
@@ -203,7 +205,7 @@ def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]
 
 
 def _by_name(relation: Any, names: Mapping[Any, str]) -> str:
-    """The relation with the sizes by name; torch's symbols are called s77."""
+    """The relation with names of sizes in place of symbols such as s77."""
     by_text = {str(symbol): name for symbol, name in names.items()}
     return re.sub(r"\bs\d+\b", lambda found: by_text.get(found[0], found[0]), str(relation))
 
@@ -220,10 +222,10 @@ def _range(bounds: Any, line: Line) -> Condition:
 
 
 def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """The program's guards, taken out of it, with the ranges that they gave its open dims.
+    """Remove the program's guards and return them; also widen the ranges of its open dims.
 
-    torch.export keeps every comparison that it met, also those that only tell small batches from others: a program that
-    refused what they exclude would refuse batches that it is right for.
+    torch.export keeps every comparison that it met, even one that only distinguishes small batches. A program that
+    enforced them all would refuse batches at which it is right.
     """
     guards = tuple(_by_input(guard, program.graph_signature.user_inputs) for guard in program._guards_code)
     program._guards_code = []
@@ -233,13 +235,13 @@ def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 
 def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[Shapes]) -> tuple[str, ...]:
-    """The guards that hold wherever the program was seen to be right: they refuse what it wasn't captured for.
+    """The guards that hold wherever the program was proven right; they refuse sizes for which it wasn't captured.
 
     Args:
-        agreed: the shapes of the inputs there.
+        agreed: the shapes of the inputs at which the program was proven right.
 
     Raises:
-        RouteRefused: one of them can't be read.
+        RouteRefused: a guard can't be evaluated.
     """
     names = parameter_names(evidence.adapter.input_names)
     sizes = [dict(zip(names, each, strict=True)) for each in agreed]
@@ -247,7 +249,7 @@ def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[
 
 
 def _by_input(text: str, names: Sequence[Any]) -> str:
-    """The text with `L['x']` for `L['flat_args'][0]`, as a strict capture calls the first input."""
+    """Replace `L['flat_args'][0]`, the first input's name in a strict capture, with `L['x']`."""
     return re.sub(r"L\['flat_args'\]\[(\d+)\]", lambda found: f"L['{names[int(found[1])]}']", text)
 
 

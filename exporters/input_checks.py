@@ -1,4 +1,4 @@
-"""Inputs that a loaded program wasn't made for: refused before they are computed with."""
+"""Check the inputs of a loaded program before it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from exporters.proof import dtype_name
 
 
 def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError for inputs of another number, dtype or shape; dims of one name have one size."""
+    """Raise ValueError if the number, dtype or shape of inputs is wrong; dims with one name must have one size."""
     if len(tensors) != len(specs):
         raise ValueError(f"The file takes {len(specs)} tensors, not {len(tensors)}.")
     sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""An export leaves no trace: not in the model, not in the random generators, not in torch's settings, not on screen."""
+"""Exports without side effects on the model, the random generators, torch's settings and the screen."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import nn
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run, trace or export `model` without a lasting effect.
+    """Run, trace or export `model` without lasting effects.
 
-    Gradients, the fast path of `nn.MultiheadAttention` (one fused operator that no exporter knows) and what
-    `Module.compile()` installed (which no tracer can look into) are off inside.
-    Afterwards every module's attributes, flags, hooks and buffers and the state of the random generators are what they
-    were. Parameters aren't saved: no forward writes to them.
+    Inside, these are off: gradients, the fast path of `nn.MultiheadAttention` (a fused operator that no exporter
+    supports), and the callables installed by `Module.compile()` (no tracer can look into them). Afterwards every
+    module's attributes, flags, hooks and buffers and the state of the random generators are restored. Parameters aren't
+    saved, since no forward writes to them.
     """
     cuda = sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
     fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -44,17 +44,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for current, saved in attributes:
                 _restore(current, saved)
             for buffer, value in buffers:
-                # By value: BatchNorm updates its statistics without moving their version counter.
+                # Compare values: BatchNorm updates its statistics without increasing their version counter.
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """What exporters print, log and warn of is about their own inner workings; what matters is proven on the file.
+    """Suppress the prints, logs and warnings of exporters: they concern internals, and the file is proven anyway.
 
-    Warnings are recorded and dropped rather than ignored by a filter, so that they don't raise inside the exporter under
-    `-W error`.
+    Warnings are recorded and dropped, not ignored by a filter, so that `-W error` doesn't make them raise inside.
     """
     disabled = logging.root.manager.disable
     with (
@@ -71,7 +70,7 @@ def silent() -> Iterator[None]:
 
 
 class _Muted:
-    """A stream that drops what this thread writes; others, such as the one that draws a progress bar, go on writing."""
+    """A stream that drops the output of this thread; other threads, such as a progress bar's, continue to write."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -87,7 +86,7 @@ class _Muted:
 
 
 def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute with a shallow copy of what it holds, where it is a plain container."""
+    """Each attribute with a shallow copy of its contents if it is a plain container."""
     return {name: (value, _contents(value)) for name, value in attributes.items()}
 
 

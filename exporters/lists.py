@@ -1,6 +1,6 @@
-"""Where a model takes a tensor apart into as many tensors as an open size: `for row in x`, `x.unbind(1)`, `x.split(1)`.
+"""Find where a model splits a tensor into as many tensors as an open size: `for row in x`, `x.unbind(1)`, `x.split(1)`.
 
-Every capture keeps the number that it saw, and fails at others without saying where.
+Every capture freezes the number that it saw. It fails at other sizes without naming the line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Lists(TorchFunctionMode):
-    """While it is active, the places are recorded where a function gives several tensors, with their number."""
+    """Record each place where a function returns several tensors, with their number."""
 
     def __init__(self, paths: dict[int, str]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def _count(func: Any, args: Any, result: Any) -> int | None:
 
 
 def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """For each open size that decides how many tensors there are: its name, and a clause that says where first."""
+    """For each open size that determines a number of tensors: its name, and a clause with the first place."""
     for view in evidence.along:
         if len(view.inputs) < 2:
             continue

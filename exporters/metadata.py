@@ -1,7 +1,7 @@
-"""What a file says of itself: texts by key, those of the user and those that this program writes.
+"""The metadata in a file: texts by key, from the user and from this program.
 
-Each format has its own place for them (`Exporter.read_metadata` finds it). Nothing of the machine, of who builds and of
-when is among those of this program, so that two builds of one input are the same.
+Each format stores them in its own way, and `Exporter.read_metadata` reads them. This program's entries don't depend on
+the machine, the user or the time, so that two builds from one input are identical.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import nn
 
 from exporters.errors import MetadataError
 
-# All keys that begin with it are this program's.
+# Keys with this prefix are reserved for this program.
 OURS = "optimize_export"
 
-# The record that holds them in archives that torch writes, as JSON.
+# The record that holds the metadata as JSON, in archives written by torch.
 EXTRA_FILE = "metadata.json"
 
 
 def refuse_metadata(metadata: object) -> None:
-    """Raise MetadataError for what can't be the user's part: a dict of texts by keys in one line, none of them ours."""
+    """Raise MetadataError unless this is a dict of texts whose keys are single lines without our prefix."""
     if not isinstance(metadata, Mapping):
         raise MetadataError(f"Metadata are a dict of texts, such as {{'author': 'Jane'}}, not {metadata!r}.")
     for key, value in metadata.items():
@@ -57,10 +57,10 @@ def _is_unicode(text: str) -> bool:
 def metadata_of(
     model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...], own: Mapping[str, str]
 ) -> dict[str, str]:
-    """All that a file says of itself, in the order of the keys: `own` is the user's part.
+    """All metadata for a file, sorted by key; `own` is the user's part.
 
     Raises:
-        MetadataError: that part is none.
+        MetadataError: the user's part is invalid.
     """
     refuse_metadata(own)
     ours = {
@@ -81,16 +81,16 @@ def _version() -> str:
 
 
 def extra_files(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The metadata for the functions of torch that write archives with extra files."""
+    """The metadata as extra files, for torch's functions that write archives."""
     return {EXTRA_FILE: json.dumps(metadata, indent=1)}
 
 
 def read_extra_file(path: Path) -> dict[str, str]:
-    """The metadata of an archive of torch, of which nothing is loaded; empty where it has none.
+    """Read the metadata from an archive written by torch, without loading anything else; empty if it has none.
 
     Raises:
-        MetadataError: it is no archive, or what it holds there is something else.
-        OSError: it can't be read.
+        MetadataError: the file is no archive, or the record isn't a dict of texts.
+        OSError: the file can't be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:

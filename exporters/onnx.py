@@ -1,8 +1,8 @@
-"""ONNX: a file that onnxruntime and every other ONNX runtime reads.
+"""ONNX: a file for onnxruntime and every other ONNX runtime.
 
-Three routes, in order: torch's exporter, the same without its optimizer, and the old exporter that goes by TorchScript.
-A file is taken when the ONNX checker passes, when its open dims are those that change in the model, and when onnxruntime
-gives the model's values at every call.
+Three routes, in order: torch's exporter, the same without its optimizer, and the old exporter based on TorchScript. A
+file is accepted if the ONNX checker passes, its open dims are those that change in the model, and onnxruntime
+reproduces the model's values at every call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from google.protobuf.message import DecodeError
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition
-from exporters.decisions import conditions_at, conditions_of, watching
 from exporters.errors import MetadataError, ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, fixed_dims_told, named_dims
 from exporters.isolation import silent, undisturbed
@@ -32,23 +31,25 @@ from exporters.onnx_values import OnnxValues
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
 from exporters.steps import FileValues, Program, program_of
 from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.trace_conditions import conditions_at, watched
 
-# Bytes of weights from which on they go into a file of their own. Protobuf holds 2 GiB at most, and long before that its
-# readers hold three copies of a file, where weights beside it are read one by one.
+# Bytes of weights from which they are saved as external data. Protobuf can't hold more than 2 GiB, and long before that
+# its readers keep three copies of a file. External data is read tensor by tensor.
 EXTERNAL_DATA_FROM = 2**27
 
-# Their outputs have as many rows as the data says: that all calls gave the same number proves nothing.
+# The number of rows in their outputs depends on the data. Equal sizes at all calls don't prove that the size is
+# constant.
 _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
 
-# Before this version of the file format there are no functions in files.
+# The first IR version that supports functions.
 _IR_WITH_FUNCTIONS = 8
 
-# Nodes that compute nothing: a runtime on the GPU has them on the CPU by design.
+# Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
 
 
 class OnnxExporter(Exporter):
-    """`model.onnx`, with `model.onnx.data` beside it where the weights are too large for one file."""
+    """The exporter to `model.onnx`, with large weights in `model.onnx.data` next to it."""
 
     name: ClassVar[str] = "onnx"
     file_name: ClassVar[str] = "model.onnx"
@@ -86,7 +87,7 @@ class OnnxExporter(Exporter):
 
     @staticmethod
     def load_unoptimized(path: Path, device: str) -> LoadedArtifact:
-        """The file as it is: onnxruntime merges no operations of it."""
+        """Load the file with onnxruntime's graph optimizations off."""
         return _LoadedOnnx(path, torch.device(device), optimize=False)
 
     @staticmethod
@@ -99,7 +100,7 @@ class OnnxExporter(Exporter):
 
     @staticmethod
     def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
-        """The file, ready to give the named ones of its values; None names all."""
+        """Load the file so that it returns the values with these names; None means all."""
         return OnnxValues(path, torch.device(device), names)
 
     def _proven(
@@ -148,11 +149,11 @@ def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
 
 
 _Captured = tuple[ir.Model, Sequence[Condition], Program | None]
-"""The file's model, what must hold of the batch, and what it was made from where that can be told."""
+"""The model in the file, the conditions on the batch, and the operations it was made from, where known."""
 
 
 def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
-    # A dim given by name raises where the capture fixes it; a Dim or Dim.AUTO would be fixed without a word.
+    # A named dim raises if the capture specializes it. A Dim or Dim.AUTO would be specialized silently.
     shapes = tuple(named_dims(spec) or None for spec in evidence.input_specs)
     with fixed_dims_told(evidence):
         program = torch.onnx.export(
@@ -177,12 +178,12 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captur
 def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:
     adapter = evidence.adapter
     axes = {spec.name: named_dims(spec) for spec in (*evidence.input_specs, *evidence.output_specs)}
-    # By way of a file: above 2 GiB this exporter writes the weights beside it. The folder goes when the export is done.
+    # Export to a file: above 2 GiB this exporter writes the weights next to it. The folder is removed after the export.
     raw = folder / "raw"
     raw.mkdir()
-    # The exporter puts a module in training mode into eval unless told otherwise.
+    # By default the exporter switches a module in training mode to eval.
     mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
-    with _without_native_log(), watching(adapter, open_sizes=bool(evidence.open_dims)) as watch:
+    with _without_native_log(), watched(evidence) as conditions:
         torch.onnx.export(
             adapter,
             clones(evidence.inputs[0]),
@@ -195,15 +196,15 @@ def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Cap
             verbose=False,
             **mode,
         )
-    return ir.load(raw / "model.onnx"), conditions_of(evidence, watch.decisions), None
+    return ir.load(raw / "model.onnx"), conditions(), None
 
 
 @contextmanager
 def _without_native_log() -> Iterator[None]:
-    """Keep the old exporter from printing the graph that it fails on.
+    """Keep the old exporter from printing the graph on which it fails.
 
-    It does so whatever `verbose` says (it takes the function that asks whether its log is on for the answer), and to the
-    process's stdout, past sys.stdout.
+    It prints regardless of `verbose`: it tests the function that reports whether logging is on, but never calls it. The
+    text goes to the process's stdout and bypasses sys.stdout.
     """
     log = getattr(torch._C, "_jit_onnx_log", None)
     if log is None:
@@ -217,7 +218,7 @@ def _without_native_log() -> Iterator[None]:
 
 
 def _strip(model: ir.Model) -> None:
-    """Drop what tells of the machine and the source that the model was made from, and name every node."""
+    """Remove details of the build machine and of the model's source, and name every node."""
     model.doc_string = None
     model.metadata_props.clear()
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
@@ -242,10 +243,10 @@ def _strip_value(value: ir.Value) -> None:
 
 
 def _name_open_dims(model: ir.Model, evidence: Evidence) -> None:
-    """Give the outputs' dims the sizes and names that the model shows; these are labels, the values prove them.
+    """Set the output dims to the sizes and names seen in the model. These are only labels; the values prove them.
 
-    The old exporter loses sizes on the way and makes up names for them. A fixed dim that must be open stays: it is the
-    sign of a batch that was baked in.
+    The old exporter loses sizes and invents names for them. A fixed dim that must be open stays fixed: it reveals a
+    batch that was baked in.
     """
     data_dependent = any(node.op_type in _DATA_DEPENDENT for node in model.graph.all_nodes())
     symbols = {size for spec in evidence.input_specs for size in spec.shape if isinstance(size, str)}
@@ -266,7 +267,10 @@ def _name_open_dims(model: ir.Model, evidence: Evidence) -> None:
 
 
 def _oldest_ir(model: ir.Model, opset: int) -> int:
-    """The version of the file format that came with an operator set: a runtime that knows no newer set reads no newer one."""
+    """The lowest IR version that supports the opset and the model's functions.
+
+    A runtime that knows no newer opset can't read a newer IR version.
+    """
     oldest = int(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)]))
     return max(oldest, _IR_WITH_FUNCTIONS) if model.functions else oldest
 
@@ -282,7 +286,10 @@ def _save(model: ir.Model, path: Path) -> tuple[Path, ...]:
 
 
 def _check_header(header: onnx.ModelProto, opset: int | None, evidence: Evidence) -> None:
-    """Refuse a file of another operator set than was asked for: torch keeps its own where it can't convert to that one."""
+    """Refuse a file with another opset than requested, or with wrong dims.
+
+    torch silently keeps its own opset where it can't convert the model to the requested one.
+    """
     if opset is not None and (written := _opset(header)) != opset:
         raise RouteRefused(f"torch's exporter gives opset {written} in place of {opset}")
     _check_dims(header.graph, evidence)
@@ -313,7 +320,7 @@ def _check_dims(graph: onnx.GraphProto, evidence: Evidence) -> None:
 
 
 def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The signature as written: an open dim may be an expression there, such as "2*batch"."""
+    """The signature in the file; an open dim may be an expression such as "2*batch"."""
     inputs, outputs = (
         tuple(replace(spec, shape=_dims(value)) for value, spec in zip(values, specs, strict=True))
         for values, specs in ((graph.input, evidence.input_specs), (graph.output, evidence.output_specs))
@@ -327,10 +334,10 @@ def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 
 def _session_for_proof(path: Path) -> LoadedArtifact:
-    """The file on the CPU, or on the GPU where the CPU has no kernel for it (some operators in half precision)."""
+    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision)."""
     with refusing("onnxruntime can't load the file"):
         try:
-            # Errors are told by exceptions; onnxruntime's own lines on stderr would only repeat them.
+            # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
             return _LoadedOnnx(path, torch.device("cpu"), log_severity=4)
         except ort.capi.onnxruntime_pybind11_state.NotImplemented:
             if not torch.cuda.is_available():
@@ -359,11 +366,11 @@ class _LoadedOnnx:
 
 
 AssignedNode = tuple[str, str, str]
-"""Provider, node name, operator type."""
+"""Execution provider, node name, operator type."""
 
 
 def _assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
-    """Where each node of the optimized graph runs; None where this onnxruntime can't tell."""
+    """The execution provider of each node of the optimized graph; None if this onnxruntime can't report it."""
     if not hasattr(session, "get_provider_graph_assignment_info"):
         return None
     return [
@@ -381,7 +388,7 @@ def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
 
 
 def _tf32(session: ort.InferenceSession) -> str:
-    """Whether float32 products are taken in TF32, as the session tells: "on", "off", or "unknown" where it doesn't."""
+    """Whether float32 products use TF32, as the session reports it: "on", "off" or "unknown"."""
     if CUDA not in session.get_providers():
         return "off"
     used = session.get_provider_options().get(CUDA, {}).get("use_tf32")
@@ -405,11 +412,11 @@ def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | 
 def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]) -> None:
     """Accept a placement whose computations are all on CUDA.
 
-    On the CPU may be: nodes that compute nothing (`Shape`, `Constant`, copies), and `shape_only` nodes, by name.
-    onnxruntime puts those there on purpose: shapes are needed by the host.
+    Nodes that compute nothing (`Shape`, `Constant`, copies) and the `shape_only` nodes, given by name, may be on the
+    CPU. onnxruntime places those there on purpose, because the host needs the shapes.
 
     Raises:
-        ProviderFallback: another node is elsewhere, or no node is on CUDA.
+        ProviderFallback: another node isn't on CUDA, or no node is.
     """
     fallen = [
         f"`{name}` ({op_type})"
@@ -424,7 +431,7 @@ def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]
 
 
 def shape_only_nodes(graph: onnx.GraphProto) -> frozenset[str]:
-    """Names of the nodes that read no tensor data: shapes, constants, and what is computed from these alone."""
+    """Names of the nodes that read no tensor data: shapes, constants, and nodes that compute only from these."""
     known = {initializer.name for initializer in graph.initializer}
     names = set()
     for node in graph.node:

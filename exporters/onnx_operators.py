@@ -1,4 +1,4 @@
-"""Operators that torch's translation to ONNX gets wrong or doesn't have, so that they compute what torch computes."""
+"""Translations to ONNX for operators that torch translates wrongly or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """For `torch.onnx.export(custom_translation_table=…)`."""
+    """The table for `torch.onnx.export(custom_translation_table=…)`."""
     return {
         torch.ops.aten.scaled_dot_product_attention.default: _attention,
         torch.ops.aten._is_all_true.default: _all_true,
@@ -18,7 +18,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _all_true(x: Any) -> Any:
-    """Whether all of a bool tensor are true, as a bool of no dims: what `torch._check_tensor_all` asks."""
+    """Whether a bool tensor is all true, as a bool of shape (): the condition in `torch._check_tensor_all`."""
     from onnxscript import opset18 as op
 
     return op.Cast(op.ReduceMin(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
@@ -34,17 +34,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention that gives zeros to a query which may look at no key, as a padded position does.
+    """Attention that returns zeros for a query that can attend to no key, such as a padded position.
 
-    Torch's translation gives it the mean of all values where the mask is bool, and NaN where it is -inf: neither does
-    `torch.nn.functional.scaled_dot_product_attention`.
+    For such a query, torch's translation returns the mean of all values if the mask is bool, and NaN if it is -inf.
+    `torch.nn.functional.scaled_dot_product_attention` does neither.
 
     Args:
         query: (batch, heads, queries, width).
         key, value: (batch, heads, keys, width).
-        attn_mask: bool or float, broadcast to (batch, heads, queries, keys).
+        attn_mask: bool or float, broadcastable to (batch, heads, queries, keys).
     """
-    # Slow to import, and only the captures that meet the operator need it.
+    # The import is slow, and only captures with this operator need it.
     from onnxscript import opset18 as op
     from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 

@@ -1,4 +1,4 @@
-"""Padding in front of a maximum, as onnxruntime leaves it alone."""
+"""Keep onnxruntime from fusing a Pad into a following MaxPool."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import onnx_ir as ir
 
 from exporters.errors import RouteRefused
 
-# From this operator set on a Pad may name its axes.
+# From this opset on, a Pad can name its axes.
 _WITH_AXES = 18
-# From this one on the value to pad with is an input, and before that an attribute.
+# From this opset on, the pad value is an input; before, it is an attribute.
 _WITH_VALUE = 11
 _NAME = "axes_of_pads"
 
 
 def keep_pads(model: ir.Model) -> None:
-    """Have each Pad in front of a MaxPool name all its axes, which changes nothing.
+    """Rewrite each Pad before a MaxPool so that onnxruntime doesn't fuse the two; the results stay the same.
 
-    onnxruntime makes a Pad with zeros a padding of the MaxPool behind it, which is one with minus infinity: where all numbers
-    of a window are negative, the maximum is another. Of a Pad that names its axes it doesn't. Where the operator set has no
-    axes, it is the zero that is left out, by an empty name: that is zero by default, and is left alone, too.
+    onnxruntime turns a Pad with zeros into the padding of the following MaxPool, which pads with minus infinity. This
+    changes the maximum of a window whose values are all negative. A Pad that names its axes isn't fused, so each Pad
+    gets all its axes. In opsets without axes, the pad value zero is omitted by an empty input name. Zero is the
+    default, and such a Pad isn't fused either.
 
     Raises:
-        RouteRefused: there is neither, and nothing else keeps it.
+        RouteRefused: the opset supports neither, or the pad value isn't a constant.
     """
     opset = model.opset_imports.get("") or 0
     for node in model.graph.all_nodes():

@@ -1,7 +1,7 @@
-"""onnxruntime with its telemetry off: the one place that imports it.
+"""Import onnxruntime with its telemetry off; all other modules import it from here.
 
-From 1.29 on its official builds write an identifier into the home folder and send events. The variable has to be set before
-the import, which starts that; the call is for a process that has imported onnxruntime before.
+From version 1.29 on, official builds write an identifier into the home folder and send events. This starts at import,
+so the variable must be set before. The call covers processes that have already imported onnxruntime.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One run of an onnxruntime session on torch's tensors."""
+"""Run an onnxruntime session on torch tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CUDA = "CUDAExecutionProvider"
 def run_session(
     session: ort.InferenceSession, target: torch.device, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a session, on the device, in its order; inputs may be on any device.
+    """Run a session; the outputs are on `target`, in the session's order. Inputs may be on any device.
 
     Raises:
-        ValueError: the number of tensors, or the dtype of one, isn't that of the file.
+        ValueError: the number of tensors or the dtype of one doesn't match the file.
     """
     inputs = [(node.name, _element_type(node.type)) for node in session.get_inputs()]
     outputs = [(node.name, node.type == "tensor(bool)") for node in session.get_outputs()]
     if len(tensors) != len(inputs):
         raise ValueError(f"The file takes {len(inputs)} tensors, not {len(tensors)}.")
     place = (target.type, target.index)
-    # Bound by address, which takes every dtype (numpy has no bfloat16) and copies nothing.
+    # Bind by address: this supports every dtype (numpy has no bfloat16) and copies nothing.
     held = [tensor.detach().to(target).contiguous() for tensor in tensors]
     binding = session.io_binding()
     for (name, element_type), tensor in zip(inputs, held, strict=True):
@@ -39,7 +39,7 @@ def run_session(
     for name, _ in outputs:
         binding.bind_output(name, *place)
     if target.type == "cuda":
-        # onnxruntime has a stream of its own: the inputs must be there before it starts.
+        # onnxruntime uses its own stream, so the inputs must be complete before it starts.
         torch.cuda.current_stream(target).synchronize()
     session.run_with_iobinding(binding)
     values = (torch.utils.dlpack.from_dlpack(value).clone() for value in binding.get_outputs())
@@ -67,13 +67,13 @@ _ELEMENT_TYPES = {
 
 
 def _element_type(text: str) -> int:
-    """The ONNX element type of onnxruntime's "tensor(float)"."""
+    """The ONNX element type for a type name of onnxruntime, such as "tensor(float)"."""
     name = text.removeprefix("tensor(").removesuffix(")").upper()
     return int(onnx.TensorProto.DataType.Value(name))
 
 
 def providers_for(device: torch.device) -> list[Any]:
-    """What a session on the device is made with.
+    """The execution providers of a session on the device, with their options.
 
     Raises:
         ProviderFallback: there is no such provider.
@@ -86,5 +86,5 @@ def providers_for(device: torch.device) -> list[Any]:
         raise ProviderFallback(
             f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
         )
-    # TF32 rounds float32 products to 10 bits; results must be those of the model.
+    # TF32 rounds the factors of float32 products to 10 bits of mantissa; results must match the model's.
     return [(CUDA, {"device_id": str(device.index), "use_tf32": "0"}), CPU]

@@ -1,6 +1,6 @@
-"""All values of an ONNX file in one session: a copy of its graph that lists them as outputs.
+"""All values of an ONNX file, from a session with a copy of its graph that lists them as outputs.
 
-onnxruntime's own optimizations are off in it: they merge operations, and the values between these are gone.
+onnxruntime's graph optimizations are off: they fuse operations, and the values between these would be lost.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxValues:
-    """A file, ready to give the named ones of its values, or all.
+    """A file that returns its values with the given names, or all.
 
-    All of them are held at once while a run is looked at: as much memory as the model takes for one call without freeing
-    anything.
+    A run holds all of them at once. This takes as much memory as one call of the model that frees nothing.
 
     Attributes:
-        names: those of the asked values that the file computes.
-        outputs: the names of its outputs.
+        names: the requested values that the file computes.
+        outputs: the names of the file's outputs.
     """
 
     def __init__(self, path: Path, device: torch.device, names: Collection[str] | None) -> None:
@@ -41,7 +40,7 @@ class OnnxValues:
         self._sessions: dict[int, ort.InferenceSession] = {}
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """The values for these inputs; where an operation raises, those before it in the file's order."""
+        """Return the values for these inputs; if an operation raises, those before it in the file's order."""
         first: tuple[str, ...] = ()
         end, error = len(self._model.graph.node), ""
         while any(name in self.names for node in self._model.graph.node[:end] for name in node.output):
@@ -50,7 +49,8 @@ class OnnxValues:
                 values = run_session(session, self._device, tensors)
             except RuntimeError as raised:
                 error = str(raised)
-                # Nothing before it raised, as onnxruntime goes by this order too; what it runs earlier is looked at next.
+                # onnxruntime follows this order too, so no earlier node raised. If it runs a later node first, the next
+                # session, which ends before that node, continues the search.
                 end = self._number_of(error, end)
                 first = self._behind(end)
                 continue
@@ -59,16 +59,17 @@ class OnnxValues:
         return Seen({}, first, error)
 
     def _number_of(self, error: str, end: int) -> int:
-        """Which of the first `end` nodes an error of onnxruntime names; the last of them where it names none."""
+        """The index of the node among the first `end` that onnxruntime's error names; the last one if it names none."""
         found = _FAILING_NODE.search(error)
-        # Names needn't be unique. The last one is no earlier than the one that raised: if it is later, that raises again.
+        # Node names needn't be unique. The last match isn't before the node that raised. If it is after that node, the
+        # next session raises again.
         numbers = [
             number for number, node in enumerate(self._model.graph.node[:end]) if found and node.name == found["name"]
         ]
         return numbers[-1] if numbers else end - 1
 
     def _behind(self, number: int) -> tuple[str, ...]:
-        """The named values that follow from a node with no other named value between."""
+        """The requested values that depend on a node without another requested value in between."""
         open_names, found = (
             set(self._model.graph.node[number].output),
             dict.fromkeys(self._model.graph.node[number].output),
@@ -80,13 +81,13 @@ class OnnxValues:
         return tuple(name for name in found if name in self.names)
 
     def _session(self, end: int) -> ort.InferenceSession:
-        """A session of the first `end` nodes whose outputs are the named values."""
+        """A session with the first `end` nodes, whose outputs are the requested values."""
         if end not in self._sessions:
             model = onnx.ModelProto()
             model.CopyFrom(self._model)
             graph = model.graph
             del graph.node[end:], graph.output[:]
-            # No types: onnxruntime finds them, and those that were written down may be what is wrong.
+            # Leave out the types: onnxruntime infers them, and the types in the file may be the error.
             graph.output.extend(
                 onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
             )

@@ -1,4 +1,4 @@
-"""Which versions of the ONNX operator set a file can be written in."""
+"""The ONNX opset versions that a file can have."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch.onnx
 from exporters.errors import UnknownOpset
 from exporters.onnx_runtime import ort
 
-# Not public: where a torch has them elsewhere, its exporters say themselves what they can't write.
+# Not a public API. If a version of torch has it elsewhere, its exporters themselves report what they can't write.
 limits: Any = getattr(torch.onnx, "_constants", None)
 
 
 def refuse_opset(opset: object, formats: Sequence[str]) -> None:
-    """Raise UnknownOpset where files of that operator set can't be written, or none that has one is asked for.
+    """Raise UnknownOpset if no file can be written with that opset, or if no requested format has an opset.
 
     Args:
-        opset: what the user gave; None is the exporter's default and always right.
-        formats: the names of the formats that are asked for.
+        opset: the user's choice; None means the exporter's default and is always valid.
+        formats: the names of the requested formats.
     """
     if opset is None:
         return
@@ -41,16 +41,16 @@ def refuse_opset(opset: object, formats: Sequence[str]) -> None:
 
 @cache
 def opsets() -> range:
-    """The operator sets that torch's exporters write and the installed onnxruntime reads."""
-    # onnxruntime has no word for its newest one: it is asked by a file.
+    """The opsets that torch's exporters write and the installed onnxruntime reads."""
+    # onnxruntime doesn't report its newest opset, so try to load a file.
     known = getattr(limits, "ONNX_MAX_OPSET", onnx.defs.onnx_opset_version())
     newest = next(opset for opset in range(known, 0, -1) if is_read(opset))
-    # Below the base, files have their weights for inputs.
+    # Below the base opset, the weights are inputs of the file.
     return range(getattr(limits, "ONNX_BASE_OPSET", 9), newest + 1)
 
 
 def is_read(opset: int) -> bool:
-    """Whether the installed onnxruntime loads a file of an operator set."""
+    """Whether the installed onnxruntime loads a file with an opset."""
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", ["x"], ["y"])],

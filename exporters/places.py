@@ -1,4 +1,4 @@
-"""Where in a model's source something happens: the line, the module whose forward it is in, and the file."""
+"""Locations in a model's source: the line, the module whose forward contains it, and the file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LONGEST_LINE = 80
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that isn't torch's."""
+    """The innermost frame outside torch."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame
 
 
 def paths_of(model: nn.Module) -> dict[int, str]:
-    """The path of each module by its id."""
+    """The path of each module, by its id."""
     return {id(module): name for name, module in model.named_modules()}
 
 
 def place_of(frame: FrameType | None, line_number: int, paths: Mapping[int, str]) -> str:
-    """A line of a frame, for a message: "`x.view(2, -1)` in module `head` (net.py:17)"."""
+    """A line of a frame as text for a message: "`x.view(2, -1)` in module `head` (net.py:17)"."""
     if frame is None:
         return "``"
     line, number = _quoted(frame.f_code.co_filename, line_number)
@@ -44,9 +44,9 @@ def place_of(frame: FrameType | None, line_number: int, paths: Mapping[int, str]
 
 
 def place_in_stack(stack: str, model: nn.Module) -> str:
-    """The innermost line of a model's own source in a stack that is text; empty where there is none.
+    """The innermost line of the model's own source in a textual stack; empty if there is none.
 
-    A stack has no modules. One is named where the innermost forward in it is that of one alone.
+    A textual stack has no modules. One is named if the innermost forward in the stack belongs to only one module.
     """
     frames = [(found["file"], int(found["line"])) for found in FRAME.finditer(stack) if is_users(found["file"])]
     if not frames:
@@ -78,7 +78,7 @@ def _module(path: str) -> str:
 
 
 def place_of_error(error: BaseException, model: object) -> str:
-    """The innermost line of a model's own source that an error went through; empty where there is none."""
+    """The innermost line of the model's own source in an error's traceback; empty if there is none."""
     frames = [
         (frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame.f_code.co_filename)
     ]

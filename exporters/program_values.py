@@ -1,4 +1,4 @@
-"""All values of an exported program: it is computed one operation at a time."""
+"""All values of an exported program, computed one operation at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from exporters.steps import Seen, computes, computing, constants_of
 
 
 class ProgramValues:
-    """A program, ready to give the named ones of its values, or all.
+    """A program that returns its values with the given names, or all.
 
     Attributes:
-        names: those of the asked values that the program computes.
-        outputs: the names of its outputs.
+        names: the requested values that the program computes.
+        outputs: the names of the program's outputs.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ProgramValues:
         self._device = device
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """The values for these inputs; where an operation raises, those before it."""
+        """Return the values for these inputs; if an operation raises, those before it."""
         known: dict[str, Any] = {name: self._own(value) for name, value in self._constants.items()}
         inputs = (tensor.detach().to(self._device) for tensor in tensors)
         known |= {name: self._own(value) for name, value in zip(self._inputs, inputs, strict=True)}
@@ -42,12 +42,12 @@ class ProgramValues:
             for name, compute in self._nodes:
                 try:
                     known[name] = compute(known)
-                except Exception as error:  # noqa: BLE001 - operators raise what they like, and it is what is looked for
+                except Exception as error:  # noqa: BLE001 - operators can raise anything, and the error is the result
                     return Seen(values, (name,), f"{type(error).__name__}: {error}")
                 if name in self.names and isinstance(known[name], torch.Tensor):
                     values[name] = self._own(known[name].detach().cpu())
         return Seen(values)
 
     def _own(self, value: Any) -> Any:
-        """A copy where a later operation could write to it."""
+        """Copy a tensor if a later operation could write to it."""
         return value.detach().clone() if self._writes and isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Which operations of an exported program write to their inputs, and whether any other operation sees that."""
+"""Find the operations of an exported program that write to their inputs, and whether others can observe it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils import _pytree as pytree
 
 
 def written_by(node: Any) -> tuple[str, ...]:
-    """The names of the values that an operation writes to."""
+    """The names of the values to which an operation writes."""
     return tuple(read.name for read in _read_as(node, lambda alias: alias.is_write))
 
 
 def _read_as(node: Any, wanted: Callable[[Any], bool]) -> list[Any]:
-    """What a node reads as arguments of which its operation says that they may lie in the memory of what it gives."""
+    """The nodes passed as arguments whose alias info in the operator's schema satisfies `wanted`."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
         return []
@@ -27,8 +27,11 @@ def _read_as(node: Any, wanted: Callable[[Any], bool]) -> list[Any]:
 
 
 def writes_are_unseen(nodes: Iterable[Any]) -> bool:
-    """Whether every write is as if it were to a copy: behind it nothing is read that lies in the same memory, but what it gave
-    itself, and nobody else has that memory (inputs, weights)."""
+    """Whether no write is observable, so that each operation could write to a copy instead.
+
+    After a write, only the result of the writing operation may still be read from the same memory. The memory must not
+    belong to an input or a weight.
+    """
     order = list(nodes)
     number = {node: at for at, node in enumerate(order)}
     groups = _Groups(order)
@@ -42,7 +45,7 @@ def writes_are_unseen(nodes: Iterable[Any]) -> bool:
 
 
 class _Groups:
-    """Which values lie in one memory: by their storage, and by what the operations say of themselves."""
+    """Groups of values that share memory, from their storages and from the alias info in operator schemas."""
 
     def __init__(self, nodes: list[Any]) -> None:
         self._group: dict[str, list[Any]] = {}
@@ -64,8 +67,8 @@ class _Groups:
 
 
 def _aliased(node: Any) -> list[Any]:
-    """What a node may give again, as it is or a part of it."""
-    # An item of a list says nothing of itself, and dropout nothing of what it does in eval.
+    """The inputs that a node's result may share memory with, in whole or in part."""
+    # An item of a list has no schema, and dropout's schema doesn't say that it returns its input in eval mode.
     says_nothing = getattr(node.target, "_schema", None) is None
     draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if node.op == "call_function" and (says_nothing or draws):

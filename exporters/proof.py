@@ -1,7 +1,7 @@
-"""A file is right when it gives what the model gives, at every call: the loose check that chooses between routes.
+"""Compare an exported file with the model at every call: the loose check that chooses between routes.
 
-It finds what a wrong capture does (a batch size or a branch that was baked in, a missing output), so that the next route
-is tried. How close the numbers must be is not judged here.
+It detects wrong captures (a frozen batch size or branch, a missing output), so that the next route is tried. It does
+not judge numerical accuracy.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from exporters.isolation import silent, undisturbed
 from exporters.lists import lists_as_long_as_a_size
 from exporters.metadata import metadata_of
 
-# Largest error, relative to the largest value of the output, that rounding could explain.
+# Largest error that rounding could explain, relative to the largest value of the output.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 _ROUNDING_ELSEWHERE = 1e-3
 
-# What a file is off by at other batches, in units of what it was off by at the calls: beyond that the model does something
-# else there, however close it comes (GELU by tanh in place of erf).
+# Largest error allowed at other batches, as a multiple of the error at the calls. A larger error means a different
+# computation, even if the values are close (tanh GELU instead of erf GELU).
 _ROUNDING_VARIES_BY = 64
-# Units in the last place that any file may be off by at the calls, for the bound at other batches.
+# Every file is allowed this error at the calls, in ulps, when the bound for other batches is computed.
 _LEAST_UNITS = 4
 
-# A model that takes none of so many batches takes none at all where the condition breaks.
+# Once the model has raised at more breaking batches than this, assume that it raises at all of them.
 _MOST_RAISED = 4
 
-# Conditions that were only found beyond those of the capture: the first of them show a path that goes wrong.
+# Maximum number of conditions to add from captures at other batches. The first ones already expose a wrong path.
 _MOST_FURTHER = 16
 
-# Of so many open sizes any two or more are 1 at once.
+# Only this many open sizes are combined when two or more sizes are set to 1.
 _MOST_AT_ONE = 4
 
-# Bytes of one input that is made only to look at a batch that no call has.
+# Maximum bytes of one input that is built only to try a batch outside the calls.
 LARGEST_TRIAL = 64 * 2**20
 
-# Bytes of a wrong file that is kept while the other routes are tried, so that its place can be told: a larger one may need
-# the room.
+# Maximum bytes of a wrong file to keep until its first wrong operation is located. The other routes may need the disk
+# space of a larger one.
 _LARGEST_KEPT = 2**30
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class _TooLarge(RouteRefused):
-    """Inputs that would be too large to make."""
+    """The inputs for a batch would be too large to build."""
 
 
-# Of all inputs of a call.
+# The shapes of all inputs in one call.
 Shapes = list[tuple[int, ...]]
 
-# What the size of dim 0 is called where nobody names it.
+# Default name for the size of dim 0.
 BATCH = "batch"
 
 
 @dataclass(frozen=True)
 class Direction:
-    """Calls in which certain open dims change, and the others don't.
+    """Calls in which certain open dims change while the others keep their size.
 
     Attributes:
-        calls: their numbers; the first call is the first of all.
-        dims: the (input, dim) that change.
-        steps: where several sizes grow together, how many steps each call is from one step before the first; else empty.
+        calls: indices of the calls; the first one is always call 0.
+        dims: the (input, dim) pairs that change.
+        steps: where several sizes grow together, the step number of each call, starting at 1; otherwise empty.
     """
 
     calls: tuple[int, ...]
@@ -84,17 +84,23 @@ class Direction:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the model gave at every call, and which dims of its inputs and outputs are open.
+    """The model's inputs and outputs at every call, and the open dims of both.
 
-    `unstable` holds the outputs that differ between two runs on the same inputs: only their shapes can be compared.
-    `open_dims` are the (input, dim) that change from call to call, `declared` those among them that the request names.
-    `computes_in` is the half precision that the model computes in, whatever the dtypes of its outputs; None for none.
-    `metadata` is all that the file has to say of itself.
-    `draws` is the place where the model draws random numbers that make outputs unstable; "" where it draws none.
-    `directions` are the ways in which the sizes change, where there are several; `steps` is that of a direction.
-    `outputs_given` tells that the outputs are the caller's, and no run of this model.
-    `proof` is that of the request.
-    `in_a_row` numbers at most are added up one after another by a format's loops, where torch adds in pairs.
+    Attributes:
+        unstable: indices of outputs that differ between two runs on the same inputs; only their shapes and dtypes can
+            be compared.
+        open_dims: the (input, dim) pairs that change between calls.
+        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
+            none.
+        metadata: all metadata to write into the file.
+        declared: those `open_dims` that the request names.
+        directions: the ways in which the sizes change, where there are several.
+        steps: the `steps` of the direction, in the evidence for a single direction.
+        draws: the source location where the model draws the random numbers that make outputs unstable; "" if there is
+            none.
+        outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
+        proof: the `proof` of the request.
+        in_a_row: the largest number of terms that a format's loops add sequentially, where torch sums pairwise.
     """
 
     adapter: Adapter
@@ -116,7 +122,10 @@ class Evidence:
 
     @property
     def along(self) -> tuple[Evidence, ...]:
-        """The evidence for each size that changes by itself, and for all that grow together: conditions go by one number."""
+        """One evidence per size that changes by itself, and one for all that grow together.
+
+        Conditions are functions of one number, so each needs a single direction.
+        """
         return tuple(
             replace(
                 self,
@@ -131,19 +140,19 @@ class Evidence:
 
     @property
     def size(self) -> str:
-        """The name of the size that changes; of the first one where all grow together."""
+        """The name of the size that changes; the first name where several grow together."""
         return next((str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims), BATCH)
 
     @property
     def growing(self) -> str:
-        """What grows, for a message."""
+        """The growing sizes as a phrase for a message."""
         if self.steps:
             sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
             return _listed(list(sizes))
         return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
 
     def at(self, batch: int) -> str:
-        """The sizes at a batch, for a message."""
+        """The sizes at a batch as a phrase for a message."""
         if not self.steps:
             return f"a batch of {batch}" if self.size == BATCH else f"{self.size} = {batch}"
         shapes = self.shapes_at(batch)
@@ -151,7 +160,7 @@ class Evidence:
         return _listed([f"{name} = {size}" for name, size in sizes.items()])
 
     def way_out(self, size: str) -> str:
-        """What a user can do where a size can't be open; empty where no dim has it."""
+        """Advice for a size that can't be open; empty where no dim has that size."""
         dims = [
             (index, dim)
             for index, spec in enumerate(self.input_specs)
@@ -164,18 +173,18 @@ class Evidence:
         return f" Leave {named} out of --dynamic (dynamic=…)."
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """The largest error of an output of this dtype, relative to its largest value, that rounding could explain."""
+        """The largest error of an output of this dtype that rounding could explain, relative to its largest value."""
         own = _ROUNDING.get(dtype, _ROUNDING_ELSEWHERE)
         return own if self.computes_in is None else max(own, _ROUNDING[self.computes_in])
 
     def unit(self, dtype: torch.dtype) -> float:
-        """The spacing at 1 of the numbers that an output of this dtype is made of."""
+        """The machine epsilon of the precision in which an output of this dtype is computed."""
         eps = torch.finfo(dtype).eps
         return eps if self.computes_in is None else max(eps, torch.finfo(self.computes_in).eps)
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half precision that the model computes in, or that something in it has; None for none."""
+        """The half precision that the model computes in or that one of its tensors has; None if there is none."""
         adapter = self.adapter
         tensors = (*adapter.parameters(), *adapter.buffers(), *self.inputs[0], *self.outputs[0])
         held = {self.computes_in, *(tensor.dtype for tensor in tensors)}
@@ -183,26 +192,29 @@ class Evidence:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The size of the first open dim in each call; empty where none is open. The steps where several grow together."""
+        """The batch of each call: the size of the first open dim, or `steps` where several sizes grow together.
+
+        Empty where no dim is open.
+        """
         return self.steps or tuple(
             tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1]
         )
 
     def line(self, index: int, dim: int) -> Line | None:
-        """How an open dim grows with the first one."""
+        """The size of an open dim as a linear function of the batch; None where it isn't one."""
         return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
 
     def shapes_at(self, batch: int) -> list[tuple[int, ...]]:
         """The shapes of the inputs at another batch.
 
         Raises:
-            RouteRefused: the open dims don't grow together.
+            RouteRefused: an open dim isn't a linear function of the batch.
         """
         shapes = [list(tensor.shape) for tensor in self.inputs[0]]
         for index, dim in self.open_dims:
@@ -216,10 +228,10 @@ class Evidence:
         return [tuple(shape) for shape in shapes]
 
     def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """Inputs of another batch, made of the rows of the calls.
+        """Inputs at another batch, built by repeating rows of the calls.
 
         Raises:
-            RouteRefused: they would be too large, or the open dims don't grow together.
+            RouteRefused: they would be too large, or an open dim isn't a linear function of the batch.
         """
         made = list(self.inputs[0])
         shapes = self.shapes_at(batch)
@@ -236,7 +248,7 @@ class Evidence:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What couldn't be checked."""
+        """One sentence per check that wasn't possible."""
         names = [f"`{self.adapter.output_names[index]}`" for index in sorted(self.unstable)]
         return tuple(
             f"Output {name} differs between two runs of the model; only its shape was checked." for name in names
@@ -244,11 +256,11 @@ class Evidence:
 
 
 def gather(request: ExportRequest) -> Evidence:
-    """What the model gives at every call of the request, by runs of it where the request doesn't say.
+    """Collect the evidence for a request; run the model where the request has no outputs.
 
     Raises:
-        StructureError: the calls don't fit each other, or can't be left open in the way the request asks.
-        MetadataError: the metadata are none that a file can hold.
+        StructureError: the calls don't match each other, or can't be left open as the request asks.
+        MetadataError: a file can't hold the metadata.
     """
     args, kwargs = request.calls[0]
     adapter = Adapter(
@@ -300,7 +312,7 @@ def gather(request: ExportRequest) -> Evidence:
 def _run_at_each(
     adapter: Adapter, inputs: Sequence[tuple[torch.Tensor, ...]]
 ) -> tuple[tuple[tuple[torch.Tensor, ...], ...], frozenset[int]]:
-    """What the model gives at each call, and the numbers of the outputs that it gives otherwise each time."""
+    """Run the model at each call; also return the indices of outputs that differ when the first call is run again."""
     with undisturbed(adapter), silent():
         outputs = tuple(adapter.run(tensors) for tensors in inputs)
         again = adapter.run(inputs[0])
@@ -313,10 +325,15 @@ def _run_at_each(
 
 
 def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...]:
-    """Run what is loaded from these files at every call; gives how far each output was off, relative to its largest value.
+    """Run a loaded file at every call and return each output's error, relative to its largest value.
+
+    Only the smallest call is run if the request's own proof accepts the file.
+
+    Args:
+        loaded: the artifact, loaded from `files`.
 
     Raises:
-        RouteRefused: it fails, or gives other shapes, dtypes or values than the model.
+        RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
     if evidence.proof is not None and evidence.proof(loaded, files):
         return _proven_at(evidence, loaded, [_smallest(evidence)])
@@ -324,13 +341,16 @@ def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()
 
 
 def prove_early(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
-    """As `prove`, of what a file is made of: at the smallest call alone where `prove_written` compares the file itself."""
+    """Like `prove`, for the program from which the file will be written.
+
+    Only the smallest call is run if the request has its own proof: `prove_written` applies that to the file itself.
+    """
     calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
     return _proven_at(evidence, loaded, calls)
 
 
 def prove_written(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path]) -> None:
-    """As `prove`, of a file whose program was proven early."""
+    """Like `prove`, for a file whose program has passed `prove_early`."""
     if evidence.proof is None or not evidence.proof(loaded, files):
         _proven_at(evidence, loaded, range(len(evidence.inputs)))
 
@@ -347,7 +367,7 @@ def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int])
         except WrongFile:
             if not evidence.outputs_given:
                 raise
-            # What the caller knows may be what the model was before a pass spoilt it: then the route is right.
+            # The caller's outputs may come from the model before a pass damaged it. Then the route is right.
             with undisturbed(evidence.adapter), silent():
                 expected = evidence.adapter.run(inputs)
             outputs = _compare(evidence, loaded, inputs, expected)
@@ -362,21 +382,21 @@ def prove_beyond(
     decided_at: Callable[[Evidence, int], Sequence[Condition]],
     errors: Sequence[float],
 ) -> tuple[Shapes, ...]:
-    """Run the file and the model at batches that break each condition of the capture: the first, and one twice as large.
+    """Compare file and model at batches that break each condition of the capture.
 
-    Gives the shapes of all inputs at which they were seen to agree, those of the calls among them.
+    Two batches per condition are compared: the first that the model accepts, and one at least twice as large. Return
+    the input shapes at which they agree, including those of the calls.
 
-    Where the model raises there is no answer that the file could get wrong, and the next batch is looked at. Where they
-    agree the model went another way all the same, and may take decisions there that the capture hasn't seen.
+    Where the model raises, the file can't be wrong, and the next batch is tried. Where they agree, the model still took
+    another path. That path may depend on conditions that the capture hasn't seen, so these are checked too.
 
     Args:
-        conditions: on each view of the evidence by its number.
-        decided_at: the conditions of the model's way at a batch of such a view.
-        errors: how far each output of the file was off at the calls; the bound here follows from it.
+        conditions: the conditions of each view in `evidence.along`; `Condition.along` is the index of the view.
+        decided_at: returns the conditions of the model's path at a batch of such a view.
+        errors: the error of each output at the calls, from which the error bound here is derived.
 
     Raises:
-        RouteRefused: the file gives something else than the model there, or the batch is too large to try; whatever
-            `decided_at` raises.
+        RouteRefused: the outputs differ, or the batch is too large to try. Errors of `decided_at` pass through.
     """
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
     for number, view in enumerate(evidence.along):
@@ -389,9 +409,9 @@ def prove_beyond(
 
 
 def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Inputs in which two or more of the sizes are 1, and the others as in the first call.
+    """Inputs in which two or more sizes are 1 and the others are those of the first call.
 
-    Conditions turn there that no size turns by itself: whether a map has more than one place.
+    Some conditions change only there, such as whether a feature map has more than one position.
     """
     views = [view for view in evidence.along if not view.steps and all(view.line(*place) for place in view.open_dims)]
     views = views[:_MOST_AT_ONE]
@@ -412,12 +432,12 @@ def _proven_along(
     decided_at: Callable[[Evidence, int], Sequence[Condition]],
     errors: Sequence[float],
 ) -> list[int]:
-    """The batches beyond the calls at which file and model were seen to agree."""
+    """The batches outside the calls at which file and model agree."""
     tried = set(evidence.batches)
     agreed: list[int] = []
     waiting = list(conditions)
     known = {(condition.what, condition.hints) for condition in conditions}
-    for condition in waiting:  # grows
+    for condition in waiting:  # grows inside the loop
         for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors):
             agreed.append(batch)
             for further in decided_at(evidence, batch):
@@ -431,7 +451,7 @@ def _proven_along(
 def _proven_where_it_breaks(
     evidence: Evidence, loaded: LoadedArtifact, condition: Condition, tried: set[int], errors: Sequence[float]
 ) -> list[int]:
-    """The batches that break the condition at which file and model were compared now; `tried` takes up all."""
+    """The batches that break the condition, with file and model compared at each; adds all tried batches to `tried`."""
     answered: list[int] = []
     raised = 0
     for batch in breaks(condition):
@@ -442,7 +462,7 @@ def _proven_where_it_breaks(
             answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors)
         except RouteRefused as refusal:
             if evidence.steps and isinstance(refusal, _TooLarge):
-                # Where all grow together that is soon so. Each was followed by itself.
+                # Sizes that grow together soon need too much memory. Each of them was checked by itself.
                 break
             reason = (
                 f"at {evidence.at(batch)} the model goes another way than the one that was captured, by {condition.what}:"
@@ -463,7 +483,7 @@ def _proven_where_it_breaks(
 def _proven_on(
     evidence: Evidence, loaded: LoadedArtifact, inputs: tuple[torch.Tensor, ...], errors: Sequence[float]
 ) -> bool:
-    """Compare file and model on inputs that no call has; false where the model raises."""
+    """Compare file and model on inputs outside the calls; return False where the model raises."""
     expected = _answers(evidence.adapter, inputs)
     if expected is not None:
         _compare(evidence, loaded, inputs, expected, errors)
@@ -471,7 +491,7 @@ def _proven_on(
 
 
 def _answers(adapter: Adapter, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    """What the model gives; None where it takes no such inputs."""
+    """Run the model; return None where it raises on these inputs."""
     try:
         with undisturbed(adapter), silent():
             return adapter.run(inputs)
@@ -488,7 +508,11 @@ def _compare(
     expected: tuple[torch.Tensor, ...],
     errors: Sequence[float] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """What the file gives, where it is what the model gives; `errors` are how far each output was off at the calls."""
+    """Run the file and check its outputs against the model's; `errors` are the errors of the outputs at the calls.
+
+    Raises:
+        WrongFile: the file fails, or an output differs in shape, dtype or values.
+    """
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     try:
         with refusing(f"the file fails on inputs of {sizes}"):
@@ -510,16 +534,17 @@ def _allowed_beyond(evidence: Evidence, inputs: tuple[torch.Tensor, ...], dtype:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     least = _LEAST_UNITS * evidence.unit(dtype)
-    # Each addition is off by half a unit of the sum so far (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+    # Each addition has an error of at most half an ulp of the partial sum (Higham, Accuracy and Stability of Numerical
+    # Algorithms, 4.2).
     summing = _longest_sum(evidence, inputs) * evidence.unit(dtype) / 2
     return min(evidence.rounding(dtype), max(_ROUNDING_VARIES_BY * max(error, least), summing))
 
 
 def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
-    """How many numbers are added up one after another as sizes are open: places of a text or a map, and no rows."""
+    """The number of terms added sequentially over open dims: positions of a sequence or feature map, not rows."""
     places = {index: 1 for index, _ in evidence.open_dims}
     for index, dim in evidence.open_dims:
-        # What the request doesn't name is rows.
+        # Open dims that the request doesn't name are rows.
         if (index, dim) in evidence.declared and evidence.input_specs[index].shape[dim] != BATCH:
             places[index] *= inputs[index].shape[dim]
     return min(evidence.in_a_row, max(places.values(), default=1))
@@ -534,7 +559,7 @@ def _relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def _largest(expected: torch.Tensor, got: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
-    """The largest error and the largest expected value of float64 tensors where the bool one says; 0 for nowhere."""
+    """The largest error and the largest expected value of float64 tensors under a bool mask; 0 for an empty mask."""
     if not where.any():
         return 0.0, 0.0
     left, right = expected[where], got[where]
@@ -544,9 +569,11 @@ def _largest(expected: torch.Tensor, got: torch.Tensor, where: torch.Tensor) -> 
 def difference(
     expected: torch.Tensor, got: torch.Tensor, *, values: bool = True, allowed: float | None = None
 ) -> str | None:
-    """How `got` differs from `expected` beyond rounding, in words; None where it doesn't.
+    """Describe how `got` differs from `expected` beyond rounding; None if it doesn't.
 
-    `allowed` is the largest error of floats relative to the largest value, in place of the loose one of the dtype.
+    Args:
+        values: whether to compare values, and not only shape and dtype.
+        allowed: the largest error of floats, relative to the largest value; None for the loose bound of the dtype.
     """
     if got.shape != expected.shape:
         return f"its shape is {list(got.shape)} in place of {list(expected.shape)}"
@@ -556,7 +583,7 @@ def difference(
         return None
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = int((expected.cpu() != got.cpu()).sum())
-        # A tie that rounding decides moves single elements of an argmax; a wrong capture moves many.
+        # Rounding can flip ties, which changes single elements of an argmax. A wrong capture changes many.
         return f"{wrong} of {expected.numel()} elements differ" if wrong > expected.numel() // 100 else None
     left, right = (_as_float64(tensor) for tensor in (expected, got))
     finite = torch.isfinite(left)
@@ -564,21 +591,23 @@ def difference(
         return "NaN or infinity stand in other places"
     error, scale = _largest(left, right, finite)
     allowed = _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) if allowed is None else allowed
-    # Written so that a NaN is not within the bound.
+    # Written so that NaN fails the comparison.
     within = error <= allowed * scale + 1e-30
     return None if within else f"its values are off by {error:.2g} where the largest is {scale:.2g}"
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """`float32` for torch.float32."""
+    """The name of a tensor's dtype: `float32` for torch.float32."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Route:
-    """One way to a format; `write` puts the files into an empty folder, proves them, and returns them, main file first.
+    """One way to produce a format.
 
-    `write` raises RouteRefused where the result isn't right.
+    Attributes:
+        write: writes the files into an empty folder, proves them, and returns them, main file first. Raises
+            RouteRefused if the result isn't right.
     """
 
     name: str
@@ -593,10 +622,10 @@ def first_right(
     directory: Path,
     known: Callable[[Artifact], Artifact] = lambda artifact: artifact,
 ) -> Artifact:
-    """The artifact of the first route that isn't refused; its files are moved into `directory` when they are proven.
+    """The artifact of the first route that isn't refused; its proven files are moved into `directory`.
 
     Args:
-        known: adds to an artifact what the exporter knows of how it was made, also to one whose route was refused.
+        known: adds exporter-specific fields to an artifact, also to one whose route was refused.
 
     Raises:
         ExportError: every route was refused.
@@ -647,20 +676,20 @@ def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]
 
 
 def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
-    """A sentence on where a wrong file first differs; "" where nobody can tell."""
+    """A sentence that locates the first difference of a wrong file; "" where it is unknown."""
     place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
     return f" The file by way of {artifact.route!r} {place}." if place else ""
 
 
 def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
-    """A sentence on the one output that all ways get wrong, each in words of its own."""
+    """A sentence naming the one output that every route gets wrong, if their reasons differ."""
     outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
     several = len({str(refusal) for _, refusal in refused}) > 1
     return f" Every way gives another `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
 
 
 def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
-    """What a user can do, with a space in front of each sentence."""
+    """Advice for the user; each sentence starts with a space."""
     hint = ""
     if (half := evidence.half) is not None:
         word = str(half).removeprefix("torch.")
@@ -678,9 +707,10 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def refusing(what: str | None = None) -> Iterator[None]:
-    """Turn whatever is raised inside into RouteRefused: foreign code that captures a model fails in every way there is.
+    """Turn any exception raised inside into RouteRefused: third-party capture code can raise anything.
 
-    What says nothing about the route passes: a lack of memory, a full disk, and what isn't an Exception (an interrupt).
+    Exceptions that don't concern the route pass through: out of memory, a full disk, and non-Exceptions such as an
+    interrupt.
     """
     try:
         yield
@@ -694,7 +724,7 @@ def refusing(what: str | None = None) -> Iterator[None]:
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of the error that started it, without paths of this machine."""
+    """The first line of the root cause's message, without paths of this machine."""
     while error.__cause__ is not None and not isinstance(error, ExporterError):
         error = error.__cause__
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
@@ -703,7 +733,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
         line = lines[-1]
     elif line.endswith(":") and len(lines) > 1:
         line = f"{line} {lines[1]}"
-    elif " " not in line:  # a KeyError holds the key alone
+    elif " " not in line:  # the message of a KeyError is only the key
         line = f"{type(error).__name__}: {line}"
     line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
     return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
@@ -728,7 +758,7 @@ def _open_inputs(
     dynamic: bool,
     declared: Mapping[str, Mapping[int, str]],
 ) -> _OpenDims:
-    """The open dims. Those that aren't declared share a name where they have equal sizes in all calls."""
+    """The open dims; undeclared ones share a name where their sizes are equal in all calls."""
     found = _declared_inputs(names, inputs, declared)
     symbols = {sizes: symbol for symbol, sizes in found.values()}
     for index, name in enumerate(names):
@@ -783,9 +813,12 @@ def _declared_inputs(
 
 
 def _directions(open_dims: _OpenDims, named: Collection[str]) -> tuple[Direction, ...]:
-    """The ways in which sizes change from the first call: each by itself, then all together; empty where there is one.
+    """The ways in which sizes change from the first call: each by itself, then all together.
 
-    Sizes that nobody named go with the batch.
+    Empty where only one size changes. Sizes without a declared name change with the batch.
+
+    Raises:
+        StructureError: a size doesn't change by itself in any call.
     """
     dims_of: dict[str, list[tuple[int, int]]] = {}
     for place, (symbol, _) in open_dims.items():

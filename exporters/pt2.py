@@ -1,7 +1,7 @@
-"""PT2: the program that torch.export captures, a graph of ATen operators with its weights.
+"""PT2: the program captured by torch.export, a graph of ATen operators with its weights.
 
-`torch.export.load` runs it in any process that has torch; ExecuTorch, AOTInductor and others compile it. Loading it can run
-any code that the file brings: load a file only if you trust its maker.
+`torch.export.load` loads it in any process that has torch; ExecuTorch, AOTInductor and others compile it. Loading can
+run arbitrary code from the file, so only load files from sources that you trust.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
-from exporters.decisions import conditions_at
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
@@ -35,11 +34,12 @@ from exporters.proof import (
     refusing,
 )
 from exporters.steps import FileValues, Program
+from exporters.trace_conditions import conditions_at
 from exporters.writing import write_archive
 
 
 class Pt2Exporter(Exporter):
-    """`model.pt2`."""
+    """The exporter to `model.pt2`."""
 
     name: ClassVar[str] = "pt2"
     file_name: ClassVar[str] = "model.pt2"
@@ -58,7 +58,7 @@ class Pt2Exporter(Exporter):
         def known(artifact: Artifact) -> Artifact:
             program, steps = programs[artifact.route]
             if not artifact.path.exists():
-                # Refused before it was written: what is wrong is the capture.
+                # The route was refused before the file was written, so the error is in the capture.
                 return replace(artifact, source=partial(ProgramValues, program))
             return replace(artifact, program=steps, values=self.values)
 
@@ -76,7 +76,7 @@ class Pt2Exporter(Exporter):
 
     @staticmethod
     def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
-        """The file, ready to give the named ones of its values; None names all."""
+        """Load the file so that it returns the values with these names; None means all."""
         with silent():
             return ProgramValues(_read(path, device), device, names)
 
@@ -104,7 +104,7 @@ def _read(path: Path, device: str) -> torch.export.ExportedProgram:
 
 
 def _of_ranks(program: torch.export.ExportedProgram) -> list[str]:
-    """Guards of the number of dims of each input; torch has guards of their sizes only."""
+    """Guards on the rank of each input; torch only has guards on sizes."""
     return [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
 
 
@@ -115,7 +115,7 @@ class _LoadedProgram:
         self.device = device
         self._inputs = input_specs(program)
         self._module = program.module()
-        # It computes as torch is set.
+        # The precision is that of torch's global settings.
         self.settings: dict[str, str] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -126,7 +126,7 @@ class _LoadedProgram:
 
 
 def input_specs(program: torch.export.ExportedProgram) -> tuple[TensorSpec, ...]:
-    """The inputs that a program takes, with torch's own names for the open dims."""
+    """The inputs of a program, with torch's names for the open dims."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     return tuple(_spec(name, values[name]) for name in program.graph_signature.user_inputs)
 
@@ -137,13 +137,13 @@ def _spec(name: Any, value: torch.Tensor) -> TensorSpec:
 
 
 def _save(program: torch.export.ExportedProgram, path: Path, extra: dict[str, str]) -> None:
-    """Write the archive, with extra files by name, without the inputs of the capture, which are the user's data.
+    """Write the archive, with extra files by name, but without the inputs of the capture: they are the user's data.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the file can't be written, for example because the disk is full.
     """
     with refusing("the program can't be saved"), silent():
-        # Whoever loads it has no GPU, maybe.
+        # The machine that loads the file may have no GPU.
         program = move_to_device_pass(program, "cpu")
         program.example_inputs = (tuple(map(_blank, input_specs(program), program.example_inputs[0])), {})
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
@@ -152,7 +152,7 @@ def _save(program: torch.export.ExportedProgram, path: Path, extra: dict[str, st
 
 
 def _blank(spec: TensorSpec, example: torch.Tensor) -> torch.Tensor:
-    """Zeros in the place of an example, one number in the file: torch goes by the names of the inputs that it has."""
+    """Zeros in the shape of an example, stored as one number: torch needs examples to name the inputs in guards."""
     return torch.zeros((), dtype=example.dtype).expand(example.shape)
 
 

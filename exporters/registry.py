@@ -1,6 +1,6 @@
-"""The formats by name: our own and those that other packages bring by the entry points `optimize_export.exporters`.
+"""The formats by name: our own, and those of other packages with the entry point group `optimize_export.exporters`.
 
-An entry point is named after its format and loads a subclass of `Exporter`.
+An entry point has the name of its format and loads a subclass of `Exporter`.
 """
 
 from importlib.metadata import EntryPoint, entry_points
@@ -20,10 +20,10 @@ _OWN: dict[str, type[Exporter]] = {
 
 
 def exporter_names() -> tuple[str, ...]:
-    """All formats, ours first. Code of other packages isn't imported.
+    """The names of all formats, ours first. This imports no code of other packages.
 
     Raises:
-        ExporterError: two packages bring a format of the same name.
+        ExporterError: two packages provide a format with the same name.
     """
     return (*_OWN, *_from_others())
 
@@ -32,8 +32,8 @@ def exporter_named(name: str) -> Exporter:
     """The exporter of a format.
 
     Raises:
-        UnknownFormat: there is none of that name; the message lists those there are.
-        ExporterError: two packages bring a format of the same name, or the entry point can't be used.
+        UnknownFormat: there is no format with that name; the message lists the known ones.
+        ExporterError: two packages provide a format with the same name, or the entry point can't be used.
     """
     others = _from_others()
     if name in _OWN:
@@ -44,11 +44,11 @@ def exporter_named(name: str) -> Exporter:
 
 
 def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifact:
-    """The file at `path`, ready to run on "cpu" or "cuda".
+    """Load the file at `path` on "cpu" or "cuda".
 
     Raises:
         UnknownFormat: there is no such format.
-        ProviderFallback: the device was asked for and isn't the one that would compute.
+        ProviderFallback: the file would run on another device than the requested one.
     """
     return exporter_named(format).load(path, device)
 

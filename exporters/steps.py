@@ -1,7 +1,7 @@
-"""What a file was made from, one operation at a time, and where in the model each operation stands.
+"""The operations that a file was made from, with the location of each one in the model.
 
-An exporter that can tell keeps this beside the file and not in it: a file carries no source paths. With it, each value in
-the file can be computed again from those before it.
+An exporter that knows them keeps them next to the file, not in it: a file contains no source paths. With them, each
+value in the file can be recomputed from the values before it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MODEL = "model"
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model an operation stands.
+    """The location of an operation in the model.
 
     Attributes:
-        module: path of the module whose forward does it; "" for the model itself.
-        call: the how-manieth call of that module, from 1 on.
-        line: "modeling_bert.py:175", the innermost line outside of torch; "" where it isn't known.
-        operation: its name: "linear".
+        module: path of the module whose forward runs the operation; "" for the model itself.
+        call: the number of that module's call, starting at 1.
+        line: "modeling_bert.py:175", the innermost line outside torch; "" if it is unknown.
+        operation: the name of the operation: "linear".
     """
 
     module: str
@@ -53,11 +53,11 @@ class Step:
     """One operation.
 
     Attributes:
-        name: of its value; a file has it under that name, or not at all where it was merged into another.
-        inputs: the names of what it reads.
-        compute: its value, from those of `inputs` by name.
-        is_tensor: whether the value is one tensor: only such is looked up in a file.
-        repeats: whether it surely gives the same for the same inputs; one that may draw random numbers doesn't.
+        name: the name of its value. A file uses the same name, or lacks the value if it was merged into another.
+        inputs: the names of the values that it reads.
+        compute: computes the value from the `inputs`, passed by name.
+        is_tensor: whether the value is a single tensor. Only these are looked up in a file.
+        repeats: whether equal inputs always produce equal results; False for an operation that may draw random numbers.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Program:
     """The operations that a file was made from, in an order in which they can be computed.
 
     Attributes:
-        inputs: the names of the file's inputs in the program, in the file's order.
-        constants: the weights, buffers and other tensors by name; those of the model, not copied.
-        in_file: the name in the file of a value that has another one there.
+        inputs: the program's names for the file's inputs, in the file's order.
+        constants: weights, buffers and other tensors by name. They are the model's own, not copies.
+        in_file: the names in the file of values that have another name there.
     """
 
     inputs: tuple[str, ...]
@@ -92,9 +92,9 @@ class Seen:
     """The values of one run of a file.
 
     Attributes:
-        values: by their names in the file; where the run stopped, those before.
-        stopped_at: where an operation raised, the asked values that follow from it directly; empty where none did.
-        error: its message.
+        values: tensors by their names in the file; if the run stopped, those computed before.
+        stopped_at: if an operation raised, the requested values that depend on it directly; otherwise empty.
+        error: the message of the exception.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -103,39 +103,41 @@ class Seen:
 
 
 class FileValues(Protocol):
-    """A file, ready to give all its values and not only its outputs."""
+    """A loaded file that can return all its values, not only its outputs."""
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the values that it can give."""
+        """The names of the values that it can return."""
 
     @property
     def outputs(self) -> Sequence[str]:
-        """The names of those that are the file's outputs, in its order."""
+        """The names of the file's outputs, in its order."""
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """The values for these inputs."""
+        """Run the file on these inputs and return its values."""
 
 
 class FileParts(Protocol):
-    """A file that holds the model's modules, which can be called one by one."""
+    """A loaded file that holds the model's modules, which can be called one by one."""
 
     def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
-        """What the file computes at the how-manieth call of a module, from 1 on; None where it doesn't take one tensor.
+        """Return the function that one call of a module runs in the file; None if it doesn't take one tensor.
 
         Args:
-            alone: whether the tensor is all that the module is given in that call.
+            number: the number of the module's call, starting at 1.
+            alone: whether the tensor is the module's only argument in that call.
         """
 
 
 def program_of(
     exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str] | None = None
 ) -> Program | None:
-    """The steps of an exported program of an adapter around `model`; None where one writes to what others read, which can't
-    be computed again by itself.
+    """The steps of the exported program of an adapter around `model`.
+
+    None if an operation writes to memory that others read, since it can't be recomputed in isolation.
 
     Args:
-        output_names: those of the file; None where they are the program's.
+        output_names: names of the outputs in the file; None if they are those in the program.
     """
     if not writes_are_unseen(exported.graph.nodes):
         return None
@@ -150,7 +152,7 @@ def program_of(
 
 
 def constants_of(exported: torch.export.ExportedProgram) -> dict[str, Any]:
-    """The weights, buffers and other tensors of an exported program, by the names that its steps read them by."""
+    """The weights, buffers and other tensors of an exported program, by the names that its nodes use."""
     signature = exported.graph_signature
     by_target = {**exported.state_dict, **exported.constants}
     held = {
@@ -166,12 +168,12 @@ def constants_of(exported: torch.export.ExportedProgram) -> dict[str, Any]:
 
 
 def computes(node: Any) -> bool:
-    """Whether a node of an exported program gives something: some only see to it that a dtype or size is as it was."""
+    """Whether a node of an exported program computes a value; some nodes only assert a dtype or size."""
     return node.op == "call_function" and (bool(node.users) or node.meta.get("val") is not None)
 
 
 def computing(node: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """Computes a node of an exported program from the values by name that it reads."""
+    """Return a function that computes a node of an exported program from the values that it reads, by name."""
     kind = type(node)
 
     def compute(values: Mapping[str, Any]) -> Any:
@@ -202,7 +204,7 @@ def _step(node: Any, model: nn.Module) -> Step:
 
 def _place(node: Any, model: nn.Module) -> Place:
     if node.target is operator.getitem:
-        # One of several results: what is computed is computed there.
+        # One of several results: use the location of the operation that computes them.
         return _place(node.args[0], model)
     stack = list((node.meta.get("nn_module_stack") or {}).items())
     key, (path, _) = stack[-1] if stack else ("", ("", ""))
@@ -213,32 +215,32 @@ def _place(node: Any, model: nn.Module) -> Place:
 
 
 def _operation(target: Any) -> str:
-    """`linear` for torch.ops.aten.linear.default."""
+    """The name of an operator: `linear` for torch.ops.aten.linear.default."""
     packet = getattr(target, "overloadpacket", target)
     return str(getattr(packet, "__name__", packet)).strip("_")
 
 
 def line_of(stack_trace: str) -> str:
-    """File name and line of the innermost frame of a Python stack that is in a file of neither torch nor ours."""
+    """File name and line of the innermost stack frame outside torch and this program; "" if there is none."""
     frames = [(found["file"], found["line"]) for found in FRAME.finditer(stack_trace)]
     own = [frame for frame in frames if is_users(frame[0])]
     return source_line(*own[-1]) if own else ""
 
 
 def source_line(file: str, line: int | str) -> str:
-    """A line as places name it: without the folder, which is of one machine."""
+    """A line for messages: without the folder, which differs between machines."""
     return f"{Path(file).name}:{line}"
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of code is neither torch's nor ours."""
-    # What passes generate has no file.
+    """Whether a source file belongs neither to torch nor to this program."""
+    # Code that passes generate has no file.
     path = Path(file)
     return path.suffix == ".py" and not any(path.is_relative_to(folder) for folder in (_TORCH, *_OURS))
 
 
 def line_of_forward(model: nn.Module, path: str) -> str:
-    """Where the forward begins of the innermost module around a path that isn't torch's own."""
+    """The first line of the innermost forward on a path to a module that isn't torch's own; "" if there is none."""
     parts = path.split(".") if path else []
     for count in range(len(parts), -1, -1):
         kind = type(model.get_submodule(".".join(parts[:count])))

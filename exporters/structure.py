@@ -1,4 +1,4 @@
-"""The tree that a call's arguments, or a model's outputs, are made of: flattened to tensors and put together again."""
+"""The tree structure of a call's arguments or a model's outputs: flatten it to tensors and rebuild it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from exporters.errors import StructureError
 
 Key = str | int
 
-# What may stand in a file as a value that never changes. Anything else could hide a tensor.
+# Types that a file can hold as constants. A value of any other type could hide a tensor.
 _CONSTANTS = (
     type(None),
     bool,
@@ -39,20 +39,20 @@ _CONSTANTS = (
     torch.memory_format,
 )
 
-# Their attributes are no part of what a model gives.
+# Types whose attributes aren't part of a model's output.
 _NEVER_OPENED = (*_CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, nn.Module, torch.Generator)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNode:
-    """A tensor; the flat tuple holds it."""
+    """A tensor, with its path in the tree."""
 
     path: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantNode:
-    """A value that is part of the file and must be the same in every call."""
+    """A value that is stored in the file and must be the same in every call."""
 
     path: tuple[Key, ...]
     value: Any
@@ -60,7 +60,7 @@ class ConstantNode:
 
 @dataclasses.dataclass(frozen=True)
 class ContainerNode:
-    """A dict, list, tuple, registered pytree, dataclass or object with its children in a fixed order."""
+    """A dict, list, tuple, registered pytree, dataclass or object, with its children in a fixed order."""
 
     path: tuple[Key, ...]
     type: type
@@ -73,9 +73,11 @@ Node = TensorNode | ConstantNode | ContainerNode
 
 
 class Structure:
-    """The structure of one example value.
+    """The structure of an example value.
 
-    `side` is "argument" or "output" and is only used in messages.
+    Attributes:
+        side: "argument" or "output"; selects the wording of messages, and only outputs may contain arbitrary objects.
+        paths: the path of each tensor, in flat order.
     """
 
     def __init__(self, example: Any, *, side: str) -> None:
@@ -88,18 +90,22 @@ class Structure:
     def flatten(self, value: Any, *, constants: bool = True) -> tuple[torch.Tensor, ...]:
         """The tensors of `value`, in this structure's order.
 
-        With `constants=False` what stands where the example had a constant isn't looked at: while a graph is being
-        recorded it may be a stand-in.
+        With `constants=False`, the constants of the example aren't compared: while a graph is recorded, a proxy may be
+        in the place of one.
 
         Raises:
-            StructureError: `value` has another structure, or another constant.
+            StructureError: the structure or a constant of `value` differs from the example.
         """
         flat: list[torch.Tensor] = []
         self._match(self.root, value, flat, constants, frozenset())
         return tuple(flat)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value of this structure that holds `tensors`."""
+        """Build a value of this structure from flat tensors.
+
+        Raises:
+            StructureError: the number of tensors is wrong.
+        """
         remaining = iter(tensors)
         value = _rebuild(self.root, remaining)
         if next(remaining, None) is not None or len(tensors) != len(self.paths):
@@ -111,20 +117,20 @@ class Structure:
         return _describe(self.root, iter(names))
 
     def numbers(self) -> Iterator[tuple[str, int | float | complex]]:
-        """The numbers that stand for themselves, each behind its place as a user would write it."""
+        """The numbers among the constants, as pairs of location (as a user would write it) and value."""
         for node in _leaves(self.root):
             if isinstance(node, ConstantNode) and type(node.value) in (int, float, complex):
                 yield self.spell(node.path), node.value
 
     def spell(self, path: tuple[Key, ...]) -> str:
-        """How a user would write the place: argument `mask`, output `hidden[1]`."""
+        """The location as a user would write it: argument `mask`, output `hidden[1]`."""
         if not path:
             return f"the {self.side}"
         first, *rest = path
         return f"{self.side} `{first}{''.join(f'[{key!r}]' for key in rest)}`"
 
     def _read(self, value: Any, path: tuple[Key, ...], around: frozenset[int] = frozenset()) -> Node:
-        """`around` are the ids of the containers that the value stands in."""
+        """Read the tree below a value; `around` holds the ids of the containers around it."""
         if isinstance(value, torch.Tensor):
             self._refuse_layout(value, path)
             return TensorNode(path)
@@ -179,7 +185,8 @@ class Structure:
         if id(value) in around:
             return None
         opened = _open(value)
-        # An argument that is an object may be written to, and knows more than its tensors (how many tokens it has seen).
+        # Objects in arguments aren't opened: the model may write to them, and they hold more than tensors (how many
+        # tokens a cache has seen).
         return _open_object(value, around) if opened is None and self.side == "output" else opened
 
     def _unknown(self, value: Any, path: tuple[Key, ...]) -> str:
@@ -192,7 +199,11 @@ class Structure:
 
 
 def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in the model's signature, in the order they were given."""
+    """The arguments of a call by their names in the model's signature, in the order in which they were passed.
+
+    Raises:
+        StructureError: an argument is passed both by position and by name.
+    """
     names = _positional_names(model, len(args), kwargs)
     bound = dict(zip(names, args, strict=True))
     for name, value in kwargs.items():
@@ -220,7 +231,7 @@ def output_names(paths: Iterable[tuple[Key, ...]], taken: Sequence[str]) -> tupl
 def _positional_names(model: nn.Module, count: int, by_name: Collection[str]) -> list[str]:
     """A name for each of the first `count` arguments.
 
-    One that can't be given by name has a name that no other argument has.
+    Arguments that can't be passed by name get names that no other argument has.
     """
     parameters = _forward_parameters(model)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
@@ -237,11 +248,11 @@ def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
         scripted: Any = model.forward
         arguments = scripted.schema.arguments[1:]
         return [inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments]
-    # The class's forward comes first: one put on the instance often takes only *args.
+    # Prefer the forward of the class: one set on the instance often takes only *args.
     of_class = type(model).forward is not nn.Module.forward
     try:
         parameters = list(inspect.signature(type(model).forward if of_class else model.forward).parameters.values())
-    except (TypeError, ValueError):  # a forward that isn't Python: nothing to read the names from
+    except (TypeError, ValueError):  # forward isn't a Python function, so the names are unknown
         return []
     return parameters[1:] if of_class else parameters
 
@@ -250,7 +261,7 @@ _Opened = tuple[tuple[Key, ...], list[Any], Callable[[list[Any]], Any]]
 
 
 def _open(value: Any) -> _Opened | None:
-    """Keys, children and the way back of a container; None for what isn't one."""
+    """Keys, children and rebuild function of a container; None for other values."""
     children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
     if not (len(children) == 1 and children[0] is value):
         return _keys(value, len(children)), children, lambda parts: pytree.tree_unflatten(parts, spec)
@@ -260,9 +271,9 @@ def _open(value: Any) -> _Opened | None:
 
 
 def _open_object(value: Any, around: frozenset[int]) -> _Opened | None:
-    """An object by those of its attributes in which there is a tensor; None where there is none.
+    """Open an object by those attributes that contain a tensor; None if none does.
 
-    A comparison opens what a model gives likewise, so that the tensors stand in the same order there.
+    The comparison of outputs opens objects in the same way, so it lists the tensors in the same order.
     """
     around |= {id(value)}
     held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if holds_tensor(child, around))
@@ -271,7 +282,7 @@ def _open_object(value: Any, around: frozenset[int]) -> _Opened | None:
 
 def _with_attributes(value: Any, names: tuple[str, ...]) -> _Opened:
     def rebuild(parts: list[Any]) -> Any:
-        # Not through __init__: it may have other parameters than these, or compute them.
+        # Not through __init__: its parameters may differ from the attributes, or it may compute these.
         new = copy.copy(value)
         for name, part in zip(names, parts, strict=True):
             object.__setattr__(new, name, part)
@@ -281,15 +292,15 @@ def _with_attributes(value: Any, names: tuple[str, ...]) -> _Opened:
 
 
 def holds_tensor(value: Any, around: Collection[int], never: tuple[type, ...] = _NEVER_OPENED) -> bool:
-    """Whether a tensor can be reached from a value, and not only by way of the containers that it stands in.
+    """Whether a tensor is reachable from a value by a path that avoids the containers around the value.
 
-    Each object is looked at once: those that refer to each other have more ways between them than could be gone.
+    Each object is visited once: objects that refer to each other have too many paths between them to follow all.
 
     Args:
-        around: the ids of these containers.
-        never: what is passed by.
+        around: the ids of the containers around the value.
+        never: types of objects to skip.
     """
-    # They are held, else another one could have the id of one.
+    # Keeps the objects alive, so that no new object reuses an id.
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -361,7 +372,7 @@ def _listed(keys: Iterable[Key]) -> str:
 
 
 def identifier(name: str) -> str:
-    """`name` as a Python identifier."""
+    """Turn `name` into a Python identifier."""
     name = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
     return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 
@@ -371,7 +382,7 @@ def _identifier(path: tuple[Key, ...]) -> str:
 
 
 def unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
-    """The names, with a number behind those that came before or are `taken`: `x`, `x_1`."""
+    """The names, with a number appended to repeated and `taken` ones: `x`, `x_1`."""
     used, unique = set(taken), []
     for name in names:
         candidate, count = name, 0
@@ -384,9 +395,9 @@ def unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def kind_without_strides(tensor: torch.Tensor) -> str | None:
-    """What a tensor without strides is called, as in "a sparse tensor"; None for one that has them.
+    """The kind of a tensor without strides, as in "a sparse tensor"; None for a strided one.
 
-    The passes have names of their own for them: neither package imports the other.
+    The passes have their own version of this, since neither package imports the other.
     """
     if tensor.is_nested:
         return "nested"

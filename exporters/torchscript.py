@@ -1,7 +1,7 @@
 """TorchScript: a file that `torch.jit.load` and libtorch run without the model's source.
 
-Traced through the adapter where that is right at every call, else scripted. Never by way of `torch.export`: its module
-gives a trace with the batch size baked in.
+The model is traced through the adapter if the trace is right at every call, otherwise scripted. `torch.export` isn't
+used: its module would produce a trace with the batch size baked in.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import nn
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, parameter_names
 from exporters.conditions import Condition
-from exporters.decisions import conditions_at, conditions_of, traced_with_decisions
-from exporters.errors import RouteRefused
+from exporters.errors import RouteRefused, WrongFile
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
@@ -28,16 +27,17 @@ from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
 from exporters.torchscript_names import ascii_name, readable
+from exporters.trace_conditions import conditions_at, conditions_of_trace, traced
 from exporters.writing import write_archive
 
-# torch.jit.save aligns every record to this many bytes, so that weights can be mapped into memory.
+# torch.jit.save aligns every record to this many bytes, so that weights can be memory-mapped.
 _ALIGNMENT = 64
 
 _IDENTITY = "model/.data/serialization_id"
 
 
 class TorchScriptExporter(Exporter):
-    """`model.torchscript.pt`."""
+    """The exporter to `model.torchscript.pt`."""
 
     name: ClassVar[str] = "torchscript"
     file_name: ClassVar[str] = "model.torchscript.pt"
@@ -45,26 +45,30 @@ class TorchScriptExporter(Exporter):
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
 
-        def traced(folder: Path) -> tuple[Path, ...]:
-            module, decisions = traced_with_decisions(
-                evidence.adapter, evidence.inputs[0], open_sizes=bool(evidence.open_dims)
-            )
-            conditions = conditions_of(evidence, decisions)
-            return self._proven(module, evidence, folder, conditions)
+        def by_trace(folder: Path) -> tuple[Path, ...]:
+            module, watch = traced(evidence)
+            conditions = conditions_of_trace(evidence, watch)
+            try:
+                return self._proven(module, evidence, folder, conditions)
+            except WrongFile as refusal:
+                if not (evidence.open_dims and watch.sizes):
+                    raise
+                place = f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes"
+                raise WrongFile(f"{refusal}; {place}", refusal.inputs, refusal.output, size=evidence.size) from refusal
 
         def scripted(folder: Path) -> tuple[Path, ...]:
             with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
                 module = _script(evidence.adapter)
             return self._proven(module, evidence, folder)
 
-        routes = (Route("trace", traced), Route("script", scripted))
+        routes = (Route("trace", by_trace), Route("script", scripted))
         return first_right(
             self, request, evidence, routes, directory, lambda artifact: replace(artifact, parts=self.parts)
         )
 
     @staticmethod
     def parts(path: Path, device: str) -> FileParts:
-        """The modules of a file, to be called one by one."""
+        """Load the file's modules as callables."""
         with torchscript_allowed():
             return _Parts(torch.jit.load(str(path), map_location=device).eval())
 
@@ -99,7 +103,7 @@ class _LoadedTorchScript:
     def __init__(self, module: torch.jit.ScriptModule, device: str) -> None:
         self._module = module
         self.device = device
-        # It computes as torch is set.
+        # The precision is that of torch's global settings.
         self.settings: dict[str, str] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -110,13 +114,17 @@ class _LoadedTorchScript:
 
 class _Parts:
     def __init__(self, module: torch.jit.ScriptModule) -> None:
-        # The checks of the inputs, the adapter, the model.
+        # The outermost module checks the inputs, its child is the adapter, and the adapter's child is the model.
         self._model = module.model.model
-        # A scripted adapter is generated, and has no class that the model's file knows.
+        # Scripting replaces the adapter with a generated class that has another name.
         self._traced = module.model.original_name == Adapter.__name__
 
     def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
-        """In a trace a module's further calls are methods of their own (`forward1` is the second), of tensors alone."""
+        """Return the method for one call of a module; None if the file has none that takes a single tensor.
+
+        In a trace, each further call of a module is a separate method (`forward1` is the second call) that takes only
+        tensors.
+        """
         module = self._model
         for name in path.split(".") if path else ():
             if not hasattr(module, name):
@@ -128,13 +136,17 @@ class _Parts:
         first, *others = method.schema.arguments[1:] or (None,)
         if first is None or str(first.type) != "Tensor":
             return None
-        # A scripted forward has the model's own arguments: what isn't given is what it is by default in both.
+        # A scripted forward has the model's own arguments. Those that aren't passed have the same defaults in both.
         left_out = alone and not self._traced and all(each.has_default_value() for each in others)
         return method if left_out or (self._traced and not others) else None
 
 
 def _script(adapter: Adapter) -> torch.jit.ScriptModule:
-    """The model scripted, behind a generated forward that takes and gives flat tensors, as the adapter does."""
+    """Script the model behind a generated forward with flat tensor inputs and outputs, like the adapter's.
+
+    Raises:
+        RouteRefused: a module has a forward on the instance, or an argument has no TorchScript source.
+    """
     model = adapter.model
     changed = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
     if changed is not None:
@@ -156,9 +168,9 @@ def _script(adapter: Adapter) -> torch.jit.ScriptModule:
 
 
 def _with_input_checks(module: torch.jit.ScriptModule, evidence: Evidence) -> torch.jit.ScriptModule:
-    """The module behind a forward that refuses sizes which the file wasn't made for, as onnxruntime does.
+    """Wrap the module in a forward that refuses sizes for which the file wasn't made, as onnxruntime does.
 
-    A trace would go on with them, and sizes that were computed in Python are baked into it.
+    A trace would compute with them, although sizes computed in Python are baked into it.
     """
     names = parameter_names(evidence.adapter.input_names)
     lines = [f"def forward(self, {', '.join(names)}):"]
@@ -172,8 +184,8 @@ def _with_input_checks(module: torch.jit.ScriptModule, evidence: Evidence) -> to
 
 
 def _defined(model: nn.Module, training: bool, forward: str) -> torch.jit.ScriptModule:
-    """`model` as the child of a scripted module with the forward that is given as source."""
-    # A class of its own: torch gives instances of one class one TorchScript type, which has one forward.
+    """Script a module that has `model` as its child and the forward given as source."""
+    # Create a new class: torch uses one TorchScript type, with one forward, for all instances of a class.
     holder = type("Holder", (nn.Module,), {})()
     holder.training = training
     holder.model = model
@@ -184,13 +196,17 @@ def _defined(model: nn.Module, training: bool, forward: str) -> torch.jit.Script
 
 @dataclass(frozen=True)
 class _Source:
-    """Stands for a tensor where the arguments are spelled out: the name of the parameter that holds it."""
+    """Placeholder for a tensor when arguments are written as source: the name of the parameter that holds it."""
 
     name: str
 
 
 def _spell(value: Any) -> str:
-    """`value` as TorchScript source."""
+    """Write `value` as TorchScript source.
+
+    Raises:
+        RouteRefused: it has no TorchScript source.
+    """
     if isinstance(value, _Source):
         return value.name
     if value is None or type(value) in (bool, int, float, str):
@@ -205,12 +221,12 @@ def _spell(value: Any) -> str:
 
 
 def _reads(node: Node, source: str) -> Iterator[str]:
-    """TorchScript source that reads each tensor below `node` out of `source`."""
+    """TorchScript expressions that read each tensor below `node` from `source`."""
     if isinstance(node, TensorNode):
         yield source
     elif isinstance(node, ContainerNode):
         indexed = issubclass(node.type, Mapping | list | tuple)
-        # The field of a named tuple by its number: the parser takes ASCII names only.
+        # Read the fields of a named tuple by index: the parser accepts only ASCII names.
         keys = range(len(node.keys)) if hasattr(node.type, "_fields") else node.keys
         for key, child in zip(keys, node.children, strict=True):
             yield from _reads(child, f"{source}[{key!r}]" if indexed else f"{source}.{key}")
@@ -219,11 +235,11 @@ def _reads(node: Node, source: str) -> Iterator[str]:
 def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
     """Write the archive, with extra files by name.
 
-    Debug records, which hold paths and lines of this machine's sources, and the inputs of the trace, which are the user's
-    data, are left out.
+    Two kinds of records are left out. Debug records hold paths and source lines of this machine; the inputs of the
+    trace are the user's data.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the file can't be written, for example because the disk is full.
     """
     raw = path.with_suffix(".raw")
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
@@ -239,7 +255,7 @@ def _save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> 
 
 
 def _copy_without_traces(source: Path, target: Path) -> None:
-    """Copy a TorchScript archive record by record, into a top folder named after neither file."""
+    """Copy a TorchScript archive record by record, into a top folder whose name doesn't depend on the file names."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
         kept = {ascii_name(f"model/{name}"): record for name, record in _without_traces(archive)}
         for name, record in kept.items():
@@ -265,13 +281,16 @@ def _without_traces(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.Zip
 
 
 def _identity(records: Mapping[str, zipfile.ZipInfo]) -> str:
-    """What an archive is told by, 40 digits as torch makes them. Its own are of the paths of this machine, too."""
+    """The serialization id of an archive: 40 digits, as in torch.
+
+    torch's own id also depends on paths of this machine.
+    """
     held = [(name, record.CRC) for name, record in records.items() if name != _IDENTITY]
     return f"{int(hashlib.sha256(repr(held).encode()).hexdigest(), 16) % 10**40:040}"
 
 
 def _padding(offset: int, name: str) -> bytes:
-    """An extra field of the local header that makes the record's data start at a multiple of the alignment."""
+    """An extra field for the local header that aligns the start of the record's data."""
     header = 30 + len(name.encode())
     size = -(offset + header + 4) % _ALIGNMENT
     return b"FB" + size.to_bytes(2, "little") + b"\0" * size

@@ -1,9 +1,9 @@
-"""The one place that silences the deprecation of TorchScript.
+"""Silence the deprecation warnings of TorchScript; no other module does so.
 
-TorchScript is deprecated (a DeprecationWarning, a FutureWarning from torch 2.15) and so is the ONNX exporter that is
-built on it. Both are used here all the same: users ask for files that `torch.jit.load` and libtorch read, and the old
-ONNX exporter takes models that the new one doesn't. The warning tells the author of the code to move on, and says
-nothing that a user of the exporters could act on.
+TorchScript is deprecated (a DeprecationWarning, from torch 2.15 on a FutureWarning), and so is the ONNX exporter based
+on it. Both are still needed: users ask for files that `torch.jit.load` and libtorch read, and the old ONNX exporter
+supports models that the new one doesn't. The warnings ask the author of the code to migrate; users of the exporters
+can't act on them.
 """
 
 import warnings
@@ -19,7 +19,7 @@ _ABOUT_TORCHSCRIPT = (
 
 @contextmanager
 def torchscript_allowed() -> Iterator[None]:
-    """Tracing, scripting, saving, loading and the old ONNX exporter, without their deprecation warnings."""
+    """Trace, script, save, load or use the old ONNX exporter inside without deprecation warnings."""
     with warnings.catch_warnings():
         for message in _ABOUT_TORCHSCRIPT:
             for category in (DeprecationWarning, FutureWarning):

@@ -1,27 +1,27 @@
-"""TorchScript archives that torch can read where classes, files or attributes have non-ASCII names.
+"""Make TorchScript archives with non-ASCII names of classes, files or attributes readable for torch.
 
-torch writes such names and can't read them: its parser knows ASCII identifiers only, and it escapes the bytes of an
+torch writes such names but can't read them: its parser accepts only ASCII identifiers, and it escapes the bytes of an
 attribute's name as signed numbers, `"\\0)+"` for the byte 0xc3.
 """
 
 import re
 
-# A text in double quotes, or non-ASCII letters outside of any.
+# A text in double quotes, or non-ASCII letters outside any text.
 _TEXT_OR_LETTERS = re.compile(rb'"(?:\\.|[^"\\])*"|[\x80-\xff]+', re.DOTALL)
 _LETTERS = re.compile(rb"[\x80-\xff]+")
-# An escaped byte has three octal digits. Those of a negative number run from "0" downwards, to ")".
+# An escaped byte has three octal digits. The digits of a negative number run from "0" down to ")".
 _ESCAPE = re.compile(rb"\\([)-7]{3}|.)", re.DOTALL)
-# The opcode by which a pickle names a class; the classes of a TorchScript module stand below `__torch__`.
+# The opcode that names a class in a pickle. The classes of a TorchScript module are below `__torch__`.
 _CLASS = re.compile(rb"c__torch__\.[^\n]*\n[^\n]*\n")
 
 
 def ascii_name(name: str) -> str:
-    """The name of a record, or of a class, with `_e9_` for an é."""
+    """The name of a record or class in ASCII, with `_e9_` for an é."""
     return _LETTERS.sub(_spelled, name.encode()).decode()
 
 
 def readable(name: str, content: bytes) -> bytes:
-    """The content of a record of source or pickled attributes, as torch reads it; attributes keep their names."""
+    """The content of a record (source or pickled attributes), readable for torch; attributes keep their names."""
     if name.endswith(".py"):
         return _TEXT_OR_LETTERS.sub(lambda found: _escaped(found) if found[0][:1] == b'"' else _spelled(found), content)
     return _CLASS.sub(lambda found: _LETTERS.sub(_spelled, found[0]), content)

@@ -1,4 +1,4 @@
-"""Archives that torch writes, written so that a full disk is an error.
+"""Write torch archives so that a full disk raises an error.
 
 torch's own writer ends the process when the disk is full.
 """
@@ -9,18 +9,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# Bytes of weights.
+# Maximum bytes of weights to write through memory.
 WRITTEN_THROUGH_MEMORY = 100_000_000
 
 
 def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_file: Callable[[str], object]) -> None:
-    """Write an archive of so many bytes of weights to `path`.
+    """Write an archive with this many bytes of weights to `path`.
 
-    Through memory, where a full disk ends nothing; that takes three times the weights for a moment, so large ones are
-    written by torch after all, to a place that was made sure of.
+    A small archive is written to memory first, where a full disk can't end the process. This briefly takes three times
+    the memory of the weights. A large archive is written directly by torch, after its disk space was reserved.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the file can't be written, for example because the disk is full.
     """
     if weights <= WRITTEN_THROUGH_MEMORY:
         path.write_bytes(in_memory())
@@ -30,7 +30,7 @@ def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_f
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Fail as any writing does, with an OSError, where `path` can't take `size` bytes."""
+    """Raise OSError, as any write does, if `path` can't hold `size` bytes."""
     if not hasattr(os, "posix_fallocate"):
         return
     with path.open("wb") as file:

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optimizer.api import export, optimize, report_of
+    from optimizer.api import export, optimize
     from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
     from optimizer.parity import ParityReport, check_parity
+    from optimizer.pipeline import report_of
     from optimizer.report import Report
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
 _HOMES = {
     "export": "optimizer.api",
     "optimize": "optimizer.api",
-    "report_of": "optimizer.api",
+    "report_of": "optimizer.pipeline",
     "Bundle": "optimizer.bundle",
     "open_bundle": "optimizer.bundle",
     "rejudge_bundle": "optimizer.bundle",

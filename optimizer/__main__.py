@@ -2,7 +2,7 @@
 
 import sys
 
-from optimizer.cli import main
+from optimizer.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

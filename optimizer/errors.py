@@ -1,20 +1,21 @@
-"""The errors of the program, and the exit code that each one ends the command with.
+"""The errors of the program, and the exit code of the command for each.
 
     OptimizeExportError                 1  a defect of the program itself
-    ├── UsageError                      2  an option or a combination of options that makes no sense
+    ├── UsageError                      2  an option, or a combination of options, is invalid
     ├── LoadError                       3  the model, its weights or its inputs couldn't be loaded
-    ├── ExportFailed                    4  a requested format is missing: it couldn't be exported, or its file isn't proven
+    ├── ExportFailed                    4  a requested format is missing: its export failed, or its file isn't proven
     ├── DeviceError                     5  the required device is missing
-    ├── ParityError                     6  the result isn't proven to compute what the original computes
-    ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`
+    ├── ParityError                     6  the result isn't proven to compute the same as the original
+    ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`, or isn't available
     ├── BundleError                     8  the bundle couldn't be written, read or verified
     └── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
 
-Each message is one sentence that says what is wrong, where, and what to do.
-`passes.errors` and `exporters.errors` hold the errors of those packages; the functions of `optimizer.api` raise them as
-they are, and `optimizer.cli` gives them the exit codes 2, 4 or 7 by their class.
+Each message is one sentence: what is wrong, where, and what to do.
 
-`Terminated` is no error of the program: it stands for SIGTERM, and nothing but the command catches it.
+`passes.errors` and `exporters.errors` define the errors of those packages. The functions of `optimizer.api` raise them
+unchanged. `optimizer.command.own_errors` converts them to the classes with exit codes 2, 4, 6 and 7.
+
+`Terminated` is not an error of the program: it stands for SIGTERM, and only the command catches it.
 """
 
 from collections.abc import Mapping
@@ -22,13 +23,13 @@ from typing import Any, ClassVar
 
 
 class OptimizeExportError(Exception):
-    """Base of all errors that are reported to the user as one sentence."""
+    """Base of all errors that the user gets as one sentence."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(OptimizeExportError):
-    """An option, or a combination of options, that makes no sense."""
+    """An option, or a combination of options, is invalid."""
 
     exit_code = 2
 
@@ -40,7 +41,7 @@ class LoadError(OptimizeExportError):
 
 
 class ExportFailed(OptimizeExportError):
-    """A requested format is missing from the bundle: it couldn't be exported, or its file isn't proven."""
+    """A requested format is missing from the bundle: its export failed, or its file isn't proven."""
 
     exit_code = 4
 
@@ -52,10 +53,10 @@ class DeviceError(OptimizeExportError):
 
 
 class ParityError(OptimizeExportError):
-    """The result doesn't compute what the original computes; nothing was published.
+    """The result isn't proven to compute the same as the original; nothing was published.
 
     Attributes:
-        figures: what was measured, in the form of the command's JSON document.
+        figures: the measurements, in the form of the command's JSON document.
     """
 
     exit_code = 6
@@ -66,7 +67,10 @@ class ParityError(OptimizeExportError):
 
 
 class OptimizeFailed(OptimizeExportError):
-    """A pass failed or was rolled back and `strict` was asked for."""
+    """A pass failed or was rolled back, and `strict` or the pass itself doesn't allow that.
+
+    It is also raised if a pass wrote to the caller's weights.
+    """
 
     exit_code = 7
 
@@ -78,10 +82,29 @@ class BundleError(OptimizeExportError):
 
 
 class VacuousError(OptimizeExportError):
-    """The model's outputs carry no signal (zeros, the same for every input), so nothing could be proven of any file."""
+    """The model's outputs carry no signal (zeros, or equal for every input), so no file could be proven."""
 
     exit_code = 9
 
 
 class Terminated(BaseException):
-    """SIGTERM, as an exception, so that staging folders are taken away."""
+    """SIGTERM as an exception, so that staging folders are removed."""
+
+
+def printable(text: str) -> str:
+    """Escape every character that isn't printable, such as ESC, which becomes `\\x1b`.
+
+    Others are line breaks and the marks for text direction.
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def all_printable(value: Any) -> Any:
+    """Make every text in a JSON document printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {printable(str(key)): all_printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [all_printable(item) for item in value]
+    return value

@@ -1,28 +1,34 @@
-"""What the command was asked to do, read and checked as far as that goes without torch."""
+"""The options of the command, parsed and checked as far as possible without torch."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from optimizer.errors import UsageError
+from optimizer.errors import LoadError, UsageError
 
 DEFAULT_FORMATS = ("torchscript", "onnx")
 DEFAULT_BATCH_SIZES = (1, 2, 3, 5, 8)
-# The step of the command that comes before the stages of the library.
+# The command's own stage, which comes before the stages of the library.
 LOAD_STAGE = "load"
 
 _LARGEST_BATCH = 1 << 20
 _Value = TypeVar("_Value", int, str)
+Effort = Literal["quick", "normal", "thorough"]
+"""Number of runs that a proof takes."""
 # One number for all outputs, or one per output by its name in the files.
 Tolerance = float | dict[str, float] | None
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Make a bundle of a model. `passes` None stands for the preset, the empty text for no pass at all."""
+    """Options to make a bundle of a model.
+
+    With `passes` None, the preset runs; an empty text means no pass.
+    """
 
     model: str
     output: Path
@@ -49,11 +55,17 @@ class ExportOptions:
     atol: Tolerance = None
     rtol: Tolerance = None
     row_independence: bool = False
+    effort: Effort = "normal"
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Check a bundle again; `expect` is the SHA-256 of its SHA256SUMS, and without `run` nothing is loaded."""
+    """Options to verify a bundle again.
+
+    Attributes:
+        expect: the SHA-256 that the bundle's SHA256SUMS must have.
+        run: False checks hashes and golden data, and loads no model file.
+    """
 
     bundle: Path
     device: str = "auto"
@@ -64,7 +76,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class RejudgeOptions:
-    """Judge again what was measured when a bundle was written. `factor` None stands for what the export allowed."""
+    """Options to judge the measurements of a bundle again; `factor` None means the factor that the export allowed."""
 
     bundle: Path
     atol: Tolerance = None
@@ -74,26 +86,26 @@ class RejudgeOptions:
 
 @dataclass(frozen=True)
 class ListOptions:
-    """Show what passes there are."""
+    """Options to list the available passes."""
 
 
 Options = ExportOptions | VerifyOptions | RejudgeOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """`"1,2,3,5,8"` as numbers; raises `UsageError` for anything but different whole numbers from 1 on."""
+    """Parse `"1,2,3,5,8"`; raise `UsageError` unless all are different whole numbers from 1 to 2**20."""
     return _different("--batch-sizes", [_batch_size(part) for part in _parts("--batch-sizes", text)])
 
 
 def parse_seed(text: str) -> int:
-    """A whole number that torch's generators take; raises `UsageError`."""
+    """Parse a seed; raise `UsageError` unless it is a whole number that torch's generators accept."""
     if not (_is_number(text) and int(text) < 2**63):
         raise UsageError(f"--seed: {text!r} is no whole number from 0 to {2**63 - 1}.")
     return int(text)
 
 
 def parse_digest(option: str, text: str) -> str:
-    """A SHA-256 in small letters; raises `UsageError`."""
+    """Parse a SHA-256 and convert it to lower case; raise `UsageError` for anything else."""
     if not isinstance(text, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", text.strip()):
         raise UsageError(
             f"{option}: {text!r} is no SHA-256, which has 64 hexadecimal digits; give the one that the export of the bundle"
@@ -103,14 +115,17 @@ def parse_digest(option: str, text: str) -> str:
 
 
 def parse_opset(text: str) -> int:
-    """A whole number; raises `UsageError`. Which ones there are is known to torch and onnxruntime."""
+    """Parse a whole number; raise `UsageError` for anything else.
+
+    Only torch and onnxruntime know which opsets exist.
+    """
     if not _is_number(text):
         raise UsageError(f"--opset: {text!r} is no whole number; give one such as 17.")
     return int(text)
 
 
 def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
-    """`["author=Jane"]` as texts by key; raises `UsageError` for one without a key, and for a key that is given twice."""
+    """Parse `["author=Jane"]` to texts by key; raise `UsageError` for a missing key or value, or a repeated key."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -125,14 +140,16 @@ def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
 
 
 def parse_names(option: str, text: str) -> tuple[str, ...]:
-    """`"a,b"` as different names; raises `UsageError`."""
+    """Parse `"a,b"`; raise `UsageError` for an empty or repeated name."""
     return _different(option, _parts(option, text))
 
 
 def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
-    """`["1e-3"]` as a number, `["logits=1e-3", "boxes=0.1"]` as numbers by output; None where there is no text.
+    """Parse `["1e-3"]` to a number, and `["logits=1e-3", "boxes=0.1"]` to numbers by output; None if there is no text.
 
-    Raises `UsageError` for what is no number, and for a number for all outputs beside another one.
+    Raises:
+        UsageError: a value isn't a finite number of at least 0, an output is repeated, or a number for all outputs
+            comes with a number for one output.
     """
     found: dict[str, float] = {}
     for text in texts:
@@ -160,7 +177,7 @@ def _tolerance(option: str, text: str) -> float:
 
 
 def parse_factor(text: str) -> float:
-    """A number above 0; raises `UsageError`."""
+    """Parse a finite number above 0; raise `UsageError` for anything else."""
     try:
         value = float(text)
     except ValueError:
@@ -171,9 +188,13 @@ def parse_factor(text: str) -> float:
 
 
 def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | None:
-    """`["x:0,2"]` as {"x": {0: None, 2: None}}, `["x:0=batch,2=time"]` as {"x": {0: "batch", 2: "time"}}; None for no text.
+    """Parse the open dims of the inputs; None if there is no text.
 
-    Raises `UsageError` for what names no input or no dim, a dim that is no number from 0 on, and one that is named twice.
+    `["x:0,2"]` gives {"x": {0: None, 2: None}}, and `["x:0=batch,2=time"]` gives {"x": {0: "batch", 2: "time"}}.
+
+    Raises:
+        UsageError: a text has no input or no dim, a dim isn't a whole number of at least 0, the name of a size isn't an
+            identifier, or a dim is repeated.
     """
     found: dict[str, dict[int, str | None]] = {}
     for text in texts:
@@ -196,14 +217,18 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | No
 
 
 def default_output(model: str) -> Path:
-    """`dist/` and the name of the file or module."""
+    """The default folder of the bundle: `dist/` and the name of the file or module."""
     place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model
     stem = Path(place or model).name.removesuffix(".py")
     return Path("dist") / (stem.rpartition(".")[2] or "model")
 
 
 def check_numbers(seed: object, batch_sizes: Any) -> None:
-    """`UsageError` for arguments of a function in Python that aren't whole numbers; `batch_sizes` may be None."""
+    """Check the numbers in a call from Python; `batch_sizes` may be None.
+
+    Raises:
+        UsageError: the seed isn't a whole number, or `batch_sizes` isn't a sequence of whole numbers of at least 1.
+    """
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UsageError(f"seed is a whole number, not {seed!r}.")
     if batch_sizes is None:
@@ -213,8 +238,14 @@ def check_numbers(seed: object, batch_sizes: Any) -> None:
         raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
 
 
+def check_effort(effort: object) -> None:
+    """Raise `UsageError` for an unknown effort."""
+    if effort not in get_args(Effort):
+        raise UsageError(f"effort is 'quick', 'normal' or 'thorough', not {effort!r}.")
+
+
 def is_utf8(text: str) -> bool:
-    """Whether an argument or a path of the system is text; other bytes come in as halves of surrogate pairs."""
+    """Whether an argument or path of the system is UTF-8; Python decodes other bytes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -232,7 +263,7 @@ def _parts(option: str, text: str) -> list[str]:
 
 
 def _is_number(text: str) -> bool:
-    # Python refuses to read a number of thousands of digits.
+    # Python refuses to parse a number with thousands of digits.
     return text.isascii() and text.isdigit() and len(text) < 100
 
 
@@ -249,3 +280,24 @@ def _different(option: str, values: Sequence[_Value]) -> tuple[_Value, ...]:
     if twice:
         raise UsageError(f"{option} has {', '.join(twice)} twice.")
     return tuple(values)
+
+
+def refuse_missing_weights(path: Path) -> None:
+    """Raise `LoadError` if the path isn't a file."""
+    if not path.is_file():
+        kind = (
+            "is a folder; give the file in it" if path.is_dir() else "is no file" if path.exists() else "doesn't exist"
+        )
+        raise LoadError(f"The weights file {path} {kind}.")
+
+
+def check_debug_folder(directory: str | Path | None) -> None:
+    """Check that nothing exists at the path and that it is UTF-8.
+
+    Raises:
+        UsageError: a file or folder exists there, or the path isn't UTF-8.
+    """
+    if directory is not None and os.path.lexists(directory):
+        raise UsageError(f"{directory} exists already: name a folder for debugging that doesn't, or take it away.")
+    if directory is not None and not is_utf8(str(directory)):
+        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: name another path.")

@@ -1,4 +1,4 @@
-"""What `optimize` did, as plain data, and how it is shown."""
+"""The record of one `optimize`, as plain data and as text."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from optimizer.parity import ParityReport
 from passes.base import Detail
 
 Status = Literal["applied", "unchanged", "rolled-back", "failed"]
-# The costliest come first; the JSON has them all.
+# The most expensive places come first. The JSON has all of them.
 _REMARKS_SHOWN = 5
-# Names of modules and values in a skip reason, by which reasons of one kind differ.
+# Names of modules and values in a skip reason. Reasons of the same kind differ only in these.
 _NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+|\w*[_\d]\w*")
 STAGES = ("capture", "optimize", "export", "parity", "bundle")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One step of the way.
+    """One step of the work.
 
     Attributes:
-        stage: one of `STAGES`.
-        done, total: steps of the stage that are done, and all of them.
-        text: what is done now.
-        name: of the pass that runs now; "" elsewhere.
+        stage: one of `STAGES`; the command adds `LOAD_STAGE`.
+        done, total: the number of finished steps and of all steps of the stage.
+        text: the current step.
+        name: the pass or exporter that runs now; "" in other steps.
     """
 
     stage: str
@@ -41,42 +41,44 @@ ProgressFunction = Callable[[Progress], None]
 
 
 def no_progress(progress: Progress) -> None:
-    """Show nothing."""
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True)
 class PlaceRecord:
-    """One place that was changed or left alone.
+    """One place that a pass changed or skipped.
 
     Attributes:
         where: the module path; "" for the root.
-        text: what was done, or the reason why nothing was.
+        text: the change, or the reason for the skip.
     """
 
     where: str
     text: str
 
     def to_json(self) -> dict[str, str]:
-        """Plain data."""
+        """Convert to plain data."""
         return {"where": self.where, "text": self.text}
 
 
 @dataclass
 class PassRecord:
-    """What became of one pass.
+    """The outcome of one pass.
 
     Attributes:
-        name, options: of the pass.
-        status: "applied"; "unchanged": there was nothing to change; "rolled-back": it computed something else, `reason`
-            gives the figures; "failed": it raised, `reason` is the error.
-        changes, skips: the places; those of a pass that was rolled back are what it had done.
-        remarks: places that cost something and that the user may mend; none of a pass that was rolled back.
-        detail: what else the pass has to show, as plain data in JSON and as text for people; None for nothing.
-        parity: the largest error of its changes, each at its own outputs, in units of the noise there; None where
+        name, options: the name and options of the pass.
+        status: "applied"; "unchanged": there was nothing to change; "rolled-back": the result computed something
+            different, and `reason` has the figures; "failed": the pass raised an error, which is in `reason`.
+        changes, skips: the changed and the skipped places; for a rolled-back pass, those before the rollback.
+        remarks: places that cost something and that the user can fix; empty for a rolled-back pass.
+        detail: the pass-specific part of the report, as plain data in JSON and as text for people; None if there is
+            none.
+        parity: the largest error of its changes, each at its own outputs, in units of the rounding noise there; None if
             nothing was checked.
-        max_error: the error that the pass declares, as a share of an output's largest magnitude; None where it declares none.
-        error: the largest error of its changes, each at its own outputs, as such a share; None where nothing was checked.
-        seconds: the pass itself, without its checks.
+        max_error: the error that the pass declares, as a share of an output's largest magnitude; None if it declares
+            none.
+        error: the largest error of its changes, each at its own outputs, as such a share; None if nothing was checked.
+        seconds: the time of the pass itself, without its checks.
     """
 
     name: str
@@ -93,7 +95,7 @@ class PassRecord:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return {
             "name": self.name,
             "options": self.options,
@@ -112,12 +114,12 @@ class PassRecord:
 
 @dataclass
 class CoverageRecord:
-    """How much of a model the example calls show to the passes.
+    """The part of the model that the example calls show to the passes.
 
     Attributes:
-        reached: modules with parameters of their own that some call of torch reads.
-        parameterised: all modules with parameters of their own.
-        unreached: the paths of the others; none where there are no example inputs, and nothing is known.
+        reached: the number of modules that hold parameters directly, and of which some torch call reads one.
+        parameterised: the number of all modules that hold parameters directly.
+        unreached: the paths of the others; empty without example inputs, because nothing is known then.
     """
 
     reached: int
@@ -126,11 +128,11 @@ class CoverageRecord:
 
     @property
     def share(self) -> float:
-        """Reached by parameterised modules, 0 to 1; 1 where no module has parameters."""
+        """`reached` divided by `parameterised`, from 0 to 1; 1 if no module has parameters."""
         return self.reached / self.parameterised if self.parameterised else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return {
             "share": round(self.share, 4),
             "reached": self.reached,
@@ -141,12 +143,12 @@ class CoverageRecord:
 
 @dataclass
 class Size:
-    """What a model is made of.
+    """The size of a model.
 
     Attributes:
-        parameters: elements of all parameters.
-        parameter_bytes: their bytes.
-        operations: calls of torch in one call of the model, as a run shows them; None without a run.
+        parameters: the number of elements in all parameters.
+        parameter_bytes: their size in bytes.
+        operations: the number of torch operations in one call of the model, counted in a run; None without a run.
     """
 
     parameters: int
@@ -154,7 +156,7 @@ class Size:
     operations: int | None
 
     def to_json(self) -> dict[str, int | None]:
-        """Plain data."""
+        """Convert to plain data."""
         return {
             "parameters": self.parameters,
             "parameter_bytes": self.parameter_bytes,
@@ -167,17 +169,18 @@ class Report:
     """The record of one `optimize`.
 
     Attributes:
-        model: the class of the model.
-        mode, device, torch: what it was done for and with.
-        coverage: what passes could reach.
-        passes: one record per pass, in the order given.
-        parity: the result against the original; None where no example inputs were given and nothing was verified.
-        before, after: what the model is made of.
+        model: the model's class.
+        mode, device, torch: the mode, the device and torch's version.
+        coverage: the part of the model that the passes could reach.
+        passes: one record per pass, in the given order.
+        parity: the result compared with the original; None if there were no example inputs and nothing was verified.
+        before, after: the size of the model before and after the passes.
         notes: sentences that the user should read.
-        warnings: those of the notes that are about a difference between the result and the model as it was given.
-        seconds: of the whole; stages: of each of its stages, "original" (its runs, recorded in inference), "passes" and
-            "comparison" (with the measurements that it needs).
-        could_apply: where no pass changed anything, the passes that weren't named and would rewrite something.
+        warnings: the notes about a difference between the result and the given model.
+        seconds: the total time.
+        stages: the seconds of each stage: "original" (its runs, which are recorded in inference mode), "passes" and
+            "comparison" (with the measurements for it).
+        could_apply: if no pass changed anything, the passes that weren't named and would rewrite something.
     """
 
     model: str
@@ -197,11 +200,11 @@ class Report:
 
     @property
     def verified(self) -> bool:
-        """Whether the result was compared with the original, and computes the same."""
+        """Whether the result was compared with the original and computes the same."""
         return self.parity is not None and self.parity.ok
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, ready for JSON but for what floats may hold."""
+        """Convert to plain data for JSON; floats may still be infinite or NaN."""
         return {
             "model": self.model,
             "mode": self.mode,
@@ -242,7 +245,11 @@ class Report:
 
 
 def remark_lines(record: Mapping[str, Any]) -> list[str]:
-    """The remarks of one pass, from its record as plain data, a line each; the last one counts what isn't shown."""
+    """The remarks of one pass, one per line; the last line counts those that aren't shown.
+
+    Args:
+        record: the record of the pass as plain data.
+    """
     remarks = record.get("remarks", ())
     lines = [f"{record['name']}: {each['where'] or 'the root'}: {each['text']}" for each in remarks[:_REMARKS_SHOWN]]
     rest = len(remarks) - len(lines)
@@ -250,7 +257,7 @@ def remark_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def reason_shown(record: Mapping[str, Any]) -> str:
-    """Why a pass was taken back, the error that it declares, or its most frequent reason for a skip with the count."""
+    """The reason of a rollback or failure, the declared error, or the most frequent skip reason with its count."""
     if record.get("reason"):
         return str(record["reason"])
     if record.get("max_error") is not None and record.get("error") is not None:
@@ -265,7 +272,7 @@ def reason_shown(record: Mapping[str, Any]) -> str:
 
 
 def _kind(skip: Mapping[str, str]) -> str:
-    """The reason without the names in it, as reasons of one kind differ by these alone."""
+    """The reason without its names, because reasons of the same kind differ only in these."""
     text, where = skip["text"], skip["where"]
     if where:
         text = re.sub(rf"(?<![\w.]){re.escape(where)}(?![\w.])", "…", text)

@@ -1,12 +1,12 @@
 """The errors of the passes.
 
 PassesError
-├── UnknownPass            no pass of that name
-├── DuplicatePass          two owners register one name
-├── PassOptionError        an option that the pass doesn't have, or a value that doesn't fit it
-├── PassOrderError         a pass that needs a graph stands behind one that leaves none
-├── RequirementNotMet      a pass was asked for by name and can't be had here (no compiler, no example inputs)
-└── UnseenCall             what was folded is used in a way that no run showed
+├── UnknownPass            there is no pass of that name
+├── DuplicatePass          two packages register a pass of the same name
+├── PassOptionError        the pass doesn't have the option, or the value is invalid
+├── PassOrderError         a pass comes after one that must be last
+├── RequirementNotMet      a requested pass can't run here (no compiler, no example inputs)
+└── UnseenCall             the rewritten model is used in a way that no recorded run showed
 """
 
 
@@ -15,30 +15,30 @@ class PassesError(Exception):
 
 
 class UnknownPass(PassesError):
-    """No pass of that name."""
+    """There is no pass of that name."""
 
 
 class DuplicatePass(PassesError):
-    """Two owners register one name."""
+    """Two packages register a pass of the same name."""
 
 
 class PassOptionError(PassesError):
-    """An option that the pass doesn't have, or a value that doesn't fit it."""
+    """The pass doesn't have the option, or the value is invalid."""
 
 
 class PassOrderError(PassesError):
-    """A pass that needs a graph stands behind one that leaves none."""
+    """A pass comes after one that must be last, for example because it leaves no graph to work on."""
 
 
 class RequirementNotMet(PassesError):
-    """A pass that was named can't do its job here: raise it in `check` or `rewrite`, with one sentence that says what to do."""
+    """A requested pass can't run here. Raise it in `check` or `rewrite`, with one sentence that says what to do."""
 
 
 class UnseenCall(PassesError, RuntimeError):
-    """What was folded is used in a way that no run showed.
+    """The rewritten model is used in a way that no recorded run showed.
 
     Attributes:
-        pair: the paths of the two that were folded together, where it is about their way from the first to the second.
+        pair: the paths of the two folded modules, if the error is about the value between them; None otherwise.
     """
 
     def __init__(self, message: str, pair: tuple[str, str] | None = None) -> None:

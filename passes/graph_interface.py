@@ -1,4 +1,4 @@
-"""What a `GraphPass` is written with: it rewrites the graphs that torch.compile captures. All in `passes` too."""
+"""The names for writing a `GraphPass`, which rewrites the graphs of torch.compile. `passes` exports them too."""
 
 from passes.program.effects import Memory
 from passes.program.graph_pass import GraphPass

@@ -102,10 +102,16 @@ class InsertCheckpoints(Pass):
         try:
             with in_place(_without_plan(root)):
                 steps = _Steps(root, context, self.batch_size)
-                solver, found = self._solved(root, steps)
+                try:
+                    solver, found = self._solved(root, steps)
+                except _OutOfReach as error:
+                    # Real tensors may take more: the lowest budget that is named must be one that they keep to.
+                    solver, found = self._solved_on_numbers(root, steps, error)
                 if not steps.hold(found.plan, self.memory_budget):
                     steps.use_numbers()
                     solver, found = self._solved(root, steps)
+        except _OutOfReach as error:
+            raise RequirementNotMet(str(error)) from None
         except NoProfile as error:
             raise RequirementNotMet(
                 f"{self.name} can't plan a training step of {type(root).__name__}: {error}."
@@ -130,6 +136,20 @@ class InsertCheckpoints(Pass):
             keep_between(steps.profile, self._units_of(root))
         solver = Solver(steps.profile, self.selective)
         return solver, self._planned(steps, solver)
+
+    def _solved_on_numbers(self, root: nn.Module, steps: _Steps, refusal: _OutOfReach) -> tuple[Solver, _Planned]:
+        """The plan for steps on real tensors, after one for fake tensors was refused.
+
+        Raises:
+            _OutOfReach: no plan keeps to the budget.
+        """
+        if not steps.is_fake or self.batch_size is not None:
+            raise refusal
+        try:
+            steps.use_numbers()
+        except NoProfile:
+            raise refusal from None
+        return self._solved(root, steps)
 
     def _units_of(self, root: nn.Module) -> set[str]:
         if found := paths_matching((path for path, _ in root.named_modules() if path), self.units):
@@ -157,7 +177,7 @@ class InsertCheckpoints(Pass):
         reached = lowest.measured.peak
         if budget is not None and reached <= budget:
             return lowest
-        raise RequirementNotMet(
+        raise _OutOfReach(
             f"{self.name} can't keep to memory_budget={self.memory_budget!r}, which is {shown(budget or 0)} of the"
             f" {shown(peak)} that a step takes: the lowest is {shown(reached)}, memory_budget={_rounded_up(reached / peak)}"
             ' or "min".'
@@ -224,6 +244,10 @@ def _quoted(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
+class _OutOfReach(Exception):
+    """No plan keeps to the budget."""
+
+
 class _Steps:
     """Training steps of a root on its example inputs, on fake tensors or, where these don't go through, on real ones."""
 
@@ -231,7 +255,7 @@ class _Steps:
         self.root = root
         self._context = context
         self._batch_size = batch_size
-        self._is_fake = True
+        self.is_fake = True
         # What a forward leaves out at random, it leaves out in each step.
         self._random = random.getstate()
         try:
@@ -255,7 +279,7 @@ class _Steps:
                 f"batch_size={self._batch_size} is planned for on tensors without numbers, and its forward looks at numbers:"
                 " leave batch_size out, and give example inputs of as many rows as you train with"
             )
-        self._is_fake = False
+        self.is_fake = False
         before = "" if why is None else f"without numbers its forward raises {_quoted(why)}, and "
         try:
             with _memory_needed(before):
@@ -271,7 +295,7 @@ class _Steps:
         A forward may branch on numbers, which fake tensors don't have, and kernels give maps in other formats than are
         told for those, so that other copies of them are made.
         """
-        if not self._is_fake:
+        if not self.is_fake:
             return True
         random.setstate(self._random)
         with _memory_needed(), self._apart(real=True) as (args, kwargs):
@@ -303,7 +327,7 @@ class _Steps:
             args, kwargs = stack.enter_context(self._context.apart())
             if not self.root.training:
                 stack.enter_context(training_flags(self.root, True))
-            if self._is_fake and not real:
+            if self.is_fake and not real:
                 args, kwargs = stack.enter_context(faked(self.root, args, kwargs, self._batch_size))
             else:
                 # As in a step that isn't the first: the gradients are there, and what is added to them goes.

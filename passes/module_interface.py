@@ -1,4 +1,4 @@
-"""What a `ModulePass` is written with: it changes how modules hold their tensors and how they run. All in `passes` too."""
+"""The names for writing a `ModulePass`, which changes how modules store tensors and run. `passes` exports them too."""
 
 from passes.program.arithmetic import exact
 from passes.program.edits import AttributeEdit, Edit, TensorEdit, in_place

@@ -1,4 +1,4 @@
-"""The passes by name: those of this package and the entry points of others."""
+"""Look up passes by name: those of this package, and those that other packages register as entry points."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OWN: tuple[type[Pass], ...] = (
     TorchCompile,
 )
 
-# All that is exact, exportable and free of compile time.
+# Passes that are exact, support export and need no compile time.
 PRESETS: dict[str, tuple[str, ...]] = {
     "inference": (FoldConvBias.name, FoldConvBn.name, ChannelsLast.name),
     "training": (FoldConvBias.name,),
@@ -52,12 +52,12 @@ class PassDescription:
     """One row of the table of passes.
 
     Attributes:
-        name: on the command line.
+        name: the name on the command line.
         cls: the name of the class.
         summary: the first line of its docstring.
-        modes: the modes that it is made for.
-        options: option -> default.
-        preset: the modes whose preset holds it.
+        modes: the modes that the pass supports.
+        options: the default of each option.
+        preset: the modes whose preset contains the pass.
     """
 
     name: str
@@ -74,13 +74,13 @@ def _classes() -> dict[str, type[Pass]]:
 
 
 def register(own: Iterable[type[Pass]], others: Iterable[EntryPoint]) -> dict[str, type[Pass]]:
-    """The classes by name.
+    """Return the pass classes by name.
 
-    An entry point is a name like any other: one that can't be loaded is said so where it is asked for.
+    An entry point that can't be loaded raises nothing here. `pass_named` raises if its name is requested.
 
     Raises:
-        DuplicatePass: two owners have one name.
-        UnknownPass: an entry point is no pass, or not the pass of its name.
+        DuplicatePass: two classes have the same name.
+        UnknownPass: an entry point is not a pass class, or its name is not the name of its pass.
     """
     classes: dict[str, type[Pass]] = {}
     _broken.clear()
@@ -89,14 +89,14 @@ def register(own: Iterable[type[Pass]], others: Iterable[EntryPoint]) -> dict[st
     for point in others:
         try:
             loaded = point.load()
-        except Exception as error:  # noqa: BLE001 - another's package may fail in any way: the other passes go on
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything; other passes stay available
             _broken[point.name] = f"{point.value} can't be loaded ({type(error).__name__}: {error})"
             continue
         _add(classes, _checked(point, loaded))
     return classes
 
 
-# The entry points that couldn't be loaded, with the reason.
+# The entry points that couldn't be loaded, each with the reason.
 _broken: dict[str, str] = {}
 
 
@@ -126,10 +126,10 @@ def pass_names() -> tuple[str, ...]:
 
 
 def pass_named(name: str) -> type[Pass]:
-    """The class of that name.
+    """The class of the pass of that name.
 
     Raises:
-        UnknownPass: there is none; the message names the closest.
+        UnknownPass: there is no such pass; the message suggests the closest name.
     """
     classes = _classes()
     if name in classes:
@@ -142,10 +142,10 @@ def pass_named(name: str) -> type[Pass]:
 
 
 def parse_pass(text: str) -> Pass:
-    """A pass from `name` or `name:option=value:option=value`.
+    """Create a pass from `name` or `name:option=value:option=value`.
 
     Raises:
-        UnknownPass, PassOptionError: what is wrong with the text.
+        UnknownPass, PassOptionError: the text is invalid; the message says why.
     """
     name, *parts = text.strip().split(":")
     cls = pass_named(name.strip())
@@ -161,10 +161,10 @@ def parse_pass(text: str) -> Pass:
 
 
 def parse_passes(text: str) -> list[Pass]:
-    """The passes of a list such as `fold-conv-bn,torch-compile:mode=max-autotune`; "none" or "" is no pass.
+    """Create the passes of a list such as `fold-conv-bn,torch-compile:mode=max-autotune`; "none" or "" is no pass.
 
     Raises:
-        UnknownPass, PassOptionError: what is wrong with the text.
+        UnknownPass, PassOptionError: the text is invalid; the message says why.
     """
     if text.strip() in ("", "none"):
         return []
@@ -175,12 +175,14 @@ def parse_passes(text: str) -> list[Pass]:
 
 
 def make_passes(passes: Sequence[Pass | str] | Pass | str | None, mode: str) -> list[Pass]:
-    """The passes of `optimize`'s argument; None is the preset of the mode, text is a list as on the command line.
+    """Create the passes of `optimize`'s argument.
+
+    None means the preset of the mode. Text is a list as on the command line.
 
     Raises:
-        UnknownPass: a name that there is none of, or something that is no pass.
-        PassOptionError: an option that the pass doesn't have, that doesn't fit it, or that it lacks.
-        PassOrderError: a pass that needs a graph stands behind one that leaves none.
+        UnknownPass: there is no pass of that name, or the argument is not a pass.
+        PassOptionError: the pass doesn't have an option, its value is invalid, or a required option is missing.
+        PassOrderError: the passes are in an order that can't work; see `check_order`.
     """
     if isinstance(passes, str):
         passes = parse_passes(passes)
@@ -202,11 +204,13 @@ def _made(item: object) -> Pass:
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """See that nothing stands behind a pass that leaves no graph but what needs none, and that no calls change behind a pass
-    that plans them.
+    """Check that the passes can run in this order.
+
+    After a pass that leaves no graph, no pass may need a graph or leave none itself. After a pass that plans calls, no
+    pass may need a graph, leave none, or plan calls itself.
 
     Raises:
-        PassOrderError: something does.
+        PassOrderError: a pass comes after one that must be last.
     """
     barrier: Pass | None = None
     planner: Pass | None = None
@@ -228,7 +232,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def describe_passes() -> tuple[PassDescription, ...]:
-    """One description for each pass."""
+    """Describe each pass."""
     return tuple(
         PassDescription(
             name=cls.name,

@@ -1,4 +1,4 @@
-"""What a `TensorPass` is written with: it changes weights by pairs of a layer and an affine operation. All in `passes` too."""
+"""The names for writing a `TensorPass`, which changes the weights of layer pairs. `passes` exports them too."""
 
 from passes.program.arithmetic import are_finite, exact, float64, scale_of
 from passes.program.matching import Affine, BatchNorm, ChannelScale, Convolution, Pair

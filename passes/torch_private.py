@@ -1,7 +1,7 @@
 """Every private name of torch that the passes use, each with the reason and the versions it was seen in.
 
-Where a name is missing, importing this file raises an ImportError or AttributeError that names it.
-`tests/passes/test_torch_private.py` sees that the names do what they are used for.
+If a name is missing, importing this file or calling the function that uses it raises an ImportError or AttributeError
+that names it. `tests/passes/test_torch_private.py` tests that the names do what the passes need.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C import (
-    # Torch's own way to run without `__torch_function__`: of subclasses, and of modes too. In its docs on extending torch,
-    # and without a public name. Seen in 2.13.
+    # torch's way to disable `__torch_function__`: the first for subclasses and modes, the second for subclasses only.
+    # In torch's docs on extending torch, but without a public name. Seen in 2.13.
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
-    # Whether torch.jit.trace is running: `torch.jit.is_tracing` asks the same after a check for scripts. Seen in 2.13.
+    # Whether torch.jit.trace is running. `torch.jit.is_tracing` checks for scripting first. Seen in 2.13.
     _is_tracing,
 )
-from torch._subclasses import FakeTensor  # What torch.export computes with. Seen in 2.13.
+from torch._subclasses import FakeTensor  # The tensors with which torch.export runs a forward. Seen in 2.13.
 from torch.amp.autocast_mode import (
     _enter_autocast,
-)  # What captured graphs call to enter an autocast, with its arguments. Seen in 2.13.
+)  # Captured graphs call it to enter an autocast, with the arguments of the autocast. Seen in 2.13.
 from torch.nn.modules.batchnorm import (
-    # The base of torch's BatchNorms, SyncBatchNorm among them. Seen in 2.13.
+    # The base class of torch's BatchNorms, including SyncBatchNorm. Seen in 2.13.
     _BatchNorm,
-    # That of these and the InstanceNorms. Seen in 2.13.
+    # The base class of the BatchNorms and InstanceNorms. Seen in 2.13.
     _NormBase,
 )
-from torch.nn.modules.conv import _ConvNd  # The base of torch's convolutions. Seen in 2.13.
-from torch.nn.modules.instancenorm import _InstanceNorm  # The base of torch's InstanceNorms. Seen in 2.13.
+from torch.nn.modules.conv import _ConvNd  # The base class of torch's convolutions. Seen in 2.13.
+from torch.nn.modules.instancenorm import _InstanceNorm  # The base class of torch's InstanceNorms. Seen in 2.13.
 from torch.utils._device import (
-    # A device that is the default for a block is a function mode, which changes no results. Seen in 2.13.
+    # The function mode that sets the default device for a block; it changes no results. Seen in 2.13.
     DeviceContext,
     # The functions that create a tensor on the default device. Seen in 2.13.
     _device_constructors,
@@ -47,26 +47,26 @@ from torch.utils._device import (
 without_torch_function = DisableTorchFunction
 without_subclasses = DisableTorchFunctionSubclass
 is_tracing = _is_tracing
-# The callback of torch.compile that looks at each frame of this thread: None outside of compiled calls, and False where
-# only what is compiled already is to run. Seen in 2.13.
+# The callback by which torch.compile handles each new frame of this thread. None outside of compiled calls; False if
+# only code that is compiled already may run. Seen in 2.13.
 frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 enter_autocast = _enter_autocast
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd
 AnyInstanceNorm = _InstanceNorm
 AnyNorm = _NormBase
-# A tensor of another class over the same numbers, which in public is made through a dispatch that takes longer. Seen in 2.13.
+# Make a tensor of another class over the same memory; the public way goes through a slower dispatch. Seen in 2.13.
 make_subclass: Any = torch.Tensor._make_subclass
 
-# torch.autograd.graph can set and disable hooks on saved tensors, but not tell whether there are any. Seen in 2.13.
+# torch.autograd.graph can set and disable hooks on saved tensors, but can't tell whether there are any. Seen in 2.13.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-# The innermost transform of torch.func that runs (vmap, grad), which allows no hooks on saved tensors. Seen in 2.13.
+# The innermost active transform of torch.func (vmap, grad). Transforms allow no hooks on saved tensors. Seen in 2.13.
 active_transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 DefaultDevice = DeviceContext
 device_constructors = _device_constructors
-# Flags that choose among kernels which round differently, and may hold in a part of a forward only (`sdpa_kernel`). The
-# public functions can't set each of them without a context manager. Seen in 2.13.
+# Flags that choose among kernels with different rounding. They may apply to only a part of a forward (`sdpa_kernel`).
+# The public functions can't set each of them without a context manager. Seen in 2.13.
 KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...] = (
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
@@ -76,40 +76,40 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 )
 
-# What code finds that reads the memory of a sealed tensor, as a scripted function does: no numbers, in a dtype that next to
-# no operation takes. Torch deprecates these dtypes for quantizing. Seen in 2.13.
+# The memory of a sealed tensor, as code sees it that bypasses the seal, such as a scripted function: no elements, in a
+# dtype that almost no operation accepts. torch deprecates these dtypes for quantization. Seen in 2.13.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     with torch.inference_mode():
         NOTHING = torch.empty(0, dtype=torch.quint4x2)
 
 
-# Tensors that have shapes and no numbers, with the devices that they stand for. In torch's docs. Seen in 2.13.
+# Makes tensors that have shapes, dtypes and devices but no data. In torch's docs. Seen in 2.13.
 FakeTensorMode = torch._subclasses.FakeTensorMode
-# An operation of torch under one of its names, with an overload or without. In torch's docs on custom ones. Seen in 2.13.
+# One overload of a torch operator, and all overloads of one name. In torch's docs on custom operators. Seen in 2.13.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
-# The `__torch_function__` of classes that have none of their own, Parameter among them. Seen in 2.13.
+# The `__torch_function__` of tensor classes that don't define their own, such as Parameter. Seen in 2.13.
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a transform of torch.func made the tensor, which stands for many then. Seen in 2.13."""
+    """Whether a transform of torch.func made the tensor; `vmap` makes tensors that represent a batch. Seen in 2.13."""
     functorch = torch._C._functorch
     return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a transform of torch.func wrapped, which has the memory; any other tensor as it is. Seen in 2.13."""
+    """Unwrap a tensor from the transforms of torch.func, down to the one that has the memory. Seen in 2.13."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each fake tensor among these, and the real one that it was made from; without those that were computed.
+    """Pair each fake tensor among these with the real tensor that it was made from; computed fake tensors are left out.
 
-    Torch makes one fake tensor of each real one, and remembers under the same number which they are. Seen in 2.13.
+    torch makes one fake tensor for each real one, and stores both under the same number. Seen in 2.13.
     """
     fakes: list[Any] = list(filter(is_fake, tensors))
     sources: dict[int, torch.Tensor] = {}
@@ -120,35 +120,35 @@ def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torc
 
 
 def break_graph(reason: str) -> None:
-    """End the graph that torch captures here: an export fails with the reason. Seen in 2.13."""
+    """Cause a graph break here; torch.export then fails with the reason. Seen in 2.13."""
     torch._dynamo.graph_break(msg=reason)
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether the value is a tensor without numbers, with which torch.export runs a forward. Seen in 2.13."""
+    """Whether the value is a tensor without data, with which torch.export runs a forward. Seen in 2.13."""
     return isinstance(tensor, FakeTensor)
 
 
 def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both lie in one storage, which torch tells without a pointer to it. Seen in 2.13."""
+    """Whether both tensors lie in one storage; torch checks this without accessing their pointers. Seen in 2.13."""
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
 def convolution_kernel(input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> str:
-    """The name of the kernel that torch takes for a convolution, which nothing public tells: "Mkldnn". Seen in 2.13."""
+    """The name of the kernel that torch selects for a convolution: "Mkldnn". It has no public query. Seen in 2.13."""
     backend = torch._C._select_conv_backend(input, weight, bias=None, bias_sizes=None, **settings)
     name: str = backend.name
     return name
 
 
 def has_kernel(name: str) -> bool:
-    """Whether torch can run an operation, "aten::relu", beside having its schema. Seen in 2.13."""
+    """Whether torch can run an operator such as "aten::relu"; some operators have only a schema. Seen in 2.13."""
     return bool(torch._C._dispatch_has_kernel(name))
 
 
 @contextmanager
 def without_tracing() -> Iterator[None]:
-    """torch.jit.trace sees nothing of the block. Seen in 2.13."""
+    """Hide the operations of the block from torch.jit.trace. Seen in 2.13."""
     tracer: Any = torch._C
     state = tracer._get_tracing_state()
     tracer._set_tracing_state(None)
@@ -159,89 +159,91 @@ def without_tracing() -> Iterator[None]:
 
 
 def torchscript_fuses(device: torch.device) -> bool:
-    """Whether this build of torch has a fuser of TorchScript for the device. Seen in 2.13."""
+    """Whether this build of torch has a TorchScript fuser for the device. Seen in 2.13."""
     if device.type == "cuda":
         return bool(torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu())
     return device.type == "cpu" and bool(torch._C._llvm_enabled() and torch._C._jit_can_fuse_on_cpu())
 
 
-# The compiler, which takes seconds to load: only what compiles does so. Seen in 2.13.
+# The compiler takes seconds to load, so only code that compiles loads it. Seen in 2.13.
 
 
 def load_inductor() -> None:
-    """Load torch's own compiler."""
+    """Load inductor, torch's own compiler."""
     importlib.import_module("torch._inductor.compile_fx")
 
 
 def compiled_module_types() -> tuple[type, ...]:
-    """The class of what `torch.compile(module)` gives; none where nobody has loaded the compiler."""
+    """The class of the modules that `torch.compile(module)` returns; empty if the compiler isn't loaded."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return () if compiler is None else (compiler.OptimizedModule,)
 
 
 def graph_break() -> type[Exception]:
-    """What is raised where `fullgraph=True` can't be had."""
+    """The exception that torch.compile raises if `fullgraph=True` isn't possible."""
     failure: type[Exception] = importlib.import_module("torch._dynamo.exc").Unsupported
     return failure
 
 
 def compiler_failures() -> tuple[type[Exception], ...]:
-    """What is raised where no code is made: for one kind of call too many, of what it doesn't know, or as the compiler of C++
-    or of triton fails."""
+    """The exceptions that torch.compile raises if it makes no code.
+
+    The reasons are too many kinds of calls, unsupported code, or a failure of the C++ or Triton compiler.
+    """
     dynamo, inductor = (importlib.import_module(f"torch._{name}.exc") for name in ("dynamo", "inductor"))
     return dynamo.FailOnRecompileLimitHit, dynamo.Unsupported, inductor.InductorError
 
 
 def compiler_named(name: str) -> Callable[..., Any]:
-    """What `torch.compile(backend=name)` gives graphs to."""
+    """The function to which `torch.compile(backend=name)` passes graphs."""
     found: Callable[..., Any] = importlib.import_module("torch._dynamo").lookup_backend(name)
     return found
 
 
 def options_of_mode(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
-    """The settings of inductor that a mode of torch.compile stands for; `torch.compile` takes no mode beside a backend."""
+    """The inductor options of a torch.compile mode; `torch.compile` accepts no mode together with a backend."""
     options: dict[str, Any] = importlib.import_module("torch._inductor").list_mode_options(mode, dynamic)
     return options
 
 
 def inductor_settings(**settings: Any) -> Any:
-    """A context with other settings of inductor for the process."""
+    """Return a context manager that sets inductor options for the process."""
     return importlib.import_module("torch._inductor.config").patch(**settings)
 
 
 def compiler_of_now() -> Any:
-    """What the graph is given to that is being captured."""
+    """The backend that will receive the graph that is being captured."""
     translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator
     return translator.current_tx().output.compiler_fn
 
 
 def top_saved_tensors_hooks() -> Any:
-    """The innermost hooks on saved tensors that are set; None where there are none."""
+    """The innermost hooks on saved tensors; None if there are none."""
     return _top_hooks(False)
 
 
 def active_function_modes() -> list[Any]:
-    """The function modes that are active, the innermost last; torch has no public name for it. Seen in 2.13."""
+    """The active function modes, the innermost last; torch has no public name for them. Seen in 2.13."""
     return torch.overrides._get_current_function_mode_stack()
 
 
 def is_in_forward_mode() -> bool:
-    """Whether gradients are asked for in forward mode, which `torch.autograd.forward_ad` doesn't tell. Seen in 2.13."""
+    """Whether forward-mode gradients are being computed; `torch.autograd.forward_ad` can't tell. Seen in 2.13."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
-# What captures graphs: torch.compile's front end. Seen in 2.13.
-# The slot of a module's call that `Module.compile()` sets; torch leaves it out of copies and pickles.
+# torch.compile's front end, which captures graphs. Seen in 2.13.
+# The attribute for a module's call that `Module.compile()` sets; torch leaves it out of copies and pickles.
 COMPILED_CALL = "_compiled_call_impl"
 
-# A code object is captured at most so many times, as torch.compile does by default; further kinds of calls run eagerly.
+# The maximum number of captures per code object, as in torch.compile; further kinds of calls run eagerly.
 MOST_CAPTURES = 8
 
 Capture = Callable[[fx.GraphModule, Sequence[Any], nn.Module | None], Callable[..., Any]]
 
 
 class _Capturing(threading.local):
-    """The module whose forward is being captured by this thread: graphs say where they are relative to that."""
+    """The module whose forward this thread is capturing; locations in graphs are relative to it."""
 
     module: nn.Module | None = None
 
@@ -250,16 +252,16 @@ _capturing = _Capturing()
 
 
 def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = False) -> CapturedCall:
-    """The function as torch.compile captures it: each graph goes to `capture`, which gives the callable to run.
+    """Capture a function with torch.compile's front end; `capture` gets each graph, and returns the callable to run.
 
     Args:
-        whole: capture the function as one graph; a call raises what the front end raises.
+        whole: capture the function as one graph; a call raises any error of the front end.
 
-    Beside `torch.compile(entry, backend=…)`, whose front end this is:
-    - numbers among attributes are constants of the graph, and a hook that is set later on a module is seen, by settings
-      that hold while a graph is captured (`torch._dynamo.config`, whose values are the thread's own);
-    - calls of too many kinds run eagerly without a warning, and so does what the front end raises on;
-    - graphs are told the module whose forward they are of.
+    This differs from `torch.compile(entry, backend=…)`, which has the same front end, in these points:
+    - Numbers among attributes are constants of the graph, and a hook that is set on a module later is noticed. The
+      settings for this hold only while a graph is captured (`torch._dynamo.config`, which is per thread).
+    - If there are too many kinds of calls, or the front end raises, the call runs eagerly without a warning.
+    - `capture` also gets the module whose forward is being captured.
 
     Raises:
         RuntimeError: torch.compile doesn't run on this platform.
@@ -273,7 +275,7 @@ def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = 
     if not isinstance(context, torch._dynamo.eval_frame.OptimizeContext):
         raise RuntimeError("torch.compile is switched off by TORCHDYNAMO_DISABLE")
     context.callback = front_end = _FrontEnd(context.callback, whole=whole)
-    # Torch keeps every backend to reset it, and with it all that it refers to.
+    # torch keeps every backend in order to reset it, and so everything that the backend refers to.
     torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
     call = CapturedCall(context(entry), front_end)
     weakref.finalize(call, _forget_captures, entry.__code__).atexit = False
@@ -281,17 +283,20 @@ def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = 
 
 
 def _forget_captures(code: Any) -> None:
-    """Free what torch captured of a code: it hangs on the code, which it keeps alive, where no search for cycles looks."""
+    """Free torch's captures of a code object.
+
+    They are stored with the code object and keep it alive. The garbage collector can't find this cycle.
+    """
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo.utils import guard_failures
 
     reset_code(code)
-    # Why it was captured anew is kept by code, for good.
+    # torch stores the reasons for recompilations by code object, and never drops them.
     guard_failures.pop(code, None)
 
 
 class CapturedCall:
-    """A function by its captured graphs."""
+    """A function that runs by its captured graphs."""
 
     def __init__(self, compiled: Callable[..., Any], front_end: _FrontEnd) -> None:
         self.run = compiled
@@ -299,20 +304,21 @@ class CapturedCall:
 
     @property
     def error(self) -> Exception | None:
-        """What torch raised last where it captured nothing."""
+        """The last error because of which torch captured nothing; None if there was none."""
         return self._front_end.error
 
 
 class _FrontEnd:
-    """What torch calls for a frame that no captured graph holds for."""
+    """The function that torch calls for a frame for which no captured graph is valid."""
 
     def __init__(self, callback: Any, *, whole: bool) -> None:
-        # Torch follows this name to the backend.
+        # torch follows this attribute to the backend.
         self._torchdynamo_orig_backend = callback
         self._whole = whole
-        # Weakly: torch hangs what it captured of a frame on its code, this object too, where no search for cycles looks.
+        # Weak keys: torch stores its captures of a frame, including this object, with the frame's code, and the garbage
+        # collector doesn't find such cycles.
         self._captures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # What the front end raised last, for messages.
+        # The last error of the front end, for messages.
         self.error: Exception | None = None
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
@@ -334,7 +340,7 @@ class _FrontEnd:
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:
-            # The front end may raise anything on foreign code, which runs eagerly then.
+            # The front end may raise anything on third-party code, which then runs eagerly.
             self.error = error
             if self._whole:
                 raise
@@ -348,14 +354,15 @@ def _module_of(names: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-# One open dim: the argument of the captured function that is a list of tensors, the number of the tensor, and the dim.
+# A dynamic dim: the name of an argument of the captured function that is a list of tensors, the index of the tensor,
+# and the dim.
 Dim = tuple[str, int, int]
 
 
 def mark_open(tensor: torch.Tensor, dim: int) -> None:
-    """Have the next capture of a function that takes the tensor hold for other sizes of the dim.
+    """Make the next capture of a function that takes the tensor valid for other sizes of the dim.
 
-    Equal sizes of dims that are marked get symbols of their own, as they don't with `dynamic=True`. Seen in 2.13.
+    Marked dims get separate symbols even if their sizes are equal, unlike with `dynamic=True`. Seen in 2.13.
     """
     import torch._dynamo
 
@@ -363,17 +370,18 @@ def mark_open(tensor: torch.Tensor, dim: int) -> None:
 
 
 def dim_of(node: fx.Node) -> Dim | None:
-    """The dim whose size a placeholder stands for; None for one that stands for anything else.
+    """The dim whose size a placeholder holds; None for other placeholders.
 
-    Asked while the graph is captured: torch drops the source of a placeholder then (`meta["grapharg"]`, seen in 2.13).
+    Call it while the graph is captured. Afterwards torch drops the source of a placeholder (`meta["grapharg"]`, seen in
+    2.13).
     """
     return _dim_at(node.meta["grapharg"].source)
 
 
 def is_held(node: fx.Node) -> bool:
-    """Whether the value of a placeholder is reached from the argument `module` of the captured function, or is a global.
+    """Whether a placeholder's value is a global, or is reachable from the argument `module` of the captured function.
 
-    Any other is made at each call, as a random number of Python's is. Asked while the graph is captured.
+    Other values are created at each call, such as a random number from Python. Call it while the graph is captured.
     """
     return str(node.meta["grapharg"].source.name).startswith(("L['module']", "G["))
 
@@ -390,17 +398,19 @@ def _dim_at(source: Any) -> Dim | None:
 
 
 def shape_environment() -> Any:
-    """What torch notes of open sizes: asked while a graph is captured, complete once the captured function ran. Seen in 2.13."""
+    """torch's record of dynamic sizes. Get it in a capture; it is complete after the captured call. Seen in 2.13."""
     fake_mode = torch._guards.TracingContext.get().fake_mode
     assert fake_mode is not None
     return fake_mode.shape_env
 
 
 class SizeConditions:
-    """What a capture assumes of the open sizes: the branches that Python and torch's kernels took by them.
+    """The conditions on dynamic sizes under which a capture is valid.
+
+    They come from the branches that Python and torch's kernels took.
 
     Args:
-        environment: of the capture; what is noted there later doesn't count.
+        environment: the shape environment of the capture; conditions that are added to it later don't count.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -411,11 +421,11 @@ class SizeConditions:
 
     @property
     def are_of_dims(self) -> bool:
-        """Whether they are of sizes of the captured function's arguments alone."""
+        """Whether all conditions are on sizes of the captured function's arguments."""
         return all(self._dims.keys() >= condition.free_symbols for condition in self._conditions)
 
     def hold(self, size: Callable[[Dim], Any]) -> bool:
-        """Whether the graph is right for these sizes, which may be numbers that are traced."""
+        """Whether the graph is valid for these sizes, which may be traced numbers."""
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -426,9 +436,9 @@ class SizeConditions:
 
 
 def is_watched() -> bool:
-    """Whether something looks at the single operations of this thread: a tracer, a mode of torch, or a transform.
+    """Whether something intercepts the single operations of this thread: a tracer, a mode of torch, or a transform.
 
-    Graphs that stand in for forwards give way to these, which then see the operations of the forward itself.
+    Rewritten graphs aren't used then, so that it sees the operations of the forward itself.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -442,19 +452,19 @@ def is_watched() -> bool:
 
 
 def is_capturing_cuda() -> bool:
-    """Whether a CUDA graph records the kernels of this thread: what is kept from one call to the next isn't in it."""
+    """Whether a CUDA graph is recording the kernels of this thread. Values that are cached already are not recorded."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def has_autocast() -> bool:
-    """Whether an autocast is on, for any device."""
+    """Whether autocast is on for any device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 def module_id_of(key: str) -> int | None:
-    """The identity of the module that a key of a node's `nn_module_stack` stands for; None for another kind of key.
+    """The `id` of the module in a key of a node's `nn_module_stack`; None for other kinds of keys.
 
-    Torch writes "140116442086288", and "140116442086288@1" for the second call of it.
+    torch writes "140116442086288" for the first call of a module, and "140116442086288@1" for the second.
     """
     number, _, _ = key.partition("@")
     return int(number) if number.isdecimal() else None

@@ -1,14 +1,16 @@
 """What the documentation says of the classes and of the command is what they are."""
 
 import importlib.util
+import inspect
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from optimizer import errors, optimize
+from optimizer import check_parity, errors, export, optimize, rejudge_bundle, verify_bundle
 from passes.registry import pass_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +28,6 @@ def test_the_generated_parts_are_those_of_now(generate):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert generate.readme_with_table(readme) == readme, "run `make docs`"
     assert (ROOT / "docs" / "passes.md").read_text(encoding="utf-8") == generate.reference(), "run `make docs`"
-    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert generate.benchmarks_with_tables(benchmarks) == benchmarks, "run `make docs`"
     for name in pass_names():
         assert f"| `{name}` |" in readme
 
@@ -39,11 +39,31 @@ def test_a_stale_table_is_seen(generate):
     assert generate.readme_with_table(stale) != stale
 
 
-def test_the_readme_has_every_exit_code():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = {int(code) for code in re.findall(r"^\| (\d+) \|", readme, re.MULTILINE)}
+def test_the_benchmarks_page_links_to_every_table():
+    page = ROOT / "docs" / "benchmarks.md"
+    links = re.findall(r"\]\((\.\./benchmarks/results/[^)]+)\)", page.read_text(encoding="utf-8"))
+    tables = {table.name for table in (ROOT / "benchmarks" / "results").glob("*.md")}
+    assert {Path(link).name for link in links} == tables
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
+def test_the_tables_of_exit_codes_are_complete(page):
+    rows = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)}
     codes = {cls.exit_code for cls in vars(errors).values() if isinstance(cls, type) and hasattr(cls, "exit_code")}
     assert rows == codes | {0, 130}
+
+
+def test_the_options_page_has_every_option_and_argument():
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    told = subprocess.run(
+        [sys.executable, "-m", "optimizer", "--help"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
+    options = set(re.findall(r"--[a-z][a-z-]+", told.decode()))
+    assert {"--weights", "--row-independence"} <= options
+    assert [option for option in sorted(options) if not re.search(rf"{option}\b", page)] == []
+    functions = (optimize, export, check_parity, verify_bundle, rejudge_bundle)
+    arguments = {name for function in functions for name in inspect.signature(function).parameters}
+    assert [name for name in sorted(arguments) if not re.search(rf"\b{name}\b", page)] == []
 
 
 def test_the_readme_names_its_two_commands():
@@ -55,8 +75,16 @@ def test_the_readme_names_its_two_commands():
 
 def test_links_of_the_documentation_lead_somewhere():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for file, section in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name} links to {file}"
+            assert not section or section in _sections(target), f"{page.name} links to {file}#{section}"
+
+
+def _sections(page: Path) -> set[str]:
+    """The names by which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 class Scaled(torch.nn.Module):

@@ -38,6 +38,7 @@ def test_every_example_is_run_by_a_test():
     }
 
 
+@pytest.mark.slow
 def test_python_api(tmp_path):
     done = run(str(EXAMPLES / "python_api.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,6 +58,7 @@ def test_passes_of_ones_own_import_public_names_alone(name):
     assert names <= set(passes.__all__)
 
 
+@pytest.mark.slow
 def test_a_pass_that_approximates(tmp_path):
     done = run(str(EXAMPLES / "gelu_by_tanh.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -65,6 +67,7 @@ def test_a_pass_that_approximates(tmp_path):
     assert "  3: GELU by tanh" in done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_pass_with_new_parameters(tmp_path):
     done = run(str(EXAMPLES / "fold_layer_norm.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -130,11 +133,13 @@ def assert_trains_alike(done, name, steps):
     assert len(set(losses[0])) == steps
 
 
+@pytest.mark.slow
 def test_training_in_half_of_the_memory(tmp_path):
     done = run(str(EXAMPLES / "train.py"), "--model", "resnet", "--steps", "2", "--batch", "4", cwd=tmp_path)
     assert_trains_alike(done, "resnet", 2)
 
 
+@pytest.mark.slow
 def test_training_in_two_processes(tmp_path):
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "train.py"))
     options = ("--model", "gpt2", "--precision", "fp16", "--steps", "2", "--batch", "4")

@@ -51,8 +51,8 @@ from training_models import peak_of
 import passes.fold_conv_bn
 from optimizer import check_parity, optimize, report_of
 from optimizer.errors import LoadError, OptimizeFailed
+from optimizer.model.runs import Runs
 from optimizer.report import PassRecord
-from optimizer.runs import Runs
 from passes import InsertCheckpoints, insert_checkpoints
 from passes.checkpointing import ambient
 from passes.checkpointing.profile import loss_of
@@ -481,7 +481,8 @@ def check_answers(
 
 
 def train_once(model: nn.Module, rows: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    outputs = [leaf for leaf in tree_leaves(model(*rows, **(kwargs or {}))) if leaf.requires_grad]
+    leaves = tree_leaves(model(*rows, **(kwargs or {})))
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 

@@ -61,6 +61,7 @@ def built(folder, seed, formats, root, **more):
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", ["torchscript,onnx,pt2", pytest.param("aoti", marks=pytest.mark.zoo)])
 def test_a_second_build_gives_the_same_bytes(formats, tmp_path, pytestconfig):
     first = built(tmp_path / "a", "1", formats, pytestconfig.rootpath)

@@ -8,9 +8,10 @@ import torch
 from real_models import REAL_MODELS, at_batch
 
 from optimizer import export, optimize, verify_bundle
-from optimizer.cli import main
+from optimizer.command.cli import main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_a_real_model_goes_the_whole_way(name, tmp_path):
     model, args, kwargs = REAL_MODELS[name]()
@@ -34,6 +35,7 @@ def test_a_real_model_goes_the_whole_way(name, tmp_path):
         assert torch.allclose(got[key], value, rtol=1e-3, atol=1e-4 * float(value.abs().max())), key
 
 
+@pytest.mark.slow
 def test_a_file_and_a_class_may_have_names_in_any_letters(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = """

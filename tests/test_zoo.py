@@ -10,7 +10,7 @@ from timm_models import TIMM, timm_member
 
 from exporters import ExportError, ExportRequest, StructureError, exporter_named
 from optimizer import check_parity, export, optimize, verify_bundle
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import judge, measure_reference
 from passes import (
     CastPrecision,

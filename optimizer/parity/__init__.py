@@ -11,24 +11,15 @@ over all batch sizes and draws. There is no other tolerance unless the user give
 """
 
 from optimizer.parity.check import check_parity
-from optimizer.parity.comparison import Comparison
 from optimizer.parity.float64 import float64_mode, raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
 from optimizer.parity.observe import Flatten, input_names
-from optimizer.parity.original import Mode
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_reference
 from optimizer.parity.recorded_runs import RecordedRuns
-from optimizer.parity.reference import Reference, Reruns
+from optimizer.parity.reference import Reference
 from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
-from optimizer.parity.results import (
-    CallErrors,
-    Measurement,
-    OutputDifference,
-    OutputNoise,
-    OutputParity,
-    ParityReport,
-    RowReport,
-)
+from optimizer.parity.reruns import reference_of, reruns
+from optimizer.parity.results import Measurement, OutputNoise, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.row_runs import independent_rows, runs_on
 from optimizer.parity.rows import Rows
@@ -40,23 +31,16 @@ __all__ = [
     "BATCH_SIZES",
     "FACTOR",
     "SLICE_FACTOR",
-    "CallErrors",
-    "Comparison",
     "Flatten",
     "GoldenEntry",
     "Measurement",
-    "Mode",
     "OriginalOutputs",
-    "OutputDifference",
     "OutputNoise",
-    "OutputParity",
     "ParityReport",
     "RecordedRuns",
     "Reference",
     "RegionParity",
     "RegionReference",
-    "Reruns",
-    "RowReport",
     "Rows",
     "Tolerance",
     "after_all_calls",
@@ -81,6 +65,8 @@ __all__ = [
     "off_by_one_ulp",
     "raised",
     "random_signs",
+    "reference_of",
+    "reruns",
     "runs_on",
     "special",
     "unit",

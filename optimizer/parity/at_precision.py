@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from optimizer.errors import UsageError
+from optimizer.model import pinned_settings
 from optimizer.parity.lower_precision import computing_in, error_scale
 from optimizer.parity.modes import run_in
 from optimizer.parity.noise import RoundingNoise
@@ -18,8 +20,7 @@ from optimizer.parity.pools import Pool, Slices
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, distance, is_exact
-from optimizer.preserve import pinned_settings
-from optimizer.sentences import error_summary
+from optimizer.wording import error_summary
 from passes.base import Precision
 
 
@@ -30,7 +31,12 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
 
     Args:
         samples: runs of each call with parameters slightly off before they are rounded; 0 for one plain run.
+
+    Raises:
+        UsageError: the original is no module, whose parts in float32 could be named by path.
     """
+    if not isinstance(noise.original.target, nn.Module):
+        raise UsageError("Only a module can be compared at another precision, as its float32 parts are named by path.")
     errors: dict[str, Pool] = {}
     for one, number in itertools.product(noise.calls, range(samples) if samples else [None]):
         seed = None if number is None else mixed_seed(one.seed, 4, number)
@@ -72,11 +78,11 @@ def _outputs_at(
     """The original's outputs at a precision; empty where it raises."""
     original = noise.original
     assert isinstance(original.target, nn.Module)
-    training = original.with_gradients(one.draw)
+    call, training = original.inputs_of(one), original.with_gradients(one.draw)
 
     def outputs(kind: Precision, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, torch.Tensor]:
         mode = functools.partial(computing_in, precision=kind, seed=seed, dtype=dtype)
-        return run_in(mode, original, one, training=training).values
+        return run_in(mode, original, one, call=call, training=training).values
 
     # A model that doesn't run in the dtype everywhere may run under autocast, with a smaller error.
     for kind in dict.fromkeys((precision, replace(precision, everywhere=False))):

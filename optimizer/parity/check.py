@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from optimizer.errors import UsageError
-from optimizer.inputs import ExampleInputs, FurtherInputs, Samples
+from optimizer.model import ExampleInputs, FurtherInputs, Samples, in_turn, refuse_unrunnable
 from optimizer.options import check_numbers
 from optimizer.parity.original import Mode
 from optimizer.parity.outputs import measure_reference
 from optimizer.parity.results import ParityReport
 from optimizer.parity.row_runs import independent_rows
 from optimizer.parity.verdict import Tolerance, by_output, judge
-from optimizer.preserve import in_turn
-from optimizer.weights import refuse_unrunnable
 from passes.base import Precision
 
 

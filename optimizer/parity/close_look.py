@@ -9,21 +9,39 @@ from dataclasses import replace
 
 from torch import nn
 
-from optimizer.module_tree import is_script
-from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond, ratio
+from optimizer.model import Runs, is_script, one_at_a_time, pinned_settings
+from optimizer.parity.at_precision import errors_at
+from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond
 from optimizer.parity.modes import in_float64, perturbed
 from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import OutputNoise, RowMeasurement
 from optimizer.parity.tensors import all_finite, distance
-from optimizer.parity.verdict import FACTOR
-from optimizer.preserve import one_at_a_time, pinned_settings
-from optimizer.runs import Runs
+from optimizer.parity.verdict import FACTOR, in_units_of
+from passes.base import Precision
 
 logger = logging.getLogger(__name__)
 
 # Seeds of the first samples are smaller.
 _OTHER_SEEDS = 1000
+
+
+def closer_noises(
+    noise: RoundingNoise, noises: Mapping[str, OutputNoise], precision: Precision | None
+) -> dict[str, OutputNoise]:
+    """The noises over all calls and over more samples.
+
+    Args:
+        precision: of the candidate, where that is a half precision.
+    """
+    found = dict(noises)
+    with one_at_a_time, pinned_settings():
+        for name, more in noise.measure_the_rest().items():
+            before = found[name]
+            largest, rms = max(before.noise, more.noise), max(before.noise_rms, more.noise_rms)
+            found[name] = replace(before, noise=largest, noise_rms=rms)
+        seen = noise.more_samples() if precision is None else errors_at(noise, precision, MORE_SAMPLES)
+    return found | {name: _at_least(found[name], pool) for name, pool in seen.items()}
 
 
 def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:
@@ -35,7 +53,7 @@ def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) 
     gradients must be the true ones.
     """
     names = comparison.kinked()
-    if not names or noise.refused:
+    if not names:
         return
     errors = _errors_in_float64(noise, candidate, names, training=True)
     if errors:
@@ -53,7 +71,7 @@ def hold_to_algebra(
     Args:
         few: the noises before more samples were taken.
     """
-    if noise.refused or any(one.declared for one in few.values()) or noise.original.mode != "inference":
+    if any(one.declared for one in few.values()) or noise.original.mode == "training":
         return
     if not isinstance(candidate.target, nn.Module) or is_script(candidate.target):
         return
@@ -63,7 +81,7 @@ def hold_to_algebra(
     with one_at_a_time, pinned_settings():
         errors = _errors_in_float64(noise, candidate, excused, training=False)
         moved = _more_response(noise, excused) if errors else {}
-    noises = {name: at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
+    noises = {name: _at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
     wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
     comparison.noises = {**comparison.noises, **wrong}
     if wrong:
@@ -76,14 +94,14 @@ def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, Outpu
     if seen is None or seen.problem or any(one.mismatches for one in seen.outputs):
         return False
     beyond = [
-        max(ratio(one.max_difference, noise.noise), ratio(one.rms_difference, noise.noise_rms))
+        max(in_units_of(noise.noise, one.max_difference), in_units_of(noise.noise_rms, one.rms_difference))
         for one in seen.outputs
         if (noise := noises[one.name]).deterministic
     ]
     return 2 * FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
 
 
-def at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
+def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
     """The noise, raised to the response in further samples."""
     return replace(
         noise,
@@ -104,8 +122,9 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *
     for one in noise.calls:
         if not names & one.own.values.keys():
             continue
+        call = noise.original.inputs_of(one)
         try:
-            mode, seen = in_float64(noise.original, one, training=training, runs=candidate)
+            mode, seen = in_float64(noise.original, one, call, training=training, runs=candidate)
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code: its plain outputs are judged
             logger.debug("the candidate raised in float64: %s", error)
             return {}
@@ -125,7 +144,8 @@ def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
     for one, number in itertools.product(noise.calls, range(MORE_SAMPLES)):
         if not noise.can_be_perturbed:
             return {}
-        other = perturbed(noise.original, one, _OTHER_SEEDS + number, training=False)
+        call = noise.original.inputs_of(one)
+        other = perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False)
         for name in names & one.own.values.keys():
             moved[name].add_distance(one.own.values[name], other.values[name])
     return moved

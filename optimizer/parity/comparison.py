@@ -10,27 +10,24 @@ from typing import Any
 import torch
 
 from optimizer.errors import LoadError
-from optimizer.inputs import Call
+from optimizer.model import Call, Runs, first_difference
 from optimizer.parity.frontier import frontier
 from optimizer.parity.moved_biases import MovedBiases
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.pools import Pool, SliceNoise, Slices
 from optimizer.parity.results import CallErrors, Measurement, OutputDifference, OutputNoise
-from optimizer.parity.signal import lost_in_noise
 from optimizer.parity.statistics import error_statistics, has_classes, integer_agreement, top1_agreement
-from optimizer.parity.tensors import all_finite, distance, is_exact, special, unit, wide
-from optimizer.parity.verdict import FACTOR
-from optimizer.runs import Runs
-from optimizer.sentences import error_summary
-from optimizer.structure import first_difference
+from optimizer.parity.tensors import all_finite, distance, is_exact, lost_in_noise, special, unit, wide
+from optimizer.parity.verdict import FACTOR, in_units_of
+from optimizer.wording import dtype_name, error_summary
 
 # An error beyond what is allowed, but by less than this factor, may be rounding that further samples show.
 DOUBTFUL = 64.0
-# Kinks may explain the error of a gradient up to so many square roots of its unit, in the root mean square relative to the
-# gradient itself: a number that is n units off is beside a kink with a probability of n units.
+# Kinks may explain the error of a gradient up to this number of square roots of its unit, in the root mean square relative to the
+# gradient itself: a number that is n units off is close to a kink with a probability of n units.
 _KINKED = 64
-# Rounding may leave so many units of the largest gradient in a sum of gradients that is zero.
+# Rounding may leave at most this number of units of the largest gradient in a sum of gradients that is zero.
 _LEFT_OF_A_SUM = 16
 
 
@@ -141,7 +138,7 @@ class Comparison:
                 continue
             if one.problems or one.mismatches:
                 return set()
-            beyond = max(ratio(one.error.largest, noise.noise), ratio(one.error.rms, noise.noise_rms))
+            beyond = max(in_units_of(noise.noise, one.error.largest), in_units_of(noise.noise_rms, one.error.rms))
             if noise.kind == "gradient" and one.error.rms <= self._largest_kink(name):
                 if beyond > FACTOR:
                     found.add(name)
@@ -232,6 +229,9 @@ class Comparison:
         for name, kind in one.own.kinds.items():
             if kind == "output":
                 continue
+            if kind == "number" and self.flat:
+                # A constant of the file.
+                continue
             if kind == "input" and self.flat:
                 self._unmatched[name] = None
             elif name in got.values:
@@ -303,20 +303,12 @@ def is_beyond(error: Pool, noise: OutputNoise) -> bool:
     return error.largest > largest or error.rms > rms
 
 
-def ratio(error: float, noise: float) -> float:
-    return error / noise if noise else math.inf if error else 0.0
-
-
 def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
     if value.shape != own.shape:
         return f"the shape is {tuple(value.shape)} and should be {tuple(own.shape)}"
     if value.dtype != own.dtype:
-        return f"the dtype is {_short(value.dtype)} and should be {_short(own.dtype)}"
+        return f"the dtype is {dtype_name(value.dtype)} and should be {dtype_name(own.dtype)}"
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _append_once(sentences: list[str], sentence: str) -> None:

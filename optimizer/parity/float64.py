@@ -30,13 +30,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from optimizer.parity.random_draws import Layout, MaskedLayouts, RandomDraws
+from optimizer.parity.random_draws import Layout, RandomDraws
 from optimizer.parity.torch_functions import MOVING, is_question, mapped, moved_tensor, written_ids
 from passes.program.shared_memory import copied_together
 from passes.program.torch_calls import argument, name_of
 from passes.program.weights import bare
-
-__all__ = ["Float64Mode", "Layout", "MaskedLayouts", "float64_mode", "raised"]
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -310,7 +308,8 @@ def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     except RuntimeError as error:
         if not _FLOAT_OVERFLOW.search(str(error)):
             raise
-        overflow = error
+        # With its traceback it would hold the frame, and every tensor in it.
+        overflow = error.with_traceback(None)
     if overflow is None and not _has_low_precision(result):
         return result
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from optimizer.inputs import Call, Sizes
+from optimizer.model import Call, Sizes
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import OriginalCall

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.inputs import Call
-from optimizer.module_tree import reachable_modules
+from optimizer.model import Call, Runs, eager_only, reachable_modules, rebuild
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
 from optimizer.parity.random_draws import Layout, MaskedLayouts
 from optimizer.parity.rounding import PerturbedMode, RoundedMode, off_by_one_ulp, random_signs, stands_for_infinity
-from optimizer.preserve import eager_only
-from optimizer.runs import Runs
-from optimizer.structure import rebuild
 from passes.program.shared_memory import groups_of, places_in
 from passes.program.weights import bare
 
@@ -34,40 +30,38 @@ def run_in(
     original: Original,
     one: OriginalCall,
     *,
+    call: Call,
     training: bool,
     runs: Runs | None = None,
-    call: Call | None = None,
 ) -> Observation:
     """The outputs of one call in a mode.
 
     Args:
+        call: the inputs, made outside of this function: what the user's own function raises is no result.
         runs: of a candidate; None for the original.
-        call: other inputs; None for those of the call.
     """
-    call = original.inputs_of(one) if call is None else call
     with eager_only(), without_warnings(), (runs or original.runs).fresh() as module:
         return observe(module, call, seed=one.seed, training=training, mode=mode(module), names=one.names)
 
 
 def in_float64(
-    original: Original, one: OriginalCall, *, training: bool, runs: Runs | None = None
+    original: Original, one: OriginalCall, call: Call, *, training: bool, runs: Runs | None = None
 ) -> tuple[Float64Mode, Observation]:
     """The outputs with every torch call raised to float64, and the mode that raised them."""
-    mode, seen = _raised(original, one, training, runs, ())
+    mode, seen = _raised(original, one, call, training, runs, ())
     if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
         # Dropout draws its mask in the order of memory, which may differ in float64.
         own = MaskedLayouts()
-        run_in(lambda module: own, original, one, training=training, runs=runs)
+        run_in(lambda module: own, original, one, call=call, training=training, runs=runs)
         if own.masked != mode.masked:
-            mode, seen = _raised(original, one, training, runs, own.masked)
+            mode, seen = _raised(original, one, call, training, runs, own.masked)
     return mode, seen
 
 
 def _raised(
-    original: Original, one: OriginalCall, training: bool, runs: Runs | None, masks: Sequence[Layout]
+    original: Original, one: OriginalCall, call: Call, training: bool, runs: Runs | None, masks: Sequence[Layout]
 ) -> tuple[Float64Mode, Observation]:
     modes: list[Float64Mode] = []
-    call = original.inputs_of(one)
 
     def raising(module: Callable[..., Any]) -> Float64Mode:
         mode = Float64Mode(
@@ -80,17 +74,17 @@ def _raised(
         modes.append(mode)
         return mode
 
-    seen = run_in(raising, original, one, training=training, runs=runs)
+    seen = run_in(raising, original, one, call=call, training=training, runs=runs)
     return modes[-1], seen
 
 
-def perturbed(original: Original, one: OriginalCall, number: int, *, training: bool) -> Observation:
+def perturbed(original: Original, one: OriginalCall, call: Call, number: int, *, training: bool) -> Observation:
     """The outputs with inputs and parameters off by one ulp, up or down at random.
 
     Args:
         number: of the random sample.
     """
-    call, seed = original.inputs_of(one), mixed_seed(one.seed, 1, number)
+    seed = mixed_seed(one.seed, 1, number)
     signs = random_signs(torch.Generator().manual_seed(seed))
 
     def perturb(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,10 +101,10 @@ def perturbed(original: Original, one: OriginalCall, number: int, *, training: b
     def mode(module: Any) -> PerturbedMode:
         return PerturbedMode(seed, written=_written_in(module, original))
 
-    return run_in(mode, original, one, training=training, call=Call(args, kwargs))
+    return run_in(mode, original, one, call=Call(args, kwargs), training=training)
 
 
-def rounded(original: Original, one: OriginalCall, number: int) -> tuple[int, Observation]:
+def rounded(original: Original, one: OriginalCall, call: Call, number: int) -> tuple[int, Observation]:
     """The number of rounded operators, and the outputs with each operator's result and each parameter off by one ulp.
 
     Args:
@@ -121,7 +115,7 @@ def rounded(original: Original, one: OriginalCall, number: int) -> tuple[int, Ob
     def both(module: Any) -> AbstractContextManager[None]:
         return _both(PerturbedMode(seed, written=_written_in(module, original)), rounding)
 
-    seen = run_in(both, original, one, training=original.with_gradients(one.draw))
+    seen = run_in(both, original, one, call=call, training=original.with_gradients(one.draw))
     return rounding.calls, seen
 
 

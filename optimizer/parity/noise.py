@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from optimizer.module_tree import is_script, modules_of
+from optimizer.model import Call, first_difference, is_script, modules_of, pinned_settings
 from optimizer.parity.modes import in_float64, perturbed, rounded
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import Original, OriginalCall
@@ -18,9 +18,7 @@ from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit, wide
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
-from optimizer.preserve import pinned_settings
-from optimizer.sentences import error_summary
-from optimizer.structure import first_difference
+from optimizer.wording import error_summary
 
 # An observation of fewer numbers is perturbed twice.
 _FEW = 1 << 14
@@ -76,12 +74,12 @@ class RoundingNoise:
         self._inside: dict[str, Pool] = {}
 
     def of(self, original: Original) -> RoundingNoise:
-        """The same noise for a twin of the original."""
+        """The same noise, shared, for a twin of the original."""
         twin = copy.copy(self)
         twin.original, twin.notes = original, []
         return twin
 
-    def continued(self, original: Original, measured_at: frozenset[int | None]) -> RoundingNoise:
+    def continued(self, original: Original, measured_at: frozenset[int | None] | None) -> RoundingNoise:
         """A copy that measures further calls of a twin of the original too."""
         twin = copy.copy(self)
         twin.original, twin.measured_at = original, measured_at
@@ -97,7 +95,7 @@ class RoundingNoise:
     def measure(self) -> None:
         """Run the chosen calls in float64 and perturbed, and the first call twice; calls measured before are left alone.
 
-        Afterwards, each call has its truth and its unstable elements.
+        Afterwards, each call has its unstable elements, and the chosen ones their truth.
         """
         original = self.original
         original.confirm_recorded()
@@ -156,7 +154,7 @@ class RoundingNoise:
 
     def conclusions(self, noises: Mapping[str, OutputNoise]) -> list[str]:
         """Notes on the reference and on outputs that aren't compared or prove nothing."""
-        notes = list(self.notes)
+        notes = []
         if self.refused:
             notes.append(f"The reference is the original in its own dtype, because {self.refused}.")
         elif self.lowered:
@@ -219,9 +217,9 @@ class RoundingNoise:
 
     def _measure(self, one: OriginalCall) -> None:
         one.measured = True
-        training = self.original.with_gradients(one.draw)
+        call, training = self.original.inputs_of(one), self.original.with_gradients(one.draw)
         if not self.refused:
-            one.truth = self._truth_of(one, training) or one.own
+            one.truth = self._truth_of(one, call, training) or one.own
         for name, own in one.own.values.items():
             gathered, truth = self._gathered[name], one.truth.values[name]
             if is_exact(own):
@@ -229,11 +227,11 @@ class RoundingNoise:
             else:
                 gathered.own_error.add_distance(own, truth)
         for number in range(2 if self.original.mode == "region" and _is_small(one.own) else 1):
-            self._perturb(one, number, training)
+            self._perturb(one, call, number, training)
 
-    def _truth_of(self, one: OriginalCall, training: bool) -> Observation | None:
+    def _truth_of(self, one: OriginalCall, call: Call, training: bool) -> Observation | None:
         try:
-            mode, truth = in_float64(self.original, one, training=training)
+            mode, truth = in_float64(self.original, one, call, training=training)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {error_summary(error)}"
             return None
@@ -245,11 +243,11 @@ class RoundingNoise:
         truth.values = {name: _within_range(one.own.values[name], value) for name, value in truth.values.items()}
         return truth
 
-    def _perturb(self, one: OriginalCall, number: int, training: bool) -> None:
+    def _perturb(self, one: OriginalCall, call: Call, number: int, training: bool) -> None:
         if not self.can_be_perturbed:
             return
         try:
-            other = perturbed(self.original, one, number, training=training)
+            other = perturbed(self.original, one, call, number, training=training)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.can_be_perturbed = False
             self.notes.append(f"The response to a change of one ulp couldn't be measured: {error_summary(error)}")
@@ -300,9 +298,10 @@ class RoundingNoise:
         for one, number in itertools.product(self.calls, range(times)):
             if not self.can_be_perturbed:
                 return {}
+            call = self.original.inputs_of(one)
             try:
                 with pinned_settings():
-                    count, other = rounded(self.original, one, number)
+                    count, other = rounded(self.original, one, call, number)
             except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
                 note = f"The response to rounding inside couldn't be measured: {error_summary(error)}"
                 self.notes += [] if note in self.notes else [note]

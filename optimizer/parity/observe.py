@@ -1,4 +1,4 @@
-"""What one call of a callable gives: its outputs, and what it changes on the way."""
+"""Call a callable once, and observe its outputs and its side effects."""
 
 import inspect
 import re
@@ -13,12 +13,17 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from exporters.structure import unique
-from optimizer.inputs import Call
-from optimizer.module_tree import reachable_modules
+from optimizer.model import (
+    Call,
+    clone,
+    gradients_by_backward,
+    is_reentrant,
+    leaves_of,
+    random_state,
+    reachable_modules,
+    rebuild,
+)
 from optimizer.parity.float64 import Float64Mode, raised
-from optimizer.preserve import random_state
-from optimizer.reentrant import gradients_by_backward, is_reentrant
-from optimizer.structure import clone, leaves_of, rebuild
 from passes.program.storage import same_values
 
 _OTHER_KINDS = re.compile(r"^(output|gradient of|buffer) | \(changed in place\)$")
@@ -28,14 +33,15 @@ Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 @dataclass
 class Observation:
-    """The outputs of one call.
+    """The observed values of one call.
 
     Attributes:
-        values: name -> tensor on the CPU, in the order of the output's tree; Python floats and numpy arrays as tensors.
-            Names of outputs are labels: what stands in the same place of an equal tree has the same one.
-        kinds: name -> "output", "input" (an input that was changed in place), "gradient" or "buffer".
-        structure: the output's tree without its tensors; None where the callable answers with flat tensors.
-        draws: whether random numbers were drawn on the way.
+        values: name -> tensor on the CPU, in the order of the output's tree. Python floats, complex numbers and numpy
+            arrays are stored as tensors. An output's name is a label: the same place in an equal tree has the same one.
+        kinds: name -> "output", "number" (of an output: a Python number or numpy array, which is a constant in files),
+            "input" (an input that was changed in place), "gradient" or "buffer".
+        structure: the output's tree without its tensors; None if the callable returns flat tensors.
+        draws: whether the call drew random numbers.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -44,10 +50,10 @@ class Observation:
     draws: bool = False
 
     def add(self, kind: str, name: str, value: torch.Tensor) -> None:
-        """Keep a value.
+        """Store a value.
 
         Raises:
-            ValueError: the name is taken: one of the two would not be compared.
+            ValueError: the name is taken, so one of the two values would not be compared.
         """
         if name in self.values:
             raise ValueError(f"two values of a call are named {name!r}")
@@ -68,13 +74,20 @@ def observe(
     mode: AbstractContextManager[Any] | None = None,
     names: Sequence[str] | None = None,
 ) -> Observation:
-    """Call `target` once with copies of the inputs; the random state is afterwards as before.
+    """Call `target` once with copies of the inputs, and restore the random state afterwards.
 
-    What the call does to a module stays: give a copy (`optimizer.runs`).
-    With `training`, a backward pass from fixed random gradients at the float outputs follows, and the gradients of the
-    parameters and of the inputs that ask for one, and the buffers that changed, are observed too.
-    `names` are those of the call's tensors, after the signature of `target` if left out. What `target` raises is not
-    caught.
+    Changes that the call makes to a module remain, so pass a copy (`optimizer.model.runs`). Exceptions of `target` are
+    not caught.
+
+    Args:
+        target: a module or another callable.
+        call: the inputs.
+        seed: of the random numbers in the call, and of the random gradients in training.
+        training: run a backward pass too, from fixed random gradients at the outputs that require gradients. This also
+            observes the gradients of the parameters and of the leaf inputs that require one, and all buffers.
+        flatten: maps the arguments to flat tensors, for a `target` that accepts and returns flat tensors.
+        mode: is active during the call.
+        names: of the tensors in the call; by default from the signature of `target`.
     """
     args, kwargs = clone((call.args, call.kwargs))
     names = input_names(target, call) if names is None else names
@@ -102,7 +115,7 @@ def observe(
 
 
 def input_names(target: Callable[..., Any], call: Call) -> list[str]:
-    """A name of its own for each tensor of the call, after the parameters of the callable's signature where it has them."""
+    """A unique name for each tensor of a call, from the callable's signature if it has one."""
     positional = _parameter_names(target)
     args = [
         (positional[index] if index < len(positional) else f"input_{index}", value)
@@ -113,7 +126,7 @@ def input_names(target: Callable[..., Any], call: Call) -> list[str]:
 
 
 def own_dtype(target: Any, call: Call) -> torch.dtype:
-    """The float dtype that a model works in: that of most of its parameters, else of its inputs, else torch's default."""
+    """The float dtype of most elements of a model's parameters; else of its inputs; else torch's default."""
     parameters = target.parameters() if isinstance(target, nn.Module) else ()
     inputs = (tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors())
     for tensors in (parameters, inputs):
@@ -148,12 +161,13 @@ def _parameter_names(target: Callable[..., Any]) -> list[str]:
 def _add_outputs(observation: Observation, outputs: Any, *, flat: bool) -> None:
     leaves = leaves_of(outputs)
     observation.structure = None if flat else leaves.structure
-    # What an output is called by its key must not be the name of a gradient, buffer or input.
+    # An output's key must not be mistaken for the name of a gradient, a buffer or a changed input.
     labels = (f"output {name}" if _OTHER_KINDS.search(name) else name for name in leaves.names)
     for name, value in zip(labels, leaves.values, strict=True):
         tensor = _as_tensor(value)
         if tensor is not None:
-            observation.add("output", name, _on_cpu(tensor))
+            kind = "output" if isinstance(value, torch.Tensor) or flat else "number"
+            observation.add(kind, name, _on_cpu(tensor))
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
@@ -176,7 +190,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         plain = plain.dequantize()
     if isinstance(plain, nn.Parameter) or type(plain) is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
-    # A copy: the callable may keep the tensor and write to it at its next call.
+    # A copy, because the callable may keep the tensor and write to it in its next call.
     return plain.to("cpu", copy=True).resolve_conj().resolve_neg()
 
 
@@ -192,7 +206,7 @@ def _add_gradients(
     tensors = (tensor for _, tensor in leaves_of(outputs).tensors() if tensor.requires_grad)
     roots = [tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor for tensor in tensors]
     parameters = _own_names(target.named_parameters()) if isinstance(target, nn.Module) else {}
-    # A parameter keeps its name, where an input has the same.
+    # If an input and a parameter have the same name, the input is renamed.
     labels = dict(zip(unique(input_names, parameters), inputs, strict=True))
     wanted = {name: tensor for name, tensor in labels.items() if tensor.requires_grad and tensor.is_leaf}
     for name, parameter in parameters.items():
@@ -208,7 +222,7 @@ def _add_gradients(
     leaves = list(wanted.values())
     gradients = _gradients(target, roots, leaves, cotangents, in_float64=isinstance(mode, Float64Mode))
     for name, leaf, gradient in zip(wanted, leaves, gradients, strict=True):
-        # No gradient and a gradient of zeros move a parameter alike: not at all.
+        # A missing gradient and a zero gradient both leave a parameter unchanged.
         observation.add(
             "gradient", f"gradient of {name}", _on_cpu(torch.zeros_like(leaf) if gradient is None else gradient)
         )
@@ -227,21 +241,21 @@ def _gradients(
         return gradients_by_backward(outputs, leaves, cotangents, _all_parameters(target))
     if not in_float64:
         return torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
-    # A function mode is off inside the functions that it sees, and `grad` of tensors is one: a checkpointed part would be
-    # run again without it. `grad` of edges isn't seen.
+    # A TorchFunctionMode is disabled inside the functions that it intercepts. `grad` of tensors is such a function, so
+    # a checkpointed part would be recomputed without the mode. `grad` of edges isn't intercepted.
     inputs = [get_gradient_edge(leaf) for leaf in leaves]
     return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
 
 
 def _all_parameters(target: Any) -> list[torch.Tensor] | None:
-    """Those of modules in plain containers too; None for what is no module."""
+    """The parameters of all modules, those in plain containers included; None if the target isn't a module."""
     if not isinstance(target, nn.Module):
         return None
     return [parameter for module in reachable_modules(target) for parameter in module.parameters(recurse=False)]
 
 
 def own_name(name: str) -> str:
-    """The name without the prefix that `torch.compile(module)` puts before it."""
+    """Remove the prefix that `torch.compile(module)` adds to a name."""
     return name.replace("_orig_mod.", "")
 
 

@@ -16,16 +16,20 @@ from torch import nn
 
 from exporters.places import place_of_error
 from optimizer.errors import LoadError, UsageError
-from optimizer.inputs import Call, Samples, Sizes
+from optimizer.model import (
+    Call,
+    Runs,
+    Samples,
+    Sizes,
+    Source,
+    eager_only,
+    leaves_of,
+    named_tensors,
+)
 from optimizer.parity.observe import Observation, input_names, observe
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.results import Measurement
-from optimizer.preserve import eager_only
-from optimizer.runs import Runs
-from optimizer.sentences import error_summary
-from optimizer.sizes import ENOUGH, Taken, ladder
-from optimizer.structure import leaves_of
-from optimizer.written_parameters import Source, named_tensors
+from optimizer.wording import error_summary
 from passes.program.storage import same_values
 
 logger = logging.getLogger(__name__)
@@ -84,12 +88,13 @@ class Original:
     Attributes:
         runs: gives each run a copy of the original.
         calls: the calls that succeeded.
+        base_batch: the batch size at which other sizes are run one by one.
         asked: batch sizes and draws of the user's own further inputs, which are never left out.
         recorded: makes the first run of a call as a recording; None for plain runs.
         ran_twice: whether a second run of the first call was compared with the first run.
         why: the first error and its place in the source, by the names of the open dims that had another size; () for the
             batch.
-        inputs_vary: whether two calls of equal shapes have different inputs; otherwise constant outputs prove nothing.
+        inputs_vary: whether the rows that two successive calls share have different inputs; otherwise constant outputs prove nothing.
     """
 
     def __init__(
@@ -117,8 +122,7 @@ class Original:
         self.device = "cpu"
         self._sources = _sources_of(target)
         self._dropped: set[int | None] = set()
-        # The batch size at which other sizes are run one by one.
-        self._base_batch: int | None = None
+        self.base_batch: int | None = None
         self._previous_inputs: list[torch.Tensor] | None = None
 
     @property
@@ -186,38 +190,6 @@ class Original:
         self._note_inputs(call)
         return True
 
-    def run_other_sizes(self) -> Taken:
-        """Run it at other sizes of each open dim except the batch, one dim at a time, then at sizes that all grow together."""
-        samples = self.samples
-        assert samples is not None
-        batches = [one.batch_size for one in self.calls if one.batch_size is not None]
-        larger = sorted(size for size in batches if size > 1)
-        batch = samples.batch_size if samples.batch_size in larger or not larger else larger[0]
-        taken = Taken(batch, samples.sizes)
-        self._base_batch = batch
-        if not self.calls:
-            return taken
-        for name, given in samples.sizes.items():
-            worked = taken.alone.setdefault(name, [])
-            for size in ladder(given):
-                if len(worked) < ENOUGH and self._run_sized(samples, batch, ((name, size),)):
-                    worked.append(size)
-        step, steps = taken.steps(batch, batches)
-        if samples.sizes and (step > 0) + sum(size > 0 for size in steps.values()) > 1:
-            for count in (1, 2):
-                sizes = tuple((name, taken.base(name) + count * size) for name, size in steps.items())
-                rows = None if batch is None else batch + count * step
-                if not self._run_sized(samples, rows, sizes):
-                    break
-                taken.together.append((rows, sizes))
-        for name, worked in taken.alone.items():
-            sizes_told = ", ".join(map(str, sorted({taken.given[name], *worked})))
-            self.notes.append(f"{name} was checked at the sizes {sizes_told}.")
-        return taken
-
-    def _run_sized(self, samples: Samples, batch_size: int | None, sizes: Sizes) -> bool:
-        return self.run(batch_size, 0, samples.at(batch_size, 0, sizes), sizes=sizes)
-
     def check(self) -> None:
         """Raise where no call succeeded.
 
@@ -273,6 +245,7 @@ class Original:
     def twin(self) -> Original:
         """A copy with its own calls, so that other elements can be unstable."""
         twin = copy.copy(self)
+        twin.notes = []
         twin.calls = [replace(one, unstable={k: v.clone() for k, v in one.unstable.items()}) for one in self.calls]
         return twin
 
@@ -300,8 +273,10 @@ class Original:
         return same and all(source.unchanged for source in self._sources)
 
     def forget_runs(self) -> None:
-        """Let go of the working copy and of the last inputs."""
+        """Let go of the working copy, of the last inputs, and of frames that errors hold."""
         self.recorded = self._previous_inputs = None
+        for _, error in self.failures:
+            error.__traceback__ = None
 
     def blank(self, settings: dict[str, str], draws: int) -> Measurement:
         """A measurement without outputs: which calls ran, and how."""
@@ -373,7 +348,7 @@ class Original:
     def _leave_out(self, batch_size: int | None, draw: int, sizes: Sizes, error: Exception, why: str) -> None:
         where = "" if batch_size is None else f"batch size {batch_size}"
         if sizes:
-            rows = f"{where}, " if where and batch_size != self._base_batch else ""
+            rows = f"{where}, " if where and batch_size != self.base_batch else ""
             where = f"{rows}{_spelled(sizes)}".removesuffix(", ")
         self.why.setdefault(tuple(name for name, _ in sizes), f"{where or 'the given inputs'}: {why}")
         if sizes:

@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from optimizer.errors import UsageError
-from optimizer.inputs import Samples
+from optimizer.model import Samples, Taken, one_at_a_time, pinned_settings
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import CallKey, Mode, Original, same_inputs
+from optimizer.parity.other_sizes import run_other_sizes
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import ParityReport
 from optimizer.parity.signal import gives_the_same, why_vacuous
 from optimizer.parity.verdict import report_without_outputs
-from optimizer.preserve import one_at_a_time, pinned_settings
-from optimizer.sizes import Taken
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
 
@@ -28,9 +27,10 @@ def measure_reference(
     batch_sizes: Sequence[int] | None = None,
     draws: int | None = None,
     mode: Mode = "inference",
+    measured_sizes: int | None = 2,
     known: OriginalOutputs | None = None,
 ) -> Reference:
-    """Run the original at each batch size and draw, and at two batch sizes also in float64 and with perturbed weights.
+    """Run the original at each batch size and draw, and at `measured_sizes` of them also in float64 and perturbed.
 
     An original whose outputs hold integers, NaN or infinity is measured at each batch size, because ties differ from call to
     call.
@@ -39,6 +39,7 @@ def measure_reference(
         batch_sizes: None for 1, 2, 3, 5, 8 and the given one (in training the given one and the next). Where the batch can't
             be changed, the given one alone.
         draws: inputs per batch size; None for one, or two where there is a single batch size.
+        measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2; None for all.
         known: earlier runs of the same original, which are used again where they still hold.
 
     Raises:
@@ -46,7 +47,7 @@ def measure_reference(
         UsageError: no batch sizes or no draws.
     """
     return OriginalOutputs.run(
-        target, samples, batch_sizes=batch_sizes, draws=draws, mode=mode, known=known
+        target, samples, batch_sizes=batch_sizes, draws=draws, mode=mode, measured_sizes=measured_sizes, known=known
     ).reference()
 
 
@@ -78,15 +79,14 @@ class OriginalOutputs:
         batch_sizes: Sequence[int] | None = None,
         draws: int | None = None,
         mode: Mode = "inference",
-        measured_sizes: int = 2,
+        measured_sizes: int | None = 2,
         known: OriginalOutputs | None = None,
         recorded: RecordedRuns | None = None,
     ) -> OriginalOutputs:
         """Run the original at each batch size and draw.
 
         Args:
-            batch_sizes, draws, known: as for `measure_reference`.
-            measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2.
+            batch_sizes, draws, measured_sizes, known: as for `measure_reference`.
             recorded: makes the first run of a call as a recording.
 
         Raises:
@@ -99,7 +99,7 @@ class OriginalOutputs:
         keys = list(dict.fromkeys((*drawn, *samples.further)))
         # A batch of one takes other kernels than any other size, and is the cheapest.
         other = 1 if 1 in sizes[1:] else sizes[min(1, len(sizes) - 1)]
-        measured_at = frozenset((sizes[0], other)[:measured_sizes])
+        measured_at = None if measured_sizes is None else frozenset((sizes[0], other)[:measured_sizes])
         if known is not None and known._holds_for(target, samples, keys, mode):
             original = known._original.continued(samples)
             rounding = known._rounding.continued(original, measured_at)
@@ -114,9 +114,9 @@ class OriginalOutputs:
                 # Few rows of labels are equal by chance.
                 count = 2
                 original.run_at([(size, 1) for size in sizes])
-            taken = original.run_other_sizes()
-        original.forget_runs()
+            taken = run_other_sizes(original)
         original.check()
+        original.forget_runs()
         return cls(original, rounding, settings, count, taken)
 
     def reference(self) -> Reference:

@@ -1,4 +1,4 @@
-"""Runs of the original that are recorded for the passes: one run shows what comes out and how it is computed."""
+"""Record runs of the original for the passes, so that one run gives both the outputs and their computation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from optimizer.errors import LoadError
-from optimizer.inputs import Call
+from optimizer.model import Call, RunsOfCopy, eager_only
 from optimizer.parity.observe import Observation, observe
-from optimizer.preserve import eager_only
-from optimizer.runs import RunsOfCopy
-from optimizer.sentences import first_line
+from optimizer.wording import first_line
 from passes.program.model_tree import ModelTree
 from passes.program.recording import Recorder, Recording, Run, Runs
 
@@ -19,11 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedRuns:
-    """Makes the first run of some calls on the working copy, whose modules the passes know, and records it.
+    """Makes the first run of the given calls on the working copy, whose modules the passes know, and records it.
 
     Attributes:
         recordings: by batch size and draw of the call.
-        failures: why a run couldn't be recorded, likewise.
+        failures: the reasons why runs couldn't be recorded, by batch size and draw.
+        runs: makes the runs on the working copy.
     """
 
     def __init__(self, runs: RunsOfCopy, tree: ModelTree, calls: Collection[tuple[int | None, int]]) -> None:
@@ -34,7 +33,10 @@ class RecordedRuns:
         self._calls = calls
 
     def as_runs(self, calls: Sequence[tuple[int | None, int]]) -> Runs | None:
-        """The recordings as passes read them, the calls numbered in this order; None where one is missing."""
+        """The recordings in the form that passes read, numbered in the order of `calls`.
+
+        None if a recording is missing and none of the calls failed. If a call failed, the result has the reason.
+        """
         made = [(number, self.recordings[key]) for number, key in enumerate(calls) if key in self.recordings]
         reasons = [self.failures[key] for key in calls if key in self.failures]
         if len(made) < len(calls) and not reasons:
@@ -45,13 +47,15 @@ class RecordedRuns:
     def run(
         self, batch_size: int | None, draw: int, call: Call, *, seed: int, names: Sequence[str], is_first: bool
     ) -> Observation | None:
-        """What comes out of one call; None for a call that isn't to be recorded, or can't be.
+        """Run one call and record it; None if the call isn't one of the given calls, or can't be recorded.
+
+        After a failure no further call is recorded.
 
         Args:
-            is_first: end it before a write to a weight, and run it again on a copy that has this weight of its own.
+            is_first: stop the run before it writes to a shared weight, and repeat it with a private copy of the weight.
 
         Raises:
-            LoadError: the model can't be run on a copy.
+            LoadError: the model can't run on a copy.
         """
         key = batch_size, draw
         if key not in self._calls or self.failures or self.runs.is_run_itself:
@@ -74,13 +78,13 @@ class RecordedRuns:
                     return self.runs.first(run)
                 except LoadError:
                     raise
-                except Exception as error:  # noqa: BLE001 - foreign code may raise for being watched at each operator
+                except Exception as error:  # noqa: BLE001 - foreign code may raise because each operator is watched
                     logger.debug("the watched run raised: %s", error)
             try:
                 with self.runs.fresh() as module:
                     return run(module)
             except LoadError:
                 raise
-            except Exception as error:  # noqa: BLE001 - the plain run tells whether the model raises by itself
+            except Exception as error:  # noqa: BLE001 - the plain run shows whether the model itself raises
                 self.failures[key] = f"{type(error).__name__}: {first_line(error)}"
                 return None

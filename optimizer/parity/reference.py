@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from optimizer.errors import UsageError
-from optimizer.inputs import Call, Samples, Sizes
+from optimizer.model import Call, Runs, Sizes, Taken, one_at_a_time, pinned_settings
 from optimizer.parity.at_precision import errors_at, noise_at
-from optimizer.parity.close_look import at_least, hold_to_algebra, rows_may_be_rounding, settle_kinks
+from optimizer.parity.close_look import closer_noises, hold_to_algebra, rows_may_be_rounding, settle_kinks
 from optimizer.parity.comparison import Comparison
-from optimizer.parity.modes import in_float64, perturbed
 from optimizer.parity.moved_biases import find_moved_biases, noises_with
-from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
-from optimizer.parity.observe import Flatten, observe
+from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.observe import Flatten
 from optimizer.parity.original import Original, OriginalCall
 from optimizer.parity.results import Measurement, OutputNoise
 from optimizer.parity.row_runs import measure_rows
 from optimizer.parity.rows import Rows
-from optimizer.parity.tensors import is_exact
-from optimizer.preserve import one_at_a_time, pinned_settings
-from optimizer.runs import Runs
-from optimizer.sizes import Taken
 from passes.base import DeclaredError, Precision
-
-
-@dataclass(frozen=True)
-class Reruns:
-    """Ways to run one call once more, without gradients: three with the original, one with a candidate.
-
-    Attributes:
-        original, other: give the copies that are run, so that they can be watched.
-        in_float64, perturbed: the original in float64, and with inputs and weights off by one ulp.
-    """
-
-    original: Runs
-    other: Runs
-    own: Callable[[], object]
-    in_float64: Callable[[], object]
-    perturbed: Callable[[], object]
-    candidate: Callable[[], object]
 
 
 class Reference:
@@ -72,7 +48,12 @@ class Reference:
         blank = original.blank(settings, draws)
         self.blank = replace(
             blank,
-            notes=(*blank.notes, *original.notes_on_failures(), *rounding.conclusions(self.noises)),
+            notes=(
+                *blank.notes,
+                *rounding.notes,
+                *original.notes_on_failures(),
+                *rounding.conclusions(self.noises),
+            ),
             reference="own dtype" if rounding.refused else "float64",
             reference_reason=rounding.refused,
         )
@@ -128,10 +109,6 @@ class Reference:
         Raises:
             UsageError: the original is no module, whose parts in float32 could be named by path.
         """
-        if not isinstance(self.target, nn.Module):
-            raise UsageError(
-                "Only a module can be compared at another precision, as its float32 parts are named by path."
-            )
         twin = self._twin()
         with one_at_a_time:
             errors = errors_at(twin._rounding, precision)
@@ -147,7 +124,7 @@ class Reference:
         """The reference for a candidate with an error that a pass declares, on top of rounding."""
         twin = self._twin()
         for name, noise in self.noises.items():
-            if not is_exact(torch.empty(0, dtype=getattr(torch, noise.dtype))):
+            if not noise.is_exact:
                 twin.noises[name] = replace(noise, declared=noise.declared + declared.max_error * noise.scale)
         note = f"{declared.by} declares an error of at most {declared.max_error:g} of an output's largest magnitude."
         twin.blank = replace(self.blank, notes=(*self.blank.notes, note))
@@ -174,7 +151,7 @@ class Reference:
         moved = find_moved_biases(self.target, candidate, self.noises)
         calls = self.original.calls
         # Further samples count for candidates whose errors need them. A region keeps no details: it has no user tolerance.
-        noises = noises_with(moved, self._few_samples or self.noises, calls)
+        noises = noises_with(moved, self.noises_of_few_samples(), calls)
         comparison = Comparison(
             noises,
             flat=flatten is not None,
@@ -187,13 +164,13 @@ class Reference:
             for one in calls:
                 training = self.original.with_gradients(one.draw) and flatten is None
                 comparison.run(runs, one, self.original.inputs_of(one), flatten, training=training)
-            if flatten is None:
+            if flatten is None and self.truth_in_float64:
                 settle_kinks(self._rounding, runs, comparison)
         seen = None if rows is None or comparison.problems else measure_rows(self, runs, rows, flatten)
         if comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises):
             self.look_closely()
             comparison.noises = noises_with(moved, self.noises, calls)
-            if flatten is None and self._precision is None and self._few_samples is not None:
+            if flatten is None and self._precision is None and self._few_samples and self.truth_in_float64:
                 hold_to_algebra(self._rounding, self._few_samples, runs, comparison)
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)
 
@@ -206,17 +183,7 @@ class Reference:
         if self._few_samples is not None:
             return
         self._few_samples = dict(self.noises)
-        with one_at_a_time, pinned_settings():
-            for name, noise in self._rounding.measure_the_rest().items():
-                before = self.noises[name]
-                largest, rms = max(before.noise, noise.noise), max(before.noise_rms, noise.noise_rms)
-                self.noises[name] = replace(before, noise=largest, noise_rms=rms)
-            if self._precision is None:
-                seen = self._rounding.more_samples()
-            else:
-                seen = errors_at(self._rounding, self._precision, MORE_SAMPLES)
-        for name, pool in seen.items():
-            self.noises[name] = at_least(self.noises[name], pool)
+        self.noises.update(closer_noises(self._rounding, self.noises, self._precision))
 
     def noises_of_few_samples(self) -> dict[str, OutputNoise]:
         """The noises before `look_closely`."""
@@ -249,40 +216,3 @@ class Reference:
     def call_at(self, where: str) -> OriginalCall:
         """The call that is named so."""
         return next(one for one in self.original.calls if one.where == where)
-
-    def reruns(self, where: str, candidate: Runs | nn.Module) -> Reruns:
-        """Ways to run one call again; `where` is one of `calls`."""
-        one, original = self.call_at(where), self.original
-        call = original.inputs_of(one)
-        other = candidate if isinstance(candidate, Runs) else self.runs_of(candidate)
-
-        def plain(runs: Runs) -> Callable[[], object]:
-            def run() -> object:
-                with runs.fresh() as target:
-                    return observe(target, call, seed=one.seed, names=one.names)
-
-            return run
-
-        return Reruns(
-            original=original.runs,
-            other=other,
-            own=plain(original.runs),
-            in_float64=lambda: in_float64(original, one, training=False),
-            perturbed=lambda: perturbed(original, one, 0, training=False),
-            candidate=plain(other),
-        )
-
-    def of(self, target: nn.Module, where: str) -> Reference:
-        """A reference of another module, at one of `calls` alone.
-
-        Raises:
-            LoadError: it raises there.
-        """
-        samples: Samples | None = self.original.samples
-        assert samples is not None
-        one = self.call_at(where)
-        original = Original(target, "inference", samples.seed, samples=samples)
-        with one_at_a_time, pinned_settings() as settings:
-            original.run(one.batch_size, one.draw, self.original.inputs_of(one), label=one.label, sizes=one.sizes)
-            original.check()
-            return Reference(original, RoundingNoise(original), settings, one.draw + 1)

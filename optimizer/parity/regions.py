@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from optimizer.errors import LoadError, UsageError
-from optimizer.inputs import Call
+from optimizer.model import Call, one_at_a_time, pinned_settings
 from optimizer.parity.float64 import float64_mode
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import Original
@@ -20,13 +20,12 @@ from optimizer.parity.results import OutputNoise, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.tensors import floors
 from optimizer.parity.verdict import FACTOR, judge
-from optimizer.preserve import one_at_a_time, pinned_settings
 from passes.base import DeclaredError
 
 Region = Callable[..., Any]
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
-# So many numbers show the rounding of a region; a region with fewer outputs runs again, at most so many times.
+# A region with fewer numbers in its outputs runs again, to show its rounding; at most `_MOST_NEIGHBORS` times.
 _ENOUGH_NUMBERS = 128
 _MOST_NEIGHBORS = 32
 

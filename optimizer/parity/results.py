@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from optimizer.parity.json_data import OMIT_IF_EMPTY, from_json, to_json
 
 
@@ -14,7 +16,7 @@ class OutputNoise:
     """The error that rounding alone causes in one output, pooled over all calls of the original.
 
     Attributes:
-        kind: "output", "input" (changed in place), "gradient" or "buffer".
+        kind: "output", "number" (an output that is no tensor), "input" (changed in place), "gradient" or "buffer".
         dtype: the output's dtype, such as "float32".
         scale, rms: largest magnitude and root mean square of the reference.
         own_error, own_error_rms: error of the original against the float64 reference; 0 where there is none.
@@ -22,7 +24,7 @@ class OutputNoise:
             ulp, or when it runs again. Intermediate results change by one ulp too where the original computes in
             float64 throughout, or where a candidate's error was larger than the other changes explain.
         noise, noise_rms: the larger of error and response, and at least a floor. The floor is four units in the last
-            place of the output's own scale, one for float16 and bfloat16, sixty-four for gradients in float64; for the
+            place of the output's own scale, one for float16 and bfloat16; for the
             root mean square it is half of that, of the output's own root mean square. For a candidate of lower
             precision, at least the error of the original when it computes in that precision.
         signal: None, or why the output proves nothing: "all zero", "the same for every input", …
@@ -46,6 +48,12 @@ class OutputNoise:
     deterministic: bool
     tied: int
     declared: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the output holds integers or booleans: equal or not, nothing between."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return not (dtype.is_floating_point or dtype.is_complex)
 
     def allowed(self, factor: float) -> tuple[float, float]:
         """The allowed absolute error, and the allowed root mean square of the errors."""

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from optimizer.inputs import Call
+from optimizer.model import Call, leaves_of, rebuild
 from optimizer.parity.frontier import frontier
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import RowDifference, RowMeasurement
 from optimizer.parity.tensors import all_finite, distance, is_exact, special, wide
-from optimizer.structure import leaves_of, rebuild
 
 # Number of rows of a larger batch that are run alone, the first and the last included. All are run in other places.
 _ALONE = 8

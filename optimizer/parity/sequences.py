@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from optimizer.model import AsItIs, eager_only, one_at_a_time, pinned_settings
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.original import without_warnings
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import Measurement
-from optimizer.preserve import eager_only, one_at_a_time, pinned_settings
-from optimizer.runs import AsItIs
 
 _T = TypeVar("_T")
 

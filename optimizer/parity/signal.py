@@ -9,15 +9,8 @@ import torch
 
 from optimizer.parity.original import Original, OriginalCall, shared_rows
 from optimizer.parity.pools import Pool
-from optimizer.parity.tensors import is_exact, special
+from optimizer.parity.tensors import is_exact, lost_in_noise, special
 from optimizer.parity.verdict import no_signal
-
-_NOISE_AT_LEAST = 0.25
-
-
-def lost_in_noise(rms: float, noise_rms: float) -> bool:
-    """Whether rounding noise is a quarter of the values or more, in the root mean square."""
-    return noise_rms > _NOISE_AT_LEAST * rms
 
 
 def missing_signal(original: Original, name: str, rms: float, noise_rms: float) -> str | None:
@@ -40,7 +33,7 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
         return "all zero"
     if not exact and lost_in_noise(rms, noise_rms):
         return "hardly larger than its rounding noise"
-    if not original.inputs_vary or len(original.calls) < 2 or original.calls[0].own.kinds.get(name) != "output":
+    if not original.inputs_vary or len(original.calls) < 2 or original.calls[0].own.kinds.get(name) not in ("output", "number"):
         return None
     changed = _change(original, name)
     if changed is None:
@@ -52,7 +45,8 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
 
 def why_vacuous(original: Original) -> str | None:
     """Why the outputs prove nothing, told without a measurement of noise; None where they may prove something."""
-    names = original.calls[0].own.of_kind("output")
+    own = original.calls[0].own
+    names = [*own.of_kind("output"), *own.of_kind("number")]
     reasons = {name: why for name in names if (why := missing_signal(original, name, math.inf, 0.0)) is not None}
     return no_signal(reasons) if reasons and len(reasons) == len(names) else None
 
@@ -67,7 +61,8 @@ def gives_the_same(original: Original) -> bool:
 
 def _is_tied(one: OriginalCall, name: str) -> bool:
     unstable = one.unstable.get(name)
-    return not one.own.values[name].numel() or (unstable is not None and bool(unstable.all()))
+    value = one.own.values[name]
+    return not is_exact(value) or not value.numel() or (unstable is not None and bool(unstable.all()))
 
 
 def _change(original: Original, name: str) -> Pool | None:

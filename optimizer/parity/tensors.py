@@ -75,3 +75,8 @@ def _finite(tensor: torch.Tensor) -> bool:
     # elements may overflow, the elements decide then.
     total = tensor.sum(dtype=torch.float64)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def lost_in_noise(rms: float, noise_rms: float) -> bool:
+    """Whether rounding noise is a quarter of the values or more, in the root mean square."""
+    return 4 * noise_rms > rms

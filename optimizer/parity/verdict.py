@@ -18,7 +18,7 @@ from optimizer.parity.results import (
     RowMeasurement,
     RowReport,
 )
-from optimizer.sentences import listed
+from optimizer.wording import listed
 
 FACTOR = 4.0
 # The allowed error of one channel, column or band of magnitude, in units of its own noise. An output has thousands of

@@ -1,1 +1,1 @@
-"""Training in less memory: what is kept for the backward pass and what is computed again there."""
+"""Train in less memory: choose what is kept for the backward pass, and recompute the rest there."""

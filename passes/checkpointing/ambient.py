@@ -1,4 +1,4 @@
-"""The state that a call of a torch function depends on beside its arguments: autocast, random numbers, kernel choices."""
+"""Record and restore the ambient state of a torch call: autocast, random generators, kernel switches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from passes.torch_private import KERNEL_SWITCHES, device_constructors
 
-# One thread at a time draws: the generators belong to the whole process, and a draw must follow the state recorded for it.
+# One thread draws at a time: the generators belong to the whole process, and a draw must use the state that was
+# recorded for it.
 DRAWING = threading.RLock()
 _WITHOUT_GENERATOR = ("cpu", "meta")
 
 
 def _free_in_child() -> None:
-    # The thread that holds the lock doesn't exist in a forked process.
+    # A forked process doesn't have the thread that holds the lock.
     if not DRAWING._is_owned():  # type: ignore[attr-defined]
         DRAWING._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -29,7 +30,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Ambient:
-    """The ambient state of one call, which `again` restores while the call runs again."""
+    """The ambient state of one call; `again` restores it so that the call can run again."""
 
     __slots__ = ("device", "gradients", "random", "settings")
 
@@ -37,7 +38,7 @@ class Ambient:
         devices = {tensor.device for tensor in tensors}
         self.settings = _settings(_kinds(devices))
         self.gradients = torch.is_grad_enabled()
-        # The default device matters only to a function that creates a tensor.
+        # Only a function that creates a tensor depends on the default device.
         self.device = torch.get_default_device() if func in device_constructors() else None
         self.random: Sequence[tuple[torch.device, Tensor]] = ()
         if random:
@@ -46,7 +47,7 @@ class Ambient:
             self.random = _random_states(devices)
 
     def is_here(self) -> bool:
-        """Whether the state is the present one, but for whether gradients are asked for."""
+        """Whether a repeated call needs nothing restored except the gradient mode."""
         return (
             not self.random
             and self.device is None
@@ -56,7 +57,7 @@ class Ambient:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the state for the time of the block."""
+        """Restore the state for the block."""
         now = _settings(self.settings[0])
         with ExitStack() as stack:
             if self.random:
@@ -108,7 +109,8 @@ def _changed(wanted: _Settings, now: _Settings) -> Iterator[None]:
         for kind, autocast, current in zip(wanted[0], wanted[1], now[1], strict=True):
             if autocast is not None and current is not None and (autocast[0] or current[0]):
                 enabled, dtype = autocast
-                # Without its cache: a cast weight that is found there isn't computed, and one that is put there stays.
+                # Without autocast's cache: a cast weight in the cache wouldn't be recomputed, and a new one would stay
+                # in it.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         try:
             _choose(wanted[2:], now[2:])
@@ -146,5 +148,5 @@ def _set_random_states(states: Sequence[tuple[torch.device, Tensor]]) -> None:
 
 
 def drawing(random: bool) -> Any:
-    """A context that lets one thread draw at a time, where a call draws random numbers."""
+    """Return a context in which one thread draws at a time, if the call draws random numbers."""
     return DRAWING if random else nullcontext()

@@ -1,4 +1,4 @@
-"""A budget of memory, as a user gives it."""
+"""Parse a memory budget."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ MIN = "min"
 
 
 def bytes_of(budget: float | str, peak: int) -> int | None:
-    """The budget in bytes, where the eager peak is `peak`; None for as few as can be reached.
+    """Return the budget in bytes; None for "min", the lowest peak that can be reached.
 
     Args:
-        budget: a share of the peak, above 0 and up to 1; a whole number of bytes above 1; a size with its unit, such as
+        budget: a share of the peak, above 0 and up to 1; a whole number of bytes above 1; a size with a unit, such as
             "12GiB" or "800 MB"; or "min".
+        peak: the peak of the eager step, in bytes.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the budget is none of these.
     """
     if isinstance(budget, str):
         return _of_text(budget, peak)
@@ -39,7 +40,7 @@ def bytes_of(budget: float | str, peak: int) -> int | None:
 
 
 def is_share(budget: float | str) -> bool:
-    """Whether a budget is one of the eager peak."""
+    """Whether a budget is a share of the eager peak."""
     return not isinstance(budget, str) and budget <= 1
 
 
@@ -59,7 +60,7 @@ def _wrong(budget: object) -> str:
 
 
 def shown(size: float) -> str:
-    """Bytes for people, with a unit of 1024."""
+    """Format a number of bytes with a binary unit (powers of 1024)."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

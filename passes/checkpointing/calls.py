@@ -1,4 +1,4 @@
-"""Calls of torch functions: their names, which of them a plan counts, and which give the same when they run again."""
+"""Classify calls of torch functions: by name, whether a plan counts them, and whether they can be repeated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from passes.checkpointing.tensors import tensors_of_call
 
-# Questions about a tensor, and hooks on it, aren't counted: code that observes a forward asks them too.
+# Queries about a tensor, and hooks on it, aren't counted, because code that observes a forward makes them too.
 UNCOUNTED = frozenset(
     {
         "__get__", "__set__", "__delete__", "__len__", "__hash__", "__repr__", "__format__", "data_ptr", "device", "dim", "dim_order",
@@ -22,9 +22,9 @@ UNCOUNTED = frozenset(
         "storage_offset", "storage_type", "stride", "untyped_storage", "_set_grad_enabled", "is_grad_enabled",
     }
 )  # fmt: skip
-# Their results depend on the autograd graph, not only on the values of their arguments.
+# Functions whose results depend on the autograd graph, not only on the values of their arguments.
 _OF_THE_GRAPH = frozenset({"grad", "backward", "jacobian", "hessian"})
-# They write, beside their result, to running statistics or to a saved tensor, without a new version of that tensor.
+# Operators that also write to running statistics or to a saved tensor, without a new version of that tensor.
 _WRITES_SILENTLY = frozenset(
     {
         "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
@@ -32,10 +32,10 @@ _WRITES_SILENTLY = frozenset(
         "rrelu_with_noise_",
     }
 )  # fmt: skip
-# They draw random numbers or not, depending on their arguments. So do all kinds of dropout.
+# Functions that draw random numbers for some arguments only, like all kinds of dropout.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _MAY_DRAW = _RECURRENT | {"multi_head_attention_forward", "scaled_dot_product_attention"}
-# The flag by which a norm computes from the statistics of its batch, and its default.
+# For each norm, the name and the default of the flag that selects batch statistics.
 _BATCH_STATISTICS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
 
 
@@ -44,7 +44,7 @@ def name_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     if not isinstance(name, str):
         return ""
-    # An overload of `torch.ops` is named `add.Tensor`.
+    # An overload in `torch.ops` is named, for example, `add.Tensor`.
     return name.split(".", 1)[0] if "." in name else name
 
 
@@ -56,10 +56,10 @@ def may_draw(name: str) -> bool:
 def moved_statistics(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """The running statistics that a call of `batch_norm` or `instance_norm` writes to beside its result."""
+    """The running statistics that a call of `batch_norm` or `instance_norm` updates in place."""
     if (flag := _BATCH_STATISTICS.get(name)) is None or not _argument(args, kwargs, 5, *flag):
         return []
-    # torch.batch_norm takes weight and bias before them, torch.nn.functional.batch_norm after them.
+    # torch.batch_norm takes weight and bias before the statistics, torch.nn.functional.batch_norm after them.
     first = 1 if getattr(func, "__module__", None) == "torch.nn.functional" else 3
     found = (_argument(args, kwargs, first + i, name, None) for i, name in enumerate(("running_mean", "running_var")))
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
@@ -70,23 +70,23 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: s
 
 
 def is_repeatable(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call gives the same again for the same arguments and the same ambient state."""
+    """Whether a call gives the same result again for the same arguments and the same ambient state."""
     if name in _OF_THE_GRAPH or name in _WRITES_SILENTLY:
         return False
     if name in _RECURRENT and any(isinstance(item, float) and item > 0 for item in (*args, *kwargs.values())):
-        # On a GPU their dropout has a state of its own.
+        # On a GPU, their dropout has its own random state.
         return not any(tensor.is_cuda for tensor in tensors_of_call(args, kwargs))
     # The state of a user's own generator isn't recorded.
     return torch.Generator not in map(type, args) and torch.Generator not in map(type, kwargs.values())
 
 
 def has_no_versions(tensors: Sequence[Tensor]) -> bool:
-    """Whether writes to the tensors of a call can't be seen, because they are of inference mode."""
+    """Whether writes to the tensors of a call can't be noticed, because of inference mode."""
     return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, tensors))
 
 
 class _Unwatched(threading.local):
-    """Whether the calls that this thread makes just now are none of the forward's: recomputation, gathering of shards."""
+    """Whether this thread's current calls are not the forward's own, but recomputation or the gathering of shards."""
 
     on = False
 

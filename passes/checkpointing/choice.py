@@ -1,4 +1,4 @@
-"""Which calls of a step are computed again, and what a choice has to keep to."""
+"""A choice of the calls that are recomputed in the backward pass, and the constraints on it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Region = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """The calls that are computed again, each with its region; the regions of the others say nothing."""
+    """The calls that are recomputed, each with its region; the regions of the other calls are ignored."""
 
     recomputed: tuple[bool, ...]
     regions: tuple[Region, ...]
 
     @classmethod
     def nothing(cls, profile: Profile) -> Choice:
-        """The step as it is."""
+        """The choice that recomputes nothing."""
         count = len(profile.calls)
         return cls((False,) * count, ((),) * count)
 
     def plan(self, profile: Profile) -> Plan:
-        """The choice as the tape takes it."""
+        """Convert the choice to the plan that a tape follows."""
         synchronised = frozenset(number for number, call in enumerate(profile.calls) if call.synchronised)
         return Plan(tuple(call.name for call in profile.calls), tuple(self._steps(profile)), synchronised)
 
@@ -40,7 +40,8 @@ class Choice:
             if recomputed:
                 steps.append(Step(region, True, internals, call.random))
             else:
-                # What a kept call saves of dropped arguments isn't kept; another one is as without a plan.
+                # A kept call needs a step if it draws random numbers, or if it takes or saves a dropped value. Any
+                # other kept call runs as without a plan.
                 steps.append(Step(random=call.random) if call.random or index in meets else None)
         return steps
 
@@ -52,9 +53,10 @@ class Choice:
 
 
 def possible(profile: Profile, wanted: Sequence[bool]) -> tuple[bool, ...]:
-    """The choice nearest to the wanted one that can be computed.
+    """Return the feasible choice nearest to the wanted one.
 
-    What is written over later can't be kept: a call that takes it is computed again only with the call that made it.
+    A value that is overwritten later can't be kept. So a call that takes it is recomputed only together with the call
+    that made it.
     """
     calls = profile.calls
     found = [want and call.repeatable for want, call in zip(wanted, calls, strict=True)]
@@ -68,6 +70,6 @@ def possible(profile: Profile, wanted: Sequence[bool]) -> tuple[bool, ...]:
 
 
 def overwritten(profile: Profile, index: int) -> list[int]:
-    """The calls that made what this one takes and what is written over later."""
+    """The calls that made those arguments of this call that are overwritten later."""
     values = profile.values
     return [values[value].call for value in profile.calls[index].args if not values[value].keepable]

@@ -1,8 +1,9 @@
 """Checkpoints of whole modules, for programs that `torch.compile` makes of a module with a plan.
 
-A compiled program is no sequence of calls that a tape could follow: it takes `torch.utils.checkpoint`, whose regions are
-functions of the forward. So children of the root are chosen, by the same simulation, whose forwards stand in such regions
-when they are compiled. What a compiler keeps of the rest is its own: the peak isn't promised there.
+A tape can't follow a compiled program, which is not a sequence of calls. The compiler supports
+`torch.utils.checkpoint`, whose regions are functions of the forward. So the same simulation selects submodules of the
+root, and their forwards become such regions in compiled code. The compiler itself decides what it keeps of the rest, so
+no peak is guaranteed there.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ def _plainly(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 @cache
 def _as_checkpoint_in_graphs() -> None:
-    """Let the compiler take a checkpoint for `_plainly`.
+    """Make the compiler replace `_plainly` by a checkpoint.
 
-    It finds out only while it compiles whether a region fits into one graph. Where it doesn't, the call is made in eager,
-    and a checkpoint there would move the statistics of a BatchNorm twice: there it has to be the plain one.
+    The compiler finds out only while it compiles whether a region fits into one graph. If it doesn't, the call runs in
+    eager code. A checkpoint there would update the statistics of a BatchNorm twice, so eager code runs `_plainly`
+    itself.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def draws_again() -> bool:
-        # What runs a graph as it stands draws other random numbers when it runs a region again.
+        # A backend that runs a graph as it is draws other random numbers when it runs a region again.
         name = getattr(compiler_of_now(), "__name__", "")
         return name == "inductor" or name.startswith("aot_")
 
@@ -48,7 +50,7 @@ def _as_checkpoint_in_graphs() -> None:
 
 
 class CompiledCheckpoint(AroundForward):
-    """The forward of a module that is a checkpoint where it is compiled, and as without this everywhere else."""
+    """A module's forward that is a checkpoint in compiled training code, and unchanged everywhere else."""
 
     def __init__(self, owner: nn.Module, inner: Any) -> None:
         self.owner = owner
@@ -66,10 +68,13 @@ class CompiledCheckpoint(AroundForward):
 
 
 def modules_for(profile: Profile, simulation: Simulation, budget: int) -> tuple[str, ...]:
-    """The modules whose results inside aren't kept: the cheapest found that keep to the budget, in bytes, else those with
-    the lowest peak.
+    """Select the modules whose inner results aren't kept.
 
-    They are the first ones at one depth of the tree: what comes first is held longest.
+    The result is the cheapest selection found within the budget, or else the one with the lowest peak. A selection
+    consists of the first modules at one depth of the tree, because the values that are made first are held longest.
+
+    Args:
+        budget: in bytes.
     """
     found: list[tuple[bool, float, tuple[str, ...]]] = []
     for siblings in _by_depth(profile):
@@ -87,7 +92,7 @@ def modules_for(profile: Profile, simulation: Simulation, budget: int) -> tuple[
 
 
 def _by_depth(profile: Profile) -> list[list[str]]:
-    """For each depth of the tree, the paths of the modules that make calls in one go, in the order of the forward."""
+    """For each depth of the tree, the paths of modules that make several calls in one go, in forward order."""
     places: dict[str, list[int]] = {}
     for index, call in enumerate(profile.calls):
         names = call.path.split(".") if call.path else []
@@ -99,7 +104,7 @@ def _by_depth(profile: Profile) -> list[list[str]]:
 
 
 def _again(profile: Profile, paths: list[str]) -> Choice:
-    """All that the modules of the paths make inside computed again; what leaves them is kept."""
+    """The choice that recomputes everything inside the modules at these paths; values that leave a module are kept."""
     owner: list[int | None] = [None] * len(profile.calls)
     for number, path in enumerate(paths):
         for index, call in enumerate(profile.calls):

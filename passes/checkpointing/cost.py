@@ -1,8 +1,9 @@
-"""The time that operators take, told from their FLOPs and bytes by one constant: every run and every rank plans the same.
+"""Estimate the time of operators from FLOPs and bytes by one constant, so that all runs and ranks make the same plan.
 
-The unit is the time of one FLOP of a matmul. Prices measured for each kernel would be nearer to the time, and change little:
-on a CPU a BatchNorm in training takes twice its price, a max pooling ten times, an addition a third. Plans for these prices
-compute more matmuls again; a step in half of the memory takes 1 to 3 % less time, or no less.
+The unit is the time of one FLOP of a matmul. Costs measured for each kernel would be closer to the real time, but
+change little. On a CPU, a BatchNorm in training takes twice its estimate, a max pooling ten times, and an addition a
+third. Plans for measured costs recompute more matmuls. A step in half of the memory then takes 1 to 3 % less time, or
+no less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-# What CPUs and GPUs compute in float32 while they read or write a byte.
+# The number of float32 operations that CPUs and GPUs compute in the time in which they read or write one byte.
 FLOPS_PER_BYTE = 10
 
 
@@ -22,7 +23,7 @@ def _of_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwarg
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-# torch counts the attention of every device but this one.
+# torch counts the FLOPs of attention on every device except this one.
 _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
 }

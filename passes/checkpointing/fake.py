@@ -1,4 +1,4 @@
-"""Running a module on tensors that have shapes and no numbers."""
+"""Run a module on fake tensors, which have shapes and no data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from passes.torch_private import FakeTensorMode
 def faked(
     root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Put fake tensors into the place of all that the modules of `root` hold, with gradients for those that need one.
+    """Replace all tensors that the modules of `root` hold by fake ones, with gradients for those that need one.
 
     Args:
-        batch_size: the rows of the arguments, if other than they have: of each tensor that has as many as the first one.
+        batch_size: the batch size of the fake arguments; None keeps their own. It replaces the first dim of each tensor
+            whose first dim is as long as that of the first tensor.
 
     Yields:
-        The arguments as fake tensors.
+        The arguments (args, kwargs) as fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -36,7 +37,7 @@ def faked(
             if value.requires_grad and value.is_leaf:
                 with mode:
                     fake.grad = torch.empty_like(value if value.grad is None else value.grad)
-            # The original is held with it: else its identity might become another's.
+            # Keep the original alive, so that no other tensor gets its id.
             twins[id(value)] = value, fake
         return twins[id(value)][1]
 
@@ -59,7 +60,7 @@ def faked(
 
 
 def _resized(given: Any, batch_size: int) -> Any:
-    """Fake arguments of other rows."""
+    """Change the batch size of fake arguments."""
     observed = next((leaf.shape[0] for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
     def resized(value: Any) -> Any:
@@ -77,5 +78,5 @@ def _resized(given: Any, batch_size: int) -> Any:
 
 
 def homes_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module holds its tensors."""
+    """The dicts in which a module holds its tensors."""
     return vars(module), module._parameters, module._buffers

@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointedForward(AroundForward):
-    """The forward of a root, whose backward pass computes again what its plan doesn't keep.
+    """The forward of a root whose backward pass recomputes the values that its plan doesn't keep.
 
-    It is as without a plan where no gradient is asked for, in eval, where the forward is traced into another program, and
-    where what is around it has a say in what is saved or computed, which isn't around the backward pass: that is logged.
+    The plan isn't used without gradients, in eval, or while the forward is traced into another program. It also isn't
+    used inside a context that affects what is saved or computed, because the context isn't active in the backward pass.
+    This case is logged.
 
     Attributes:
-        plan: what is kept in training, and what is computed again.
+        plan: the values that are kept in training, and those that are recomputed.
     """
 
     def __init__(self, owner: nn.Module, plan: Plan, inner: Any) -> None:
@@ -42,16 +43,17 @@ class CheckpointedForward(AroundForward):
         self._told: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile and the exporters make programs of their own, which take no function mode.
+        # torch.compile and the exporters make their own programs, which support no function mode.
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if is_traced or not torch.is_grad_enabled() or not self.owner.training:
             return self._inner_forward(*args, **kwargs)
         modes = [mode for mode in active_function_modes() if not isinstance(mode, DefaultDevice)]
         if any(isinstance(mode, Tape) for mode in modes):
-            # It is part of a step that is planned as a whole.
+            # The module is part of a step that is planned as a whole.
             return self._inner_forward(*args, **kwargs)
         if modes:
-            # Around the backward pass, where calls are made again, they may not be. Who compares models uses such modes.
+            # They may not be active in the backward pass, where calls run again. Code that compares models uses such
+            # modes.
             self._tell(logging.INFO, f"the function mode {type(modes[0]).__name__} is around the forward")
             return self._inner_forward(*args, **kwargs)
         if reason := _why_not():
@@ -77,7 +79,7 @@ class CheckpointedForward(AroundForward):
 
 
 def _why_not() -> str | None:
-    """Why what is kept or computed again isn't the plan's to say."""
+    """The reason why a plan can't control what is kept or recomputed here, as a clause; None if it can."""
     if top_saved_tensors_hooks() is not None:
         return "hooks on saved tensors are set around the forward"
     if not saved_tensors_hooks_enabled():

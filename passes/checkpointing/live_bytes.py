@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive while a step runs, counted from what is made and what goes."""
+"""Count the bytes of tensors that are alive while a step runs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from torch.utils._pytree import tree_leaves
 
 from passes.checkpointing.cost import FLOPS_PER_BYTE, flops_of
 
-# A fake tensor is asked for its device by an operator: most of all that are called.
+# The operator that reads the device of a fake tensor. Most operator calls are calls of this one.
 _DEVICE = torch.ops.prim.device.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that are made under it, on real and on fake tensors alike.
+    """Counts the storage of the tensors that are made under this mode, real or fake.
 
-    What kernels take for the time of a call, and what an allocator rounds up, isn't in it.
+    The temporary memory of kernels isn't included, nor what an allocator adds when it rounds up.
 
     Attributes:
-        live: bytes alive now; peak: the most so far, since it was last set.
-        sizes: the bytes of each memory, in the order in which they were made; when_gone is told its number there.
-        flops: of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them.
-        cost: the time of all operators but views, as `cost` estimates it.
-        is_random, is_foreign: whether an operator drew random numbers, or was none of torch's own, since they were last set.
+        live, peak: the bytes that are alive now, and their maximum since the last `restart`.
+        sizes: the bytes of each storage, in the order of creation; the index is the number of the storage.
+        when_made, when_gone: called with the number of a storage that is made or freed; None for no call.
+        flops: the FLOPs of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them.
+        cost: the time of all operators except views, as `passes.checkpointing.cost` estimates it.
+        is_random, is_foreign: whether an operator drew random numbers, or wasn't one of torch's own, since the flag was
+            last reset.
     """
 
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
-        """`without`: tensors whose memory isn't counted (parameters, their gradients, inputs)."""
+        """Start with no memory counted.
+
+        Args:
+            without: tensors whose memory isn't counted: parameters, their gradients, inputs.
+        """
         super().__init__()
         self.live = 0
         self.peak = 0
@@ -42,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: list[int] = []
         self.when_made: Callable[[int], None] | None = None
         self.when_gone: Callable[[int], None] | None = None
-        # Held, so that no other memory takes their place.
+        # Kept alive, so that no other storage gets their address.
         self._without = list(without)
         self._known: dict[int, tuple[int, weakref.ref[Any]] | None] = {
             tensor.untyped_storage()._cdata: None for tensor in self._without if tensor.layout is torch.strided
@@ -69,11 +75,11 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def restart(self) -> None:
-        """Look for the peak anew from here on."""
+        """Set the peak to the bytes that are alive now."""
         self.peak = self.live
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Which memory a tensor lies in, by its number; None for one that isn't counted."""
+        """The number of the storage of a tensor; None if the storage isn't counted."""
         if tensor.layout is not torch.strided:
             return None
         known = self._known.get(tensor.untyped_storage()._cdata)

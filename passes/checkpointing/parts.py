@@ -1,4 +1,4 @@
-"""A run of calls out of a step, as a step of its own."""
+"""Cut a range of calls out of the profile of a step, as a separate profile."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from passes.checkpointing.profile import Call, Position, Profile, Value
 
 @dataclass
 class Part:
-    """The calls from `start` up to `end`, numbered from 0, with their values and their turns of the backward pass.
+    """A range of calls, numbered from 0, with their values and their turns in the backward pass.
 
     Attributes:
-        profile: a step of these calls alone. What they take from before is always there.
-        crossing: its values that calls behind it take, or save.
-        lasting: its values that something behind it holds for the backward pass, whatever is computed again.
+        start, end: the range of calls in the step; `end` is not included.
+        profile: the profile of these calls alone. Values from earlier calls count as always available.
+        crossing: the values of the part that later calls take or save.
+        lasting: the values of the part that the whole step holds beyond the forward.
     """
 
     start: int
@@ -32,13 +33,13 @@ class Cutter:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.last_use = last_uses(profile)
-        # Where the turn of each call is in the backward pass.
+        # For each call, and at the end for the loss, its positions in the backward pass.
         self.turns: list[list[int]] = [[] for _ in range(len(profile.calls) + 1)]
         for number, position in enumerate(profile.order):
             self.turns[position.call].append(number)
 
     def part(self, start: int, end: int) -> Part:
-        """The calls from `start` up to `end`."""
+        """Cut out the calls from `start` up to, but without, `end`."""
         whole = self.profile
         calls = range(start, end + (end == len(whole.calls)))
         places = sorted(turn for call in calls for turn in self.turns[call])
@@ -52,7 +53,7 @@ class Cutter:
         return Part(start, end, part, crossing, lasting)
 
     def _value(self, value: Value, start: int, end: int, places: list[int]) -> Value:
-        """The value with its times told in those of the part."""
+        """Renumber the calls and positions of a value for the part."""
         until = bisect_right(places, value.until) - 1
         if value.until == len(self.profile.order):
             until = len(places)
@@ -62,7 +63,7 @@ class Cutter:
             call=value.call - start,
             python=value.python - start,
             until=until,
-            # What goes before the first turn of the part is held by nobody in it.
+            # A value that is released before the first position of the part isn't held in the part.
             held=value.held and until >= 0,
             savers=savers,
         )

@@ -1,4 +1,4 @@
-"""What one forward keeps for its backward pass, and what it computes again there: plain data."""
+"""The plan of a forward, as plain data: what is kept for the backward pass, and what is recomputed there."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is done at one call of a torch function.
+    """What a tape does at one call of a torch function.
 
     Attributes:
-        region: the regions that the call is computed again with, from the outermost to its own. Regions lie in one another:
-            when one is computed, what lies in those around it is computed for good, and what lies in others only for the
-            time that it takes.
-        recomputed: its results aren't kept: they are computed again in the backward pass.
-        internals: of what the call itself saves for its backward pass, in the order in which it saves, the numbers of those
-            that aren't kept and are neither its arguments nor its results: casts under autocast, indices of a pooling.
-        random: it draws random numbers: computed again, it draws the same.
+        region: the nested regions in which the call is recomputed, from the outermost to its own. When a value of a
+            region is computed, the values that it needs in this region and the surrounding ones stay. Values of other
+            regions are computed temporarily.
+        recomputed: whether its results are dropped, and recomputed in the backward pass.
+        internals: which of the tensors that the call itself saves for its backward pass are dropped, by their index in
+            the order of saving. They are neither its arguments nor its results: casts under autocast, indices of a
+            pooling.
+        random: whether it draws random numbers; if recomputed, it draws the same ones.
     """
 
     region: tuple[int, ...] = ()
@@ -27,12 +28,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a forward, call by call.
+    """The steps of a forward, one for each call.
 
     Attributes:
         names: the name of the torch function of each call, in order.
-        steps: for each call what is done there; None where everything is as without a plan.
-        synchronised: the numbers of the calls that a SyncBatchNorm makes, which are others where it synchronises.
+        steps: the step of each call; None if the call runs as without a plan.
+        synchronised: the numbers of the calls that a SyncBatchNorm makes. Where it synchronises, it makes other calls.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What one training step makes, saves and lets go of, call by call: what a plan is made from."""
+"""Profile one training step, as the input for a plan: the tensors that each call makes, saves and releases."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from passes.torch_private import active_transforms, top_saved_tensors_hooks, wit
 
 
 class NoProfile(Exception):
-    """A step can't be profiled; the message is a clause that says why."""
+    """A step can't be profiled; the message is a clause with the reason."""
 
 
 @dataclass(slots=True)
 class Value:
-    """A tensor's memory, as the forward left it after its last write. One that is written to again is another value.
+    """The content of one storage, from one write to the next. A later write makes another value.
 
     Attributes:
-        size: bytes.
-        call: the call that made it.
-        numbers: what a plan calls it there: results count from 0 up, what the call saves of its own from -1 down; empty for
-            what is neither, and stays whatever a plan says.
-        python: the last call in whose time something but autograd holds it.
-        until: when the last that holds it lets go of it, as a position in `Profile.order`; -1 for what doesn't outlive the
-            forward.
-        held: something but autograd's saved tensors holds it beyond the forward.
-        savers: the calls whose backward pass needs it, each once, in order.
-        keepable: it is never written over.
+        size: in bytes.
+        call: the index of the call that made it.
+        numbers: its numbers at that call in a plan. Results count from 0 up, tensors that the call saves internally
+            from -1 down. Empty for a value that is neither: a plan can't drop it.
+        python: the index of the last call during which something other than autograd holds it.
+        until: the position in `Profile.order` at which the last holder releases it; `len(order)` if it outlives the
+            step, -1 if it doesn't outlive the forward.
+        held: whether something other than autograd's saved tensors holds it beyond the forward.
+        savers: the indices of the calls whose backward pass needs it, each once, in order.
+        keepable: whether it is never overwritten.
     """
 
     size: int
@@ -56,24 +56,27 @@ class Value:
 
 @dataclass(slots=True)
 class Call:
-    """A call of a torch function.
+    """One call of a torch function.
 
     Attributes:
-        name: the function's.
-        path: of the module whose forward makes it.
-        flops: of its matmuls, convolutions and attention.
+        name: the name of the function.
+        path: the path of the module whose forward makes the call.
+        flops: the FLOPs of its matmuls, convolutions and attention.
         cost: its time, as `passes.checkpointing.cost` estimates it.
-        inner: the bytes that it takes while it runs, on top of what was alive before.
-        alone: the same where nothing that it saves of its own is kept.
-        early: the same up to where it has saved the last of its own: there it stops where no result of it is asked for.
+        inner: the bytes that it needs while it runs, in addition to those that were alive before.
+        alone: the same if none of its internally saved tensors is kept.
+        early: the same until it has saved the last of its internal tensors. If none of its results is needed, a
+            recomputation stops there.
         args: the values that it takes.
         makes: the values that it makes and that outlive it.
-        repeatable: computed again from the same arguments, it gives the same, and no other call would notice.
-        random: it draws random numbers.
-        writes: it writes to its first argument, and gives that back.
-        spare: bytes of the tensors that it gets in place of running statistics when it is computed again.
-        synchronised: it is the call of a SyncBatchNorm, in whose place other processes may be asked: it isn't made again, and
-            what it saves stays, as in the autograd function that does so.
+        repeatable: whether it can be recomputed: from the same arguments it gives the same results, without side
+            effects.
+        random: whether it draws random numbers.
+        writes: whether it writes to its first argument and returns it.
+        spare: the bytes of the temporary tensors that replace running statistics in a recomputation.
+        synchronised: whether a SyncBatchNorm makes it. The layer may communicate with other processes instead, so the
+            call isn't recomputed, and the tensors that it saves are kept, as in the autograd function that
+            communicates.
     """
 
     name: str
@@ -94,14 +97,15 @@ class Call:
 
 @dataclass(slots=True)
 class Position:
-    """A moment of the backward pass: one call's turn, up to the next one's.
+    """A period of the backward pass: the turn of one call, up to the turn of the next one.
 
     Attributes:
-        call: whose turn it is.
-        incoming: bytes of gradients when it begins.
-        needs: the values that are asked for, in order.
-        releases: the values that are let go of, in order.
-        extras: the most bytes of what the backward pass makes: until the first of them is, the second, and so on.
+        call: the index of the call whose turn it is.
+        incoming: the bytes of gradients at the beginning.
+        needs: the values that the backward pass reads, in order.
+        releases: the values that are released, in order.
+        extras: the maximum number of bytes that the backward pass itself holds: until the first release, then until the
+            second, and so on.
     """
 
     call: int
@@ -116,11 +120,11 @@ class Profile:
     """One training step.
 
     Attributes:
-        calls: of the forward, in order.
-        values: what they make, in the order in which it is made.
-        order: the backward pass. It begins with the loss.
-        peak: the most bytes alive in the step, but for parameters, their gradients, buffers and inputs.
-        flops: of the forward. step_flops: of forward and backward pass.
+        calls: the calls of the forward, in order.
+        values: the values that the calls make, in the order of creation.
+        order: the backward pass; the first position is that of the loss.
+        peak: the maximum number of bytes alive in the step, without parameters, their gradients, buffers and inputs.
+        flops, step_flops: the FLOPs of the forward, and of forward and backward pass.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -132,14 +136,13 @@ class Profile:
 
 
 def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
-    """Run two steps of `root`, and see what they make, save and let go of.
+    """Profile a training step of `root` by running two steps.
 
-    A step holds nothing but the loss of `loss_of` once the forward is over, as `model(**batch).loss.backward()` does.
-
-    The tensors may be fake ones. The runs change what any run of the module would.
+    After the forward, a step holds nothing but the loss of `loss_of`, as in `model(**batch).loss.backward()`. The
+    tensors may be fake. The runs have the side effects of any run of the module.
 
     Raises:
-        NoProfile: no gradient can be asked for, or the forward makes other calls at its second run.
+        NoProfile: no output needs a gradient, the forward makes other calls in its second run, or it uses torch.func.
     """
     forgetful = _Forgetting(root)
     python_state, torch_state = random.getstate(), torch.get_rng_state()
@@ -149,7 +152,7 @@ def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
         del outputs
         forgetful.is_over = True
         del loss
-    # What a forward leaves out at random, it leaves out in both.
+    # Restore the random state, so that both forwards skip the same calls if they skip some at random.
     random.setstate(python_state)
     torch.set_rng_state(torch_state)
     whole = _Remembering(root)
@@ -170,11 +173,13 @@ def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss of a step: the scalars of the outputs where there are any, as a model gives that computes its loss itself;
-    else half the mean square of all of them.
+    """Compute the loss of a step from the outputs that need a gradient.
+
+    If there are scalars, as from a model that computes its loss itself, the loss is their sum. Otherwise it is the sum
+    of half the mean square of each output.
 
     Raises:
-        NoProfile: nothing in the outputs needs a gradient.
+        NoProfile: no output needs a gradient.
     """
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors:
@@ -185,12 +190,12 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def measure(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Measured:
-    """Run a step of `root` under a plan.
+    """Run a step of `root` under a plan, and measure it.
 
-    The tensors may be fake ones. The run changes what any run of the module would.
+    The tensors may be fake. The run has the side effects of any run of the module.
 
     Raises:
-        NoProfile: the forward doesn't make the calls that the plan is for.
+        NoProfile: the forward doesn't make the calls of the plan.
     """
     with LiveBytes(without=there_before(root, args, kwargs)) as live:
         with Tape(plan) as tape:
@@ -206,7 +211,7 @@ def measure(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step took: the most bytes alive, and the FLOPs of forward and backward pass."""
+    """The measurements of a step: the maximum number of bytes alive, and the FLOPs of forward and backward pass."""
 
     peak: int
     flops: int
@@ -225,7 +230,7 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def watching(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Count bytes; what is there before isn't counted."""
+        """Count bytes in the block, without those of tensors that exist before it."""
         self.bytes = LiveBytes(without=there_before(self.root, args, kwargs))
         self.bytes.when_made, self.bytes.when_gone = self.made, self.gone
         with self.bytes:
@@ -233,7 +238,7 @@ class _Watch(TorchFunctionMode):
         self.bytes.when_made = self.bytes.when_gone = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outputs of the forward."""
+        """Run the forward, and return its outputs."""
         with ExitStack() as stack:
             stack.enter_context(self._following())
             stack.enter_context(saved_tensors_hooks(self.pack_outside, self.unpack))
@@ -248,11 +253,11 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        """Follow, by hooks, which module's forward runs."""
+        """Follow by hooks which module's forward is running."""
         handles = []
         for path, module in self.root.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
-                # It takes no hooks, and makes no calls that a function mode sees.
+                # A scripted module takes no hooks, and its calls are invisible to a function mode.
                 continue
 
             def enter(module: nn.Module, args: Any, path: str = path) -> None:
@@ -282,32 +287,32 @@ class _Watch(TorchFunctionMode):
         return self.call(func, args, kwargs)
 
     def made(self, number: int) -> None:
-        """Memory is made."""
+        """Handle a new storage."""
 
     def gone(self, number: int) -> None:
-        """Memory is let go of."""
+        """Handle a storage that is freed."""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
         raise NotImplementedError
 
     def pack_outside(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor between two calls, as the autograd function of a user does."""
+        """Handle a tensor that autograd saves between two calls, such as in a user's autograd function."""
         raise NotImplementedError
 
     def unpack(self, held: Any) -> Tensor:
-        """Autograd asks for a tensor that it has saved."""
+        """Return a saved tensor to autograd."""
         raise NotImplementedError
 
 
 class _Forgetting(_Watch):
-    """Saves nothing of the forward for the backward pass: what still lives is held by somebody else."""
+    """Saves nothing of the forward for the backward pass, so a storage that is still alive has another holder."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
-        # For each memory that dies before the backward pass: the last call that was made then.
+        # For each storage that is freed before the backward pass, the last call that was made by then.
         self.deaths: dict[int, int] = {}
-        # For each call the bytes that it takes while it runs.
+        # For each call, the bytes that it needs while it runs.
         self.taken: list[int] = []
         self.is_over = False
 
@@ -331,18 +336,18 @@ class _Forgetting(_Watch):
 
 @dataclass(slots=True)
 class _Held:
-    """A tensor that autograd saved: in which call, in which memory, and of which value."""
+    """A tensor that autograd saved, with its call, the number of its storage, and its value."""
 
     tensor: Tensor
     call: int
     number: int | None
-    # The most bytes that the call had taken by then.
+    # The maximum number of bytes that the call had needed by then.
     inner: int = 0
     value: int | None = None
 
 
 class _Remembering(_Watch):
-    """Runs a whole step."""
+    """Runs a whole step, and records its profile."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
@@ -351,12 +356,12 @@ class _Remembering(_Watch):
         self._new: list[int] = []
         self._peak = 0
         self._before = 0
-        # Values by the number of their memory and the version of the tensor; the last one of each memory.
+        # The values by the number of their storage and the version of the tensor, and the latest value of each storage.
         self._by_version: dict[tuple[int, int], int] = {}
         self._latest: dict[int, int] = {}
         self._saves: list[_Held] = []
         self._fixed: set[int] = set()
-        # What calls took that isn't counted, at the version that it had.
+        # Arguments whose storage isn't counted: the call, the tensor, and its version at the call.
         self._others: list[tuple[int, Tensor, int]] = []
         self._is_backward = False
         self._forward_bytes = 0
@@ -374,7 +379,8 @@ class _Remembering(_Watch):
         call = Call(name, path, spare=sum(tensor.nbytes for tensor in moved), synchronised=synchronised)
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
-        # Inside of hooks that the model itself set what is saved is theirs; the transforms of torch.func allow no hooks.
+        # Inside hooks that the model itself sets, the saved tensors belong to these hooks. The transforms of torch.func
+        # allow no hooks.
         mine = top_saved_tensors_hooks() == self._outer and active_transforms() is None and not has_no_versions(given)
         call.repeatable = mine and not synchronised and is_repeatable(name, args, kwargs)
         call.args = tuple(
@@ -390,7 +396,7 @@ class _Remembering(_Watch):
     def _watched(
         self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mine: bool
     ) -> Any:
-        """Make the call, and see what it costs and, where that is `mine` to see, what it saves."""
+        """Make the call and measure its cost; if `mine`, also record the tensors that it saves."""
         live, self._saves = self.bytes, []
         self._peak = max(self._peak, live.peak)
         live.restart()
@@ -399,21 +405,21 @@ class _Remembering(_Watch):
         with saved_tensors_hooks(self._pack_inside, self.unpack) if mine else nullcontext():
             result = func(*args, **kwargs)
         call.inner = live.peak - self._before
-        # Each call takes a little.
+        # Every call takes a little time, even a view.
         call.flops, call.cost = live.flops - flops, live.cost - cost + 1
         call.random = live.is_random
         call.repeatable &= not live.is_foreign
         return result
 
     def _value(self, index: int, tensor: Tensor) -> int | None:
-        """The value that a tensor is before this call; None for what isn't counted."""
+        """The value of a tensor before this call; None if its storage isn't counted."""
         number = self.bytes.number_of(tensor)
         if number is None:
             self._others.append((index, tensor, version_of(tensor)))
             return None
         value = self._by_version.get((number, version_of(tensor))) if is_plain(tensor) else None
         if value is None:
-            # Known by nobody under this version: it is kept as it is.
+            # No value is known for this version. The latest value of the storage must then be kept.
             value = self._latest.get(number)
             if value is not None:
                 self._fixed.add(value)
@@ -458,13 +464,14 @@ class _Remembering(_Watch):
             self._add(call, index, number, version.get(number, 0), tuple(numbers))
             if number not in names:
                 call.early = max(call.early, taken.get(number, 0))
-            # A result that is but a part of its memory isn't found again in it.
+            # A result that is only a part of its storage can't be found again after a recomputation.
             call.repeatable &= number in whole or number not in names
         for held in self._saves:
             if held.number is not None and (value := self._latest.get(held.number)) is not None:
                 held.value = value
                 self._save(value, index)
-                # Saved as another kind of tensor, or by an autograd function, it isn't found again.
+                # A tensor that is saved as another kind of tensor, or by an autograd function, can't be found again
+                # either.
                 self._fixed |= set() if is_plain(held.tensor) and not call.synchronised else {value}
         self._saves = []
 
@@ -473,13 +480,13 @@ class _Remembering(_Watch):
             self.profile.values[value].savers += (index,)
 
     def _see_made_between(self, index: int) -> None:
-        """What was made between two calls stays where it is."""
+        """Record the values that were made between two calls; a plan can't drop them."""
         for number in self._take_new():
             if index >= 0:
                 self._add(self.profile.calls[index], index, number, 0, ())
 
     def _take_new(self) -> list[int]:
-        """The memory that was made since this was asked last and is still there."""
+        """The storages that were made since the last request and are still alive."""
         new, self._new = [number for number in self._new if number in self._alive], []
         return new
 
@@ -497,13 +504,13 @@ class _Remembering(_Watch):
         return held
 
     def pack_outside(self, tensor: Tensor) -> _Held:
-        # What is saved before the first call is needed when that one's turn is over.
+        # A tensor that is saved before the first call is needed after the turn of that call.
         index, number = max(0, len(self.profile.calls) - 1), self.bytes.number_of(tensor)
         if number is not None and (value := self._latest.get(number)) is not None:
-            # It is kept as it is, whatever a plan says.
+            # A plan can't drop it.
             self._fixed.add(value)
             self._save(value, index)
-        # This isn't one of the forward's own calls.
+        # Hide this operation, which is not a call of the forward.
         with without_torch_function():
             return _Held(tensor.detach(), index, number)
 
@@ -526,7 +533,7 @@ class _Remembering(_Watch):
     # ------------------------------------------------------------------------------------ backward
 
     def turn_back(self) -> None:
-        """The loss is computed: what comes now is the backward pass."""
+        """Start the backward pass, after the loss was computed."""
         live = self.bytes
         self._peak = max(self._peak, live.peak)
         self.profile.flops = sum(call.flops for call in self.profile.calls)
@@ -536,7 +543,7 @@ class _Remembering(_Watch):
         self.profile.order.append(Position(len(self.profile.calls), extra, extras=[extra]))
         for index, tensor, version in self._others:
             if version_of(tensor) != version:
-                # What it was computed from is no more.
+                # An argument was overwritten, so the call can't be recomputed.
                 self.profile.calls[index].repeatable = False
         self._others.clear()
         live.restart()
@@ -555,7 +562,7 @@ class _Remembering(_Watch):
         position.extras[-1] = max(position.extras[-1], self.bytes.live - self._forward_bytes)
 
     def finish(self) -> None:
-        """The step is over."""
+        """Complete the profile after the step."""
         profile = self.profile
         profile.peak = max(self._peak, self.bytes.peak)
         profile.step_flops = self.bytes.flops
@@ -566,7 +573,7 @@ class _Remembering(_Watch):
             profile.calls[profile.values[value].call].repeatable = False
 
     def add_deaths(self, deaths: dict[int, int]) -> None:
-        """Say of each value how long something but autograd holds it."""
+        """Set for each value how long something other than autograd holds it."""
         for number, value in self._latest.items():
             item = self.profile.values[value]
             item.python = max(deaths.get(number, len(self.profile.calls)), item.call)
@@ -577,7 +584,7 @@ class _Remembering(_Watch):
 
 
 def there_before(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a step of a module doesn't make: parameters, their gradients, buffers, inputs."""
+    """The tensors that exist before a step of a module: parameters, their gradients, buffers, inputs."""
     found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for module in root.modules():
         found.extend(value for home in homes_of(module) for value in home.values() if isinstance(value, Tensor))

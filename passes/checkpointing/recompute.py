@@ -1,4 +1,4 @@
-"""Compute dropped tensors again in the backward pass: one call at a time, each from its recorded arguments."""
+"""Recompute dropped tensors in the backward pass, one call at a time, each from its recorded arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Slot:
 
 
 class Dropped:
-    """An argument that is itself computed again."""
+    """An argument that is dropped and must be recomputed too."""
 
     __slots__ = ("node", "number", "requires_grad", "view")
 
@@ -41,12 +41,12 @@ class Dropped:
 
 
 class Kept:
-    """An argument that is kept, and the version it had."""
+    """An argument that is kept, with its version at the call."""
 
     __slots__ = ("requires_grad", "tensor", "unit", "version")
 
     def __init__(self, tensor: Tensor, unit: nn.Module | None) -> None:
-        # A parameter is held as it is: FSDP swaps the memory beneath it.
+        # A parameter is stored as it is, because FSDP swaps its memory.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version
         self.requires_grad = tensor.requires_grad
@@ -55,7 +55,7 @@ class Kept:
 
 
 class Scratch:
-    """An argument that the call only writes to: running statistics get a throw-away tensor in their place."""
+    """An argument that the call only writes to. Running statistics are replaced by a temporary tensor."""
 
     __slots__ = ("device", "dtype", "shape")
 
@@ -71,8 +71,8 @@ class Node:
 
     Attributes:
         arguments, options: positional and keyword arguments, with an argument record in place of each tensor.
-        writes: the call writes to its first argument and returns it.
-        views: for each result, its place in its memory.
+        writes: whether the call writes to its first argument and returns it.
+        views: for each result, its view of its storage.
     """
 
     __slots__ = (
@@ -114,12 +114,12 @@ class Node:
         self.slots: dict[int, weakref.ref[Slot]] = {}
 
     def place_of(self, tensor: Tensor, number: int) -> View | None:
-        """The place of a tensor in the memory of a result; None where it is that of the result itself."""
+        """The view of a tensor in the storage of a result; None if it is the same as that of the result."""
         view = view_of(tensor)
         return None if view == self.views[number] else view
 
     def slot(self, number: int) -> Slot:
-        """The slot of one of its results; made where there is none."""
+        """The slot of one of its results; created if there is none."""
         slot = self.known(number)
         if slot is None:
             slot = Slot(self, number)
@@ -127,7 +127,7 @@ class Node:
         return slot
 
     def known(self, number: int) -> Slot | None:
-        """The slot that something holds; None where nothing does."""
+        """The slot of a result, if something holds it; None otherwise."""
         reference = self.slots.get(number)
         return None if reference is None else reference()
 
@@ -138,9 +138,10 @@ class Node:
 
 
 def fill(wanted: Slot) -> Tensor:
-    """Compute a slot; on the way, the slots of its own and the surrounding regions that it needs are filled too.
+    """Compute the tensor of a slot.
 
-    What it needs of other regions is computed temporarily, and again in its own turn.
+    The slots in its own region and in the surrounding ones that it depends on are filled too. Values of other regions
+    are temporary; they are computed again in their own turn.
     """
     if wanted.value is not None:
         return wanted.value
@@ -165,7 +166,7 @@ def fill(wanted: Slot) -> Tensor:
 
 
 def _needed(wanted: Node) -> tuple[list[Node], dict[tuple[int, int], int]]:
-    """The nodes to run, in the order of the forward, and how many arguments each missing result is."""
+    """The nodes to run, in the order of the forward; and how often each missing result is an argument."""
     found = {id(wanted): wanted}
     uses: dict[tuple[int, int], int] = {}
     stack = [wanted]
@@ -183,7 +184,7 @@ def _needed(wanted: Node) -> tuple[list[Node], dict[tuple[int, int], int]]:
 
 
 class _Temporary:
-    """Results that no slot holds, each until the last node that needs it has taken it."""
+    """Results that no slot holds; each stays until the last node that needs it has taken it."""
 
     def __init__(self, uses: dict[tuple[int, int], int]) -> None:
         self._uses = uses
@@ -203,7 +204,7 @@ class _Temporary:
 
 
 def _run(node: Node, numbers: Any, values: _Temporary) -> dict[int, Tensor]:
-    """Run a node: its results by number, and those of its internal tensors that are asked for."""
+    """Run a node; returns the requested results and internal tensors by number."""
     inner = {number for number in numbers if number < 0}
     outer = {number for number in node.views if number >= 0 and (number in numbers or values.is_needed(node, number))}
     arguments = _Arguments(node, values)
@@ -211,7 +212,7 @@ def _run(node: Node, numbers: Any, values: _Temporary) -> dict[int, Tensor]:
     kwargs = {key: arguments.of(item) for key, item in node.options.items()}
     del arguments
     internals = _Internals(inner, may_stop=not outer)
-    # The kernel may differ where no gradient is asked for, so autograd is on; it saves nothing.
+    # The gradient mode is the recorded one, because the kernel may depend on it. The hooks make autograd save nothing.
     with saved_tensors_hooks(internals.pack, _never):
         try:
             ambient = node.ambient
@@ -233,7 +234,7 @@ def _run(node: Node, numbers: Any, values: _Temporary) -> dict[int, Tensor]:
 
 
 class _Arguments:
-    """The arguments of a node as tensors. One that was given twice is one tensor again."""
+    """Converts the argument records of a node to tensors. An argument that was given twice is one tensor again."""
 
     def __init__(self, node: Node, values: _Temporary) -> None:
         self._node = node
@@ -267,11 +268,11 @@ def _tensor(item: Dropped | Kept | Scratch, node: Node, values: _Temporary) -> T
 
 
 class _AllSaved(Exception):
-    """The call has saved everything that was asked for: its kernel needn't run."""
+    """The call has saved everything that was requested, so its kernel needn't run."""
 
 
 class _Internals:
-    """Takes the tensors that a call saves for its own backward pass, where they are asked for, and drops the rest."""
+    """Keeps the requested ones of the tensors that a call saves for its backward pass, and drops the rest."""
 
     def __init__(self, wanted: set[int], *, may_stop: bool) -> None:
         self.found: dict[int, Tensor] = {}

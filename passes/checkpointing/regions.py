@@ -1,4 +1,4 @@
-"""What a choice computes again together, in the words of the module."""
+"""Describe the regions of a choice: the calls that are recomputed together, in terms of modules and functions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True)
 class RegionRecord:
-    """Calls that are computed again together.
+    """Calls that are recomputed together.
 
     Attributes:
-        path: of the module that holds them all.
+        path: the path of the innermost module that contains them all.
         calls: the names of their functions.
-        dropped: bytes that aren't kept for the backward pass.
-        flops: of computing them again.
+        dropped: the bytes that aren't kept for the backward pass.
+        flops: the FLOPs of the recomputation.
     """
 
     path: str
@@ -31,7 +31,7 @@ class RegionRecord:
 
     @property
     def names(self) -> str:
-        """The calls in a few words."""
+        """A short list of the calls."""
         counts = Counter(self.calls).most_common()
         names = [name if count == 1 else f"{count} {name}" for name, count in counts[:_MOST_NAMES]]
         rest = len(self.calls) - sum(count for _, count in counts[:_MOST_NAMES])
@@ -39,12 +39,12 @@ class RegionRecord:
 
     @property
     def text(self) -> str:
-        """What is done, in a few words."""
+        """A short description of the region."""
         return f"computes again {self.names}: {shown(self.dropped)} less to keep"
 
 
 def regions_of(profile: Profile, choice: Choice) -> list[RegionRecord]:
-    """The outermost regions of a choice, in the order of the forward; those that keep nothing less are left out."""
+    """The outermost regions of a choice, in the order of the forward, without those that save no memory."""
     members: dict[int, list[int]] = {}
     for index, (again, region) in enumerate(zip(choice.recomputed, choice.regions, strict=True)):
         if again:

@@ -1,4 +1,4 @@
-"""What a plan reached, beside what others would."""
+"""Report the memory and the recomputation of a plan, compared with alternatives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Point:
     """One way to run the step.
 
     Attributes:
-        name: what it is called.
-        peak: the most bytes alive.
-        flops: of what is computed again.
+        name: the name in the report.
+        peak: the maximum number of bytes alive.
+        flops: the FLOPs of the recomputation.
     """
 
     name: str
@@ -35,15 +35,15 @@ class Point:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """A plan, its regions, and where it lies between less memory and less to compute again.
+    """A plan, its regions, and its place in the trade-off between memory and recomputation.
 
     Attributes:
-        chosen: the plan, measured on fake tensors (on real ones where these don't go through).
-        eager: the step without one.
-        uniform: √n runs of equal work computed again as a whole, of n parts.
-        curve: the cheapest plans found within several budgets, from the loosest to the tightest.
-        forward: FLOPs of the forward.
-        regions: what is computed again together.
+        chosen: the plan, measured on fake tensors, or on real ones if the model doesn't run on fake ones.
+        eager: the step without a plan.
+        uniform: the step divided into √n ranges of equal work, out of n parts, each recomputed as a whole.
+        curve: the cheapest plans found within several budgets, from the largest to the smallest.
+        forward: the FLOPs of the forward.
+        regions: the calls that are recomputed together.
     """
 
     chosen: Point
@@ -54,7 +54,7 @@ class CheckpointReport:
     regions: tuple[RegionRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the report as JSON-serializable data."""
         return {
             "eager_peak_bytes": self.eager.peak,
             "peak_bytes": self.chosen.peak,
@@ -80,11 +80,11 @@ class CheckpointReport:
         return f"{self.ways()}\n{self.table()}\n{self.picture()}"
 
     def share(self, point: Point) -> float:
-        """What is computed again, in percent of the forward's FLOPs."""
+        """The FLOPs of the recomputation, in percent of the forward's FLOPs."""
         return 100 * point.flops / self.forward if self.forward else 0.0
 
     def ways(self) -> str:
-        """The ways to run the step, a row each."""
+        """A table of the ways to run the step."""
         table = Table("", "peak", "of eager", "computed again", box=box.SIMPLE)
         for point in (self.eager, self.chosen, self.uniform):
             part = f"{100 * point.peak / self.eager.peak:.1f} %"
@@ -92,7 +92,7 @@ class CheckpointReport:
         return _text(table)
 
     def table(self) -> str:
-        """The regions, a row each."""
+        """A table of the regions."""
         table = Table("region", "calls", "not kept", "FLOPs", box=box.SIMPLE)
         for region in self.regions:
             part = f"{100 * region.flops / self.forward if self.forward else 0:.1f} %"
@@ -100,7 +100,7 @@ class CheckpointReport:
         return _text(table)
 
     def picture(self) -> str:
-        """Peak against what is computed again, both in percent."""
+        """A plot of the peak and the recomputation, both in percent."""
         plotext.clear_figure()
         plotext.theme("clear")
         plotext.plot_size(_WIDTH, _HEIGHT)
@@ -108,7 +108,7 @@ class CheckpointReport:
         plotext.xlabel("peak, % of eager")
         plotext.ylabel("computed again, % of the forward's FLOPs")
         curve = sorted((self.eager, *self.curve, self.chosen), key=lambda point: point.peak)
-        # The names of the points stand in the corner at the top.
+        # Leave room for the names of the points in the upper corner.
         plotext.ylim(0, 1.4 * max(self.share(point) for point in (*curve, self.uniform)) or 1)
         plotext.plot(*self._axes(curve), marker=".")
         for marker, point in (("E", self.eager), ("U", self.uniform), ("X", self.chosen)):

@@ -1,4 +1,4 @@
-"""What to compute again and what to keep, where each byte that is kept has a price."""
+"""Choose what to recompute and what to keep, given a price for each byte that is kept."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _SOURCE, _SINK = "keep nothing", "run nothing"
 
 
 def cheapest(profile: Profile, costs: Sequence[float], price: float, needed: frozenset[int]) -> tuple[bool, ...]:
-    """The calls to compute again so that what they cost, and what keeping the rest costs, is the least.
+    """Choose the calls to recompute so that the total of recomputation costs and prices of kept bytes is minimal.
 
-    A minimum cut: calls on the side of the source are computed again. A call that is pays its cost, one that isn't the price
-    of what is saved of its results; a result that nobody saves is paid for by the calls that take it and are computed again.
+    This is a minimum cut: the calls on the side of the source are recomputed. The total includes the cost of each
+    recomputed call, and the price of the saved results of each kept call. If a recomputed call takes another result of
+    a kept call, the total includes its price too.
 
     Args:
-        profile: of the step.
-        costs: of each call.
-        price: of a byte, in the unit of the costs.
-        needed: values that are wanted although nobody saves them.
+        profile: the profile of the step.
+        costs: the cost of each call.
+        price: the price of one byte, in the unit of the costs.
+        needed: values that are needed although no call saves them.
+
+    Returns:
+        For each call, whether it is recomputed.
     """
     graph = networkx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))

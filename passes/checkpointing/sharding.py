@@ -1,9 +1,10 @@
 """Models that FSDP2 shards: `torch.distributed.fsdp.fully_shard` on a module that trains under a plan.
 
-A unit has its parameters whole from in front of its forward to behind it, and again from in front of its backward pass to
-behind that; between, their memory is given back. A call that is computed again for another unit's backward pass comes
-between: then the unit gathers its parameters for that, and gives them back. All ranks have the same plan, and so gather the
-same in the same order. A plan that is told of the units keeps what goes from one to another, and none gathers for another.
+A unit holds its whole parameters from before its forward until after it, and again from before its backward pass until
+after that. In between, their memory is freed. If a call is recomputed for the backward pass of another unit, it runs in
+between. Then the unit gathers its parameters for the call, and frees them afterwards. All ranks have the same plan, so
+they gather the same units in the same order. A plan that is told of the units keeps the values that go from one unit to
+another. Then no unit gathers parameters for another one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ class Units:
         return bool(self._all)
 
     def agree(self, plan: Plan) -> None:
-        """See that all ranks have one plan: where they gather other units, each waits for the others without end.
+        """Check that all ranks have the same plan.
+
+        Otherwise the ranks would gather different units, and each would wait for the others forever.
 
         Raises:
-            UnseenCall: they don't.
+            UnseenCall: the ranks have different plans.
         """
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor
@@ -56,19 +59,19 @@ class Units:
                     )
 
     def home(self, tensor: Tensor) -> nn.Module | None:
-        """The unit that gathers a tensor, which is a whole parameter of it; None for any other tensor."""
+        """The unit that gathered a tensor as one of its whole parameters; None for any other tensor."""
         return self._homes.get(id(tensor))
 
 
 class Gathered:
-    """The units that gathered their parameters for what is computed again: few at a time, in the order of the forward."""
+    """The units that gathered their parameters for a recomputation: a few at a time, in the order of the forward."""
 
     def __init__(self) -> None:
         self._units: list[Any] = []
         self._used: list[Any] = []
 
     def gather(self, tensor: Tensor, unit: nn.Module | None) -> None:
-        """Give a parameter its memory for the next call, where its unit has taken that away."""
+        """Restore the memory of a parameter for the next call, if its unit has freed it."""
         if unit is None:
             return
         self._used.append(unit)
@@ -78,13 +81,13 @@ class Gathered:
                 unit.unshard()  # type: ignore[operator]
 
     def called(self) -> None:
-        """The call was made: units that it had no parameters of take the memory of theirs away again."""
+        """Free the parameters of the units that the last call didn't use."""
         if self._used:
             self._give_back([unit for unit in self._units if unit not in self._used])
             self._used.clear()
 
     def over(self) -> None:
-        """All calls were made."""
+        """Free the parameters of all units, after the last call."""
         self._give_back(list(self._units))
 
     def _give_back(self, units: list[Any]) -> None:
@@ -95,13 +98,13 @@ class Gathered:
 
 
 def _units_in(root: nn.Module) -> list[nn.Module]:
-    # Who shards nothing hasn't loaded what does it.
+    # torch loads this module only if something is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in root.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _take(hooks: dict[int, Any], unit: nn.Module, homes: dict[int, nn.Module]) -> None:
-    """Let the hooks by which torch gathers and shards a unit say that they run, and which parameters they gathered."""
+    """Wrap the hooks by which torch gathers and shards a unit, so that they report the gathered parameters."""
     for key, hook in hooks.items():
         if isinstance(hook, _Hook):
             hook.homes = homes
@@ -110,7 +113,7 @@ def _take(hooks: dict[int, Any], unit: nn.Module, homes: dict[int, nn.Module]) -
 
 
 class _Hook:
-    """A hook of torch's on a unit."""
+    """Wraps a hook of torch on a unit: hides its calls from the tape, and records the unit of its parameters."""
 
     def __init__(self, hook: Callable[..., Any], unit: nn.Module, homes: dict[int, nn.Module]) -> None:
         self.hook = hook
@@ -125,7 +128,7 @@ class _Hook:
 
 
 def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a unit but for those of the units in it."""
+    """The parameters of a unit, without those of the units inside it."""
     inner = {id(module) for other in _units_in(unit) if other is not unit for module in other.modules()}
     for module in unit.modules():
         if id(module) not in inner:

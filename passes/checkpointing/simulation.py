@@ -1,4 +1,4 @@
-"""The peak and the cost of a step under a plan, told from its profile alone."""
+"""Compute the peak and the cost of a step under a plan from its profile alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from passes.checkpointing.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step takes under a plan.
+    """The peak and the cost of a step under a plan.
 
     Attributes:
-        peak: bytes.
+        peak: in bytes.
         at: the place of the peak: a call of the forward, or, from `len(calls)` on, a position of the backward pass.
-        flops, cost: of what is computed again.
+        flops, cost: the FLOPs and the estimated time of the recomputation.
     """
 
     peak: int
@@ -25,17 +25,17 @@ class Outcome:
 
 
 class Simulation:
-    """Follows a profile as the tape and autograd would, over numbers of bytes."""
+    """Simulates what the tape and autograd do with a profile, on numbers of bytes."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         calls, values = profile.calls, profile.values
-        # The same by its columns, which is read faster.
+        # The profile by columns, which are faster to read.
         self.args = [call.args for call in calls]
         self.makes = [call.makes for call in calls]
         self.inner = [call.inner for call in calls]
-        # A call that writes in place is computed again in memory of its own. What it takes then is told by what is asked for:
-        # results alone, what it saves of its own alone, both.
+        # A call that writes in place is recomputed in new memory. Its memory depends on what is requested: results
+        # only, internally saved tensors only, or both.
         more = [call.spare + (sum(values[made].size for made in call.makes) if call.writes else 0) for call in calls]
         self.again = [
             (0, call.alone + own, call.early + own, call.inner + own) for call, own in zip(calls, more, strict=True)
@@ -47,22 +47,23 @@ class Simulation:
         self.is_named = [bool(value.numbers) for value in values]
         self.kind = [1 if any(number >= 0 for number in value.numbers) else 2 for value in values]
         self.is_saved = [bool(value.savers) for value in values]
-        # What stays whatever is computed again, and what can stay.
+        # Values that stay whatever is recomputed, and values that can stay.
         self.is_held = [value.held for value in values]
         self.may_stay = [value.keepable for value in values]
 
     def run(self, choice: Choice) -> Outcome:
-        """The step under this choice."""
+        """Simulate the step under this choice."""
         return Course(self, choice).outcome
 
 
 class Course:
-    """One step under a choice, followed from its begin to its end.
+    """The simulation of one step under a choice.
 
     Attributes:
-        outcome: what it takes.
-        forward, backward: the most bytes alive in each call of the forward, and in each position of the backward pass.
-        is_held: for each value, whether it is held beyond the forward, as it is.
+        outcome: the result.
+        forward, backward: the maximum number of bytes alive in each call of the forward, and in each position of the
+            backward pass.
+        is_held: for each value, whether it is held beyond the forward, without recomputation.
     """
 
     def __init__(self, simulation: Simulation, choice: Choice) -> None:
@@ -73,17 +74,17 @@ class Course:
             choice.recomputed[maker] and named
             for maker, named in zip(simulation.maker, simulation.is_named, strict=True)
         ]
-        # What goes with the last thing that is computed from it, whatever its own turn is.
+        # Whether a value is released with the last value that is recomputed from it, not in its own turn.
         self.is_taken = [False] * len(self.dropped)
         self.until, self.python = self._ends()
-        # Whether each value is held beyond the forward, as it is.
+        # Whether each value is held beyond the forward, without recomputation.
         self.is_held = [
             held or (until >= 0 and not dropped and may_stay)
             for held, until, dropped, may_stay in zip(
                 simulation.is_held, self.until, self.dropped, simulation.may_stay, strict=True
             )
         ]
-        # What isn't there in the backward pass, and has to be computed again when it is asked for.
+        # Whether each value is missing in the backward pass, so that it must be recomputed when it is needed.
         self.lacks = list(self.dropped)
         self.flops = self.cost = 0
         self.live = 0
@@ -94,10 +95,15 @@ class Course:
         self.outcome = self._followed()
 
     def _ends(self) -> tuple[list[int], list[int]]:
-        """Until which position each value is held for the backward pass, -1 for none; and until which call it is held else."""
+        """Compute how long each value is held.
+
+        Returns:
+            For each value, the position of the backward pass until which it is held, -1 for none; and the call of the
+                forward until which it is held if the backward pass doesn't need it.
+        """
         simulation, recomputed, dropped, makers = self.simulation, self.recomputed, self.dropped, self.simulation.maker
         until, python = list(simulation.until), list(simulation.python)
-        # What a call is computed again from is held for as long as anything that comes of it is.
+        # The inputs of a recomputed call are held as long as anything that depends on it.
         lasts, ends = [-1] * len(recomputed), [-1] * len(recomputed)
         for index in range(len(recomputed) - 1, -1, -1):
             if not recomputed[index]:
@@ -156,17 +162,21 @@ class Course:
             self.backward.append(peak)
 
     def _end(self, number: int) -> None:
-        """See to it that a value that is there goes when it isn't needed any more."""
+        """Schedule the release of a value that is alive now."""
         end = self.simulation.until[number] if self.dropped[number] else self.until[number]
         if self.is_taken[number]:
             self.late[end] += self.simulation.size[number]
             return
-        # What an output holds is computed again beside it.
+        # A value that an output holds is recomputed next to it, so there may be two copies.
         self.ends[end][number] = self.ends[end].get(number, 0) + 1
 
     def _compute(self, wanted: int, position: int) -> int:
-        """Fill a value, and with it those of its region and around it; the most bytes alive meanwhile."""
-        # Most of the time of a plan goes by in this loop: what it reads stands in names of its own.
+        """Recompute a value, and fill the missing values of its region and the surrounding ones that it depends on.
+
+        Returns:
+            The maximum number of bytes alive meanwhile.
+        """
+        # Planning spends most of its time in this loop, so it reads local names.
         simulation, lacks, regions, size = self.simulation, self.lacks, self.regions, self.simulation.size
         calls, args, makes, again = simulation.profile.calls, simulation.args, simulation.makes, simulation.again
         is_saved, until, kind = simulation.is_saved, simulation.until, simulation.kind
@@ -208,7 +218,7 @@ class Course:
         return peak
 
     def _needed(self, wanted: int) -> tuple[list[int], dict[int, int]]:
-        """The calls to run, in the order of the forward, and how often each value that isn't there is taken."""
+        """The calls to run, in the order of the forward, and how often each missing value is taken."""
         args, lacks, maker = self.simulation.args, self.lacks, self.simulation.maker
         first = maker[wanted]
         found, uses, stack = {first}, dict[int, int](), [first]

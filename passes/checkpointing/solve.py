@@ -1,13 +1,14 @@
-"""The choice of what to compute again that costs least within a budget of bytes.
+"""Find the cheapest choice of calls to recompute within a budget of bytes.
 
-The forward is cut where little goes across. From left to right, each run of parts between two cuts is given one of several
-options; a label is what the prefix keeps and what it costs, and of two labels the one that keeps and costs no less is
-dropped. What a prefix keeps is there while a part behind it runs forward and backward, and nothing of what is behind: so a
-part fits if the bytes kept before it and its own peak stay within the budget. (A chain of blocks is solved alike by
-Herrmann et al., "Optimal checkpointing for heterogeneous chains", 2019; there a block is all or nothing.)
+The forward is cut into parts, at places that few bytes cross. From left to right, each range of parts between two cuts
+gets one of several options. A label records how many bytes a prefix of the forward keeps, and its cost. A label is
+dropped if another one keeps no more and costs no more. While a part runs, forward and backward, the values that the
+prefix keeps are alive, and nothing of the later parts is. So a part fits if its own peak and the bytes kept before it
+stay within the budget. (Herrmann et al., "Optimal checkpointing for heterogeneous chains", 2019, solve a chain of
+blocks in the same way. There a block is recomputed as a whole or not at all.)
 
-An option keeps what is worth its bytes at one price, computes for good what is worth them at a lower price when the
-backward pass comes to the run, and what is left when its own turn comes.
+An option keeps the values that are worth their bytes at one price. When the backward pass reaches the range, it
+recomputes for good the values that are worth their bytes at a lower price. The rest is recomputed in its own turn.
 """
 
 from __future__ import annotations
@@ -28,35 +29,37 @@ from passes.checkpointing.profile import Call, Profile
 from passes.checkpointing.rerun import cheapest
 from passes.checkpointing.simulation import Course, Simulation
 
-# A byte's price, in FLOPs: from that of the cheapest call to that of the dearest matmul.
+# The prices of a byte, in FLOPs: from that of the cheapest call to that of the most expensive matmul.
 _PRICES = tuple(FLOPS_PER_BYTE * 2.0**power for power in range(-1, 14))
 _MOST_CUTS = 48
-# Of a long row of equal blocks so many times as many.
+# At most `_MANY * _MOST_CUTS` cuts are used, for example in a long row of equal blocks.
 _MANY = 4
-# So many parts in a row are tried.
+# All ranges of at most this many parts are tried.
 _LONGEST = 6
-# Of longer runs these many cuts further back: to follow a run of every length would take most of the time of a plan.
+# Longer ranges begin at one of these numbers of major cuts further back. Following a range of every length would take
+# most of the planning time.
 _FURTHER = (1, 2, 3, 4, 5, 6, 8, 11, 15, 21, 30, 42)
-# So many prices are tried, at most, where a run is longer.
+# The maximum number of prices that are tried for a longer range.
 _COARSE = 4
 _LABELS = 2000
 _TRIES = 8
 _CLOSE = 0.002
-# Shares of the lowest peak found that are tried after it.
+# The shares of the lowest peak found that are tried afterwards.
 _BELOW = (0.995, 0.99, 0.98, 0.96, 0.93)
-# So many calls are followed, at most, for moves of a single one.
+# The maximum number of calls to simulate while single calls are dropped from a choice.
 _MOVES = 100_000
-# So many parts back a value is named by its distance.
+# A value is identified by its distance if it was made at most this many parts back.
 _NEAR = 10
 
 
 class Option(NamedTuple):
-    """What may be done with a run of parts.
+    """One way to run a range of parts.
 
     Attributes:
-        kept: bytes that stay for the backward pass. inner: the most bytes alive while it runs, forward or backward.
-        cost: of what it computes again.
-        choice: in numbers of the run's own calls.
+        kept: the bytes that stay for the backward pass.
+        inner: the maximum number of bytes alive while the range runs, forward or backward.
+        cost: the cost of the recomputation.
+        choice: the choice for the calls of the range, numbered from 0.
     """
 
     kept: int
@@ -67,7 +70,7 @@ class Option(NamedTuple):
 
 @dataclass
 class Solver:
-    """Finds choices for one step under any budget."""
+    """Finds choices for one step under any budget; a part is recomputed whole or not at all unless `selective`."""
 
     profile: Profile
     selective: bool = True
@@ -84,7 +87,7 @@ class Solver:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Where the forward is cut: 0, places in between, and its end."""
+        """The places where the forward is cut: 0, places in between, and its end."""
         return [cut for cut, _ in self._cuts]
 
     @cached_property
@@ -93,12 +96,12 @@ class Solver:
 
     @cached_property
     def _major(self) -> list[int]:
-        """The numbers of the cuts that stand out."""
+        """The indices of the major cuts."""
         return [number for number, (_, stands_out) in enumerate(self._cuts) if stands_out]
 
     @cached_property
     def _costs(self) -> list[float]:
-        """Of each call."""
+        """The cost of each call."""
         return [call.cost for call in self.profile.calls]
 
     @cached_property
@@ -106,17 +109,17 @@ class Solver:
         return self.simulation.run(Choice.nothing(self.profile)).peak
 
     def solve(self, budget: int) -> Choice | None:
-        """The cheapest choice found whose peak is within the budget, in bytes; None where none is found."""
+        """Return the cheapest choice found whose peak is within the budget, in bytes; None if none is found."""
         if self._eager_peak <= budget:
             return Choice.nothing(self.profile)
         found = self.joined(budget)
         if found is not None:
             return found
-        # What was found without a budget may fit where nothing was found with it.
+        # The choice with the lowest peak may fit, even if nothing was found for this budget.
         return self.lowest if self.simulation.run(self.lowest).peak <= budget else None
 
     def joined(self, budget: int) -> Choice | None:
-        """The cheapest choice that is put together from options for parts."""
+        """Return the cheapest choice that can be assembled from options for parts; None if none is found."""
         target = float(budget)
         for _ in range(_TRIES):
             found = self._shortest(target)
@@ -125,7 +128,7 @@ class Solver:
             peak = self.simulation.run(found).peak
             if peak <= budget:
                 return self._thinned(found, budget)
-            # The whole may take a little more than its parts do.
+            # The whole step may take a little more memory than its parts.
             target -= max(peak - budget, 0.002 * budget)
         return None
 
@@ -141,14 +144,14 @@ class Solver:
                 low = middle
             else:
                 best, high = found, min(middle, self.simulation.run(found).peak)
-        # The search isn't complete: below a budget that it finds nothing for, there may be one that it finds something for.
+        # The search isn't complete: it may find a choice for a lower budget than one for which it finds none.
         for share in _BELOW:
             if (found := self.joined(int(share * high))) is not None:
                 best, high = found, self.simulation.run(found).peak
         return best
 
     def uniform(self, count: int) -> Choice:
-        """All of so many runs of about as many FLOPs each computed again from what goes into them."""
+        """Divide the forward into `count` ranges of about the same cost, and recompute each from its inputs."""
         costs = np.cumsum(self._costs)
         ends = [self.cuts[0]]
         for number in range(1, count):
@@ -164,7 +167,7 @@ class Solver:
         return Choice(possible(self.profile, wanted), regions)
 
     def solve_uniform(self, budget: int) -> Choice | None:
-        """The cheapest of the uniform choices whose peak is within the budget; None where there is none."""
+        """The cheapest of the uniform choices whose peak is within the budget; None if there is none."""
         fitting = [
             (outcome.cost, number, choice)
             for number, choice in enumerate(self._uniform_choices())
@@ -177,13 +180,13 @@ class Solver:
         return min(self._uniform_choices(), key=lambda choice: self.simulation.run(choice).peak)
 
     def _uniform_choices(self) -> Iterator[Choice]:
-        """Nothing computed again, then one run, two runs, and so on."""
-        # Running again may take more memory: a run may hold an argument larger than all that it saves.
+        """Yield the choice that recomputes nothing, and the uniform ones with one range, two ranges, and so on."""
+        # Recomputation may take more memory: a range may hold an argument that is larger than everything it saves.
         yield Choice.nothing(self.profile)
         yield from (self.uniform(count) for count in range(1, len(self.cuts)))
 
     def _thinned(self, choice: Choice, budget: int) -> Choice:
-        """The choice without the calls that needn't be computed again, the dearest first."""
+        """Drop from a choice the calls that needn't be recomputed, the most expensive first."""
         best, outcome = choice, self.simulation.run(choice)
         again = [index for index, is_again in enumerate(choice.recomputed) if is_again]
         for index in sorted(again, key=self._costs.__getitem__, reverse=True)[: _MOVES // len(self._costs)]:
@@ -210,7 +213,7 @@ class Solver:
         return self._assembled(labels) if labels[-1].count else None
 
     def _starts(self, end: int) -> Iterator[int]:
-        """The cuts that a run up to this one may begin at."""
+        """The cuts at which a range that ends at this one may begin."""
         near = max(0, end - _LONGEST)
         if end in self._major:
             far = [start for start in self._major if start < near][::-1]
@@ -218,7 +221,7 @@ class Solver:
         yield from range(near, end)
 
     def _held_behind(self) -> list[int]:
-        """For each cut, what is made behind it and stays until the end of the step."""
+        """For each cut, the bytes that are made after it and stay until the end of the step."""
         never = len(self.profile.order)
         return [
             sum(value.size for value in self.profile.values if value.call >= cut and value.until == never)
@@ -242,7 +245,7 @@ class Solver:
     # --------------------------------------------------------------------------------- the options
 
     def options(self, start: int, end: int) -> list[Option]:
-        """What may be done with the parts between two cuts."""
+        """The options for the parts between two cuts."""
         key = self._key(start, end)
         if key not in self._options:
             self._options[key] = self._made(start, end)
@@ -257,22 +260,22 @@ class Solver:
         boundaries = _boundaries(part, [self.cuts[number] - part.start for number in inside])
         exits = {part.profile.values[value].call for value in part.crossing}
         if is_long:
-            # Of a long run the choice is coarser.
+            # Try fewer prices for a long range.
             levels = levels[::-1][:: -(-len(levels) // _COARSE)][::-1]
         found: dict[tuple[tuple[bool, ...], tuple[Region, ...]], Option] = {}
         for number, first in enumerate(levels):
             again = possible(part.profile, [want and call not in exits for call, want in enumerate(first)])
-            # Where all that goes across a cut is kept, the parts on both sides may as well be runs of their own.
+            # If everything that crosses a cut is kept, the parts on both sides can be separate ranges.
             if any(all(is_saved and not again[call] for call, is_saved in crossing) for crossing in boundaries):
                 continue
             choices = []
             for second, stride in [*((level, 1) for level in levels[: number + 1]), (first, 2), (first, 3), (first, 5)]:
-                # What goes across a cut is computed for good, or across each second one, and so on.
+                # The values that cross a cut are recomputed for good; or only those across every second cut, and so on.
                 good = {call for crossing in boundaries[stride - 1 :: stride] for call, _ in crossing}
                 later = [a and b and call not in good for call, (a, b) in enumerate(zip(again, second, strict=True))]
                 choices.append(Choice(again, _regions(part.profile, again, later)))
             if end - start == 1:
-                # Each call in its own turn, from what is kept.
+                # Each call is recomputed in its own turn, from the kept values.
                 choices.append(Choice(again, tuple((call,) for call in range(len(again)))))
             for choice in choices:
                 if (choice.recomputed, choice.regions) not in found:
@@ -282,13 +285,13 @@ class Solver:
     def _option(self, part: Part, simulation: Simulation, choice: Choice) -> Option:
         course = Course(simulation, choice)
         outcome, values = course.outcome, part.profile.values
-        # What goes across the end is kept for what is behind it.
+        # The values that cross the end are kept for the later parts.
         staying = {number for number in part.crossing | part.lasting if _is_kept(part.profile, choice, number)}
         kept = sum(values[number].size for number, held in enumerate(course.is_held) if held or number in staying)
         return Option(kept, outcome.peak, outcome.cost, choice)
 
     def _levels_of(self, start: int, end: int) -> list[tuple[bool, ...]]:
-        """What is computed again at each price, from nothing to all that can be."""
+        """The calls that are recomputed at each price, from none to all that can be."""
         each = [self._levels_at(number) for number in range(start, end)]
         rows = [tuple(again for part in row for again in part) for row in zip(*each, strict=True)]
         return list(dict.fromkeys(rows))
@@ -310,14 +313,14 @@ class Solver:
             yield cheapest(part.profile, costs, price, part.crossing)
 
     def _key(self, start: int, end: int) -> Hashable:
-        """Equal for runs of parts that are equal."""
+        """A key that is equal for equal ranges of parts."""
         first = self.cuts[start]
         far = tuple(ref for number in range(start, end) for ref in self._far[number] if ref[1] >= first)
         return (tuple(self._signatures[start:end]), end == len(self.cuts) - 1, start if far else None)
 
     @cached_property
     def _signatures(self) -> list[int]:
-        """A number for each part, the same for equal ones."""
+        """A number for each part, the same for equal parts."""
         known: dict[Hashable, int] = {}
         found = []
         for number in range(len(self.cuts) - 1):
@@ -327,7 +330,7 @@ class Solver:
 
     @cached_property
     def _far(self) -> list[list[tuple[int, int]]]:
-        """Of each part, the calls that take something from far back, each with the call that made it."""
+        """For each part, the calls that take a value from far back, each with the call that made the value."""
         values, found = self.profile.values, []
         for number in range(len(self.cuts) - 1):
             near = self.cuts[max(number - _NEAR, 0)]
@@ -343,7 +346,7 @@ class Solver:
         last = end + (end == len(profile.calls))
         places = sorted(turn for call in range(start, last) for turn in turns[call])
         base = places[0] if places else 0
-        # Values are named by how far back they were made.
+        # Values are identified by how far back they were made.
         made = profile.calls[start].makes or (0,)
         origin = next((call.makes[0] for call in profile.calls[start:end] if call.makes), made[0])
 
@@ -378,16 +381,17 @@ class Solver:
 
 
 class _Labels:
-    """The prefixes up to a cut: what each keeps and costs, and what it was made from.
+    """The prefixes up to one cut: the bytes that each keeps, its cost, and how it was made.
 
-    Of those that keep about the same, within one of many steps up to the budget, the one that costs least stays.
+    The budget is divided into `_LABELS` steps. Of the prefixes that keep bytes within the same step, the cheapest
+    stays.
     """
 
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self._kept = np.zeros(_LABELS + 1)
         self._cost = np.full(_LABELS + 1, np.inf)
-        # The option of each, by its number, and the place of the label in front of it.
+        # The index of the option of each label, and the place of the label before it.
         self._option = np.zeros(_LABELS + 1, dtype=np.int64)
         self._before = np.zeros(_LABELS + 1, dtype=np.int64)
         self._options: list[tuple[int, Option]] = []
@@ -398,13 +402,13 @@ class _Labels:
         return len(self.kept)
 
     def start(self) -> None:
-        """The one prefix that is empty."""
+        """Add the empty prefix."""
         self._cost[0] = 0.0
         self.settle()
 
     def offer(self, before: _Labels, start: int, option: Option, budget: float) -> None:
-        """Prolong the labels at an earlier cut by an option, where it fits."""
-        # They stand in the order of what they keep.
+        """Extend the labels at an earlier cut by an option, where it fits."""
+        # The labels are sorted by the bytes that they keep.
         count = int(np.searchsorted(before.kept, budget - option.inner, side="right"))
         kept = before.kept[:count] + option.kept
         cost = before.cost[:count] + option.cost
@@ -414,7 +418,7 @@ class _Labels:
         if not len(places):
             return
         step = step[places]
-        # Where two come into one step, the one that costs less is written last.
+        # If two labels fall into one step, the cheaper one is written last.
         order = np.argsort(-cost[places], kind="stable")
         places, step = places[order], step[order]
         self._kept[step], self._cost[step] = kept[places], cost[places]
@@ -422,7 +426,7 @@ class _Labels:
         self._options.append((start, option))
 
     def settle(self) -> None:
-        """Drop those that keep more than another one and cost no less."""
+        """Drop the labels that keep more than another one and cost no less."""
         least = np.minimum.accumulate(self._cost)
         is_better = np.isfinite(self._cost)
         is_better[1:] &= least[1:] < least[:-1]
@@ -430,7 +434,7 @@ class _Labels:
         self.kept, self.cost = self._kept[self._places], self._cost[self._places]
 
     def step(self, place: int) -> tuple[int, int, Option]:
-        """How a label was made: the cut and the place of the label in front of it, and the option."""
+        """Return how a label was made: the cut and the place of the label before it, and the option."""
         at = self._places[place]
         start, option = self._options[self._option[at]]
         return start, int(self._before[at]), option
@@ -451,7 +455,7 @@ def _undominated(options: list[Option]) -> list[Option]:
 
 
 def _boundaries(part: Part, cuts: Sequence[int]) -> list[set[tuple[int, bool]]]:
-    """For each of the cuts, the calls that make what goes across, each with whether it is saved for the backward pass."""
+    """For each cut, the calls whose values cross it, each with whether the value is saved for the backward pass."""
     uses = Cutter(part.profile).last_use
     ends = [
         (value.call, last, number in part.lasting)
@@ -461,7 +465,7 @@ def _boundaries(part: Part, cuts: Sequence[int]) -> list[set[tuple[int, bool]]]:
 
 
 def _regions(profile: Profile, again: Sequence[bool], later: Sequence[bool]) -> tuple[Region, ...]:
-    """One region for what is computed at once, and in it one for each group of calls that take from one another."""
+    """One region for the calls that are recomputed at once, and in it one for each group of connected later calls."""
     groups = list(range(len(again)))
 
     def group(index: int) -> int:
@@ -478,19 +482,25 @@ def _regions(profile: Profile, again: Sequence[bool], later: Sequence[bool]) -> 
 
 
 def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[tuple[int, bool]]:
-    """Where a forward is cut: where no more bytes go across than before and behind; each with whether it stands out."""
+    """Find the cuts of a forward: places that no more bytes cross than their neighbours.
+
+    A value that is overwritten later crosses no cut.
+
+    Returns:
+        The cuts in order, each with whether it is a major one.
+    """
     count = len(profile.calls)
     across = np.zeros(count + 1)
     closed = np.zeros(count + 1, dtype=int)
     for value, last in zip(profile.values, last_use, strict=True):
-        # Between two calls `cut` stands in front of the second.
+        # A cut is the place before the call of the same number.
         across[value.call + 1] += value.size
         across[last + 1 if last < count else count] -= value.size
         if not value.keepable:
             closed[value.call + 1] += 1
             closed[min(last + 1, count)] -= 1
     across, closed = np.cumsum(across), np.cumsum(closed)
-    # Of places that the same goes across, the last one.
+    # Of the places that the same values cross, take the last one.
     comes = {value.call for value, last in zip(profile.values, last_use, strict=True) if last > value.call}
     goes = {last for value, last in zip(profile.values, last_use, strict=True) if last > value.call}
     places = [0, *(cut for cut in range(1, count) if cut in comes or cut in goes), count]
@@ -499,10 +509,10 @@ def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[tuple[int, bool]]
         for before, cut, behind in zip(places, places[1:], places[2:], strict=False)
         if not closed[cut] and across[before] >= across[cut] <= across[behind]
     ]
-    # Of lows with no climb in between, the last one stands for all.
+    # Of the lows without a climb between them, the last one represents all.
     apart = [cut for cut, behind in pairwise([*lows, count]) if across[cut : behind + 1].max() > across[cut]]
     heights = dict(zip(apart, _prominences(apart, across), strict=True))
-    # All that are alike are taken, or none: blocks that are equal are cut alike.
+    # Take all lows of equal height or none, so that equal blocks are cut alike.
     least = sorted(heights.values())[-_MOST_CUTS:][0] if apart else 0
     found = [(cut, len(lows) <= _MOST_CUTS or heights.get(cut, -1) >= least) for cut in lows]
     if len(lows) > _MANY * _MOST_CUTS:
@@ -512,7 +522,7 @@ def cuts_of(profile: Profile, last_use: Sequence[int]) -> list[tuple[int, bool]]
 
 
 def _prominences(lows: Sequence[int], across: np.ndarray) -> list[float]:
-    """For each low how far one has to climb from it, at least, to come to another one as low, or to an end."""
+    """The prominence of each low: the smallest climb to another place at least as low, or to an end."""
     climbs = [float(across[a : b + 1].max()) for a, b in pairwise([0, *lows, len(across) - 1])]
     found = []
     for number, low in enumerate(lows):

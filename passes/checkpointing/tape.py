@@ -1,18 +1,22 @@
-"""A forward that keeps for its backward pass what its plan says, and computes the rest again there.
+"""A forward that keeps for its backward pass what its plan says, and recomputes the rest there.
 
-`torch.utils.checkpoint` runs a part of the forward a second time. Here only single calls of torch functions run again. While
-the forward runs, a function mode records a `Node` for each call whose results the plan drops: the function, its arguments
-(other nodes, or kept tensors) and its ambient state. Hooks on saved tensors give autograd a `Slot` of the node instead of the
-dropped tensor; when the backward pass unpacks it, the node runs, and those it depends on. So
+`torch.utils.checkpoint` runs a part of the forward a second time. Here only single calls of torch functions run again.
+While the forward runs, a function mode records a `Node` for each call whose results the plan drops: the function, its
+arguments (other nodes, or kept tensors) and its ambient state. Hooks on saved tensors give autograd a `Slot` of the
+node instead of the dropped tensor. When the backward pass unpacks the slot, the node runs, after those that it depends
+on. As a result:
 
-- the forward is the module's own code and runs once: hooks, branches on data, loops, state and keyword arguments included;
-- the same functions run again on the same numbers, with the same autocast and random numbers: results are equal bit by bit;
-- a BatchNorm that runs again gets throw-away running statistics: the real ones move once;
-- a SyncBatchNorm isn't run again, which would ask the other processes once more. Where it synchronises, it makes other calls
-  than the plan's; the plan continues after them;
-- any set of calls may be dropped. A matmul whose result is kept isn't run again for its dropped argument.
+- The forward is the module's own code and runs once, including hooks, data-dependent branches, loops, state and keyword
+  arguments.
+- The same functions run again on the same values, with the same autocast and random numbers, so the results are
+  bit-identical.
+- A BatchNorm that runs again gets temporary running statistics; the real ones are updated once.
+- A SyncBatchNorm isn't run again, because it would communicate with the other processes once more. Where it
+  synchronises, it makes other calls than the plan has; the plan continues after them.
+- Any set of calls may be dropped. A matmul whose result is kept isn't run again for its dropped argument.
 
-A forward that leaves its plan keeps everything from there on, as without a plan; `Tape.missed` tells.
+A forward that leaves its plan keeps everything from there on, as without a plan; `Tape.missed` names the first missing
+call.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ _RECORDED = (Tensor, *CONTAINERS)
 
 
 class _Result(NamedTuple):
-    """A dropped result, as long as its memory lives."""
+    """A dropped result, for as long as its storage lives."""
 
     node: Node
     number: int
@@ -65,9 +69,9 @@ class _Result(NamedTuple):
     reference: weakref.ref[Any]
 
 
-# What autograd holds in place of a saved tensor: a kept tensor and its version, or the slot of a dropped one and, where it
-# isn't the result itself, the view. A list while that isn't decided. (Every tensor that a step saves passes here: an object
-# with names takes ten times as long.)
+# What autograd holds instead of a saved tensor: a kept tensor and its version; or the slot of a dropped result, with
+# the view if it is another one than that of the result. A list until this is decided. (Every saved tensor of a step
+# passes here. An object with named fields takes ten times as long.)
 _Packed = tuple[Tensor, int] | tuple[Slot, View | None] | list[Any]
 
 
@@ -90,17 +94,17 @@ def _unpack(held: _Packed) -> Tensor:
 
 
 class Tape(TorchFunctionMode):
-    """The function mode that one forward runs in, under a plan."""
+    """The function mode in which one forward runs under a plan."""
 
     def __init__(self, plan: Plan, units: Units | None = None) -> None:
         super().__init__()
         self._units = units
         self._plan = plan
         self._next = 0
-        # By the identity of their memory.
+        # Keyed by the identity of their storage.
         self._results: dict[int, _Result] = {}
         self._outer: Any = None
-        # What the call that runs just now has saved; None where its results are kept.
+        # The tensors that the current call has saved; None if its results are kept.
         self._saved: list[_Packed] | None = None
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
@@ -111,12 +115,12 @@ class Tape(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        # What autograd saved holds what is still needed.
+        # The tensors that autograd saved hold everything that is still needed.
         self._results.clear()
 
     @property
     def missed(self) -> str | None:
-        """The first call of the plan that didn't come; None where all came."""
+        """The first call of the plan that wasn't made; None if all were made."""
         number = self._after_synchronised()
         return None if number == len(self._plan.names) else f"{self._plan.names[number]} (number {number})"
 
@@ -126,8 +130,8 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         name = name_of(func)
         step = None if name in UNCOUNTED or UNWATCHED.on else self._step(name)
-        # Inside hooks that the model itself sets (its own checkpoints), saved tensors are theirs; the transforms of
-        # torch.func allow no hooks.
+        # Inside hooks that the model itself sets (its own checkpoints), the saved tensors belong to these hooks. The
+        # transforms of torch.func allow no hooks.
         if step is None or top_saved_tensors_hooks() != self._outer or active_transforms() is not None:
             return func(*args, **kwargs)
         inputs = tensors_of_call(args, kwargs)
@@ -142,20 +146,20 @@ class Tape(TorchFunctionMode):
     # ----------------------------------------------------------------------------------- the plan
 
     def _step(self, name: str) -> Step | None:
-        """The plan's step for a call; None for one that isn't in the plan, which waits for the call it expects."""
+        """The plan's step for a call; None if the plan expects another call, for which it keeps waiting."""
         plan, number = self._plan, self._next
         if number in plan.synchronised:
             number = self._after_synchronised(name)
         if number == len(plan.names) or plan.names[number] != name:
             return None
         if number > self._next and not torch.is_grad_enabled():
-            # Inside the autograd function by which a SyncBatchNorm asks the other processes.
+            # The call is made inside the autograd function by which a SyncBatchNorm communicates.
             return None
         self._next = number + 1
         return plan.steps[number]
 
     def _after_synchronised(self, name: str = "") -> int:
-        """The number of the next call, after those of layers that may synchronise, up to one of this name."""
+        """The number of the next call, skipping those of layers that may synchronise up to one of this name."""
         number = self._next
         while number in self._plan.synchronised and self._plan.names[number] != name:
             number += 1
@@ -166,7 +170,7 @@ class Tape(TorchFunctionMode):
     def _kept(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
-        """A call whose results are kept; what it saves of its arguments may be dropped."""
+        """Make a call whose results are kept; the arguments that it saves may be dropped."""
         versions = [tensor._version for tensor in inputs]
         with self._hooks:
             result = func(*args, **kwargs)
@@ -183,9 +187,9 @@ class Tape(TorchFunctionMode):
         inputs: Sequence[Tensor],
         random: bool,
     ) -> Any:
-        """A call whose results are computed again."""
+        """Make a call whose results or internal tensors are recomputed."""
         versions = [tensor._version for tensor in inputs]
-        # Before the call, which may write to an argument.
+        # Record the arguments before the call, which may write to one of them.
         arguments, options, sources = self._recorded(name, func, args, kwargs)
         ambient = Ambient(func, inputs, kwargs, random=random)
         node = Node(self._next - 1, name, func, step.region, arguments, options, sources, ambient)
@@ -198,7 +202,7 @@ class Tape(TorchFunctionMode):
         written = self._forget_written(inputs, versions)
         memories = {one.untyped_storage()._cdata for one in inputs if one.layout is torch.strided}
         if written:
-            # A call in place can run again from what it wrote to, if that is computed again first.
+            # An in-place call can run again from the value that it overwrote, if that value is recomputed first.
             is_first = bool(args) and result is args[0] and len(written) == 1 and written[0] is result
             node.writes = is_first and isinstance(arguments[0], Dropped)
         if not written or node.writes:
@@ -210,7 +214,10 @@ class Tape(TorchFunctionMode):
         return result
 
     def _forget_written(self, inputs: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
-        """The arguments that a call wrote to. Nothing needs their old values through them any more."""
+        """Forget the results that a call overwrote; returns the overwritten arguments.
+
+        Nothing reads the old values through these arguments any more.
+        """
         written = [tensor for tensor, before in zip(inputs, versions, strict=True) if tensor._version != before]
         for tensor in written:
             if tensor.layout is torch.strided:
@@ -220,9 +227,9 @@ class Tape(TorchFunctionMode):
     def _recorded(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Dropped, ...]]:
-        """The arguments of a call, with records in place of tensors; and those that are dropped themselves."""
+        """The arguments of a call, with records in place of tensors, and the records of the dropped ones."""
         moved = {id(tensor) for tensor in moved_statistics(name, func, args, kwargs)}
-        # A tensor that is given twice is one argument: attention checks whether its query is its key.
+        # A tensor that is given twice is one argument, because attention checks whether its query is its key.
         records: dict[int, Any] = {}
         record = partial(self._record, records, moved)
         arguments = tuple([record(value) if isinstance(value, _RECORDED) else value for value in args])
@@ -234,7 +241,8 @@ class Tape(TorchFunctionMode):
             return mapped(value, partial(self._record, records, moved))
         key = id(value)
         if key not in records:
-            # A norm that moves its running statistics computes from those of its batch. No version tells of the move.
+            # A norm that updates its running statistics computes with those of its batch. The update doesn't change a
+            # version.
             records[key] = Scratch(value) if key in moved else self._record_of_tensor(value)
         return records[key]
 
@@ -248,7 +256,7 @@ class Tape(TorchFunctionMode):
     # -------------------------------------------------------------------------------- the tensors
 
     def _result(self, tensor: Tensor) -> _Result | None:
-        """The dropped result in whose memory a tensor lies, if that wasn't written to since."""
+        """The dropped result in whose storage a tensor lies, if the storage hasn't been written to since."""
         if tensor.layout is not torch.strided:
             return None
         found = self._results.get(tensor.untyped_storage()._cdata)
@@ -259,14 +267,15 @@ class Tape(TorchFunctionMode):
     def _register(self, node: Node, args: tuple[Any, ...], memories: set[int], result: Any) -> None:
         results = self._results
         for number, tensor in enumerate((result,) if isinstance(result, Tensor) else tensors_in(result)):
-            # A view of an argument is known by the argument.
+            # A view of an argument is identified by the argument.
             is_new = _is_new(tensor, memories) or (node.writes and tensor is args[0])
             if not is_new or not fills_its_memory(tensor):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
             node.views[number] = view_of(tensor)
-            # The entry goes with the memory: then the address may be another's, and the node isn't held any longer.
+            # Remove the entry when the storage is freed: another storage may get its address, and the node needn't be
+            # kept alive.
             reference = weakref.ref(storage, partial(_forget, results, key))
             results[key] = _Result(node, number, tensor._version, tensor.dtype, reference)
 
@@ -277,7 +286,7 @@ class Tape(TorchFunctionMode):
             if self._saved is not None:
                 self._saved.append(packed)
             return packed
-        # A result would hold what autograd saved for it, and be held by that.
+        # Detach results: a result holds the tensors that autograd saved for it, so this would be a reference cycle.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
         if self._saved is None:
             return kept, tensor._version
@@ -286,7 +295,7 @@ class Tape(TorchFunctionMode):
         return packed
 
     def _drop(self, node: Node | None, step: Step, memories: set[int], saved: Sequence[_Packed]) -> None:
-        """Decide on what a call saved that wasn't known before it: its results, and its internal tensors."""
+        """Replace the saved tensors that weren't known before the call: its results and its internal tensors."""
         for place, packed in enumerate(saved):
             if not isinstance(packed, list):
                 continue
@@ -300,7 +309,7 @@ class Tape(TorchFunctionMode):
 
 
 def _dropped(result: _Result, tensor: Tensor) -> tuple[Slot, View | None]:
-    """The slot of a result, and the place of a tensor in its memory where that is another."""
+    """The slot of a result, and the view of a tensor in its storage if it is another one."""
     return result.node.slot(result.number), result.node.place_of(tensor, result.number)
 
 
@@ -309,5 +318,5 @@ def _forget(results: dict[int, _Result], key: int, _: Any) -> None:
 
 
 def _is_new(tensor: Tensor, memories: set[int]) -> bool:
-    """Whether a call made this tensor: it lies in none of the memories of its arguments."""
+    """Whether a call made this tensor: it lies in none of the storages of the call's arguments."""
     return is_plain(tensor) and tensor.untyped_storage()._cdata not in memories

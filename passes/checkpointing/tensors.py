@@ -1,4 +1,4 @@
-"""Tensors as views of the memory that they lie in, and what the arguments of a call hold."""
+"""Tensors as views of their storage, and the tensors in the arguments of a call."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 from passes.torch_private import no_torch_function
 
-# A tensor's place in its memory: size, stride and offset, as `Tensor.as_strided` takes them.
+# A tensor's view of its storage: size, stride and offset, as for `Tensor.as_strided`.
 View = tuple[torch.Size, tuple[int, ...], int]
 
 
 def view_of(tensor: Tensor) -> View:
-    """The place of a tensor in its memory."""
+    """The size, stride and offset of a tensor in its storage."""
     return tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-# A class of tensors with another one computes something of its own.
+# A tensor class that overrides it computes differently.
 _PLAIN = (Tensor.__torch_function__, no_torch_function)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a view of its memory."""
+    """Whether a tensor is nothing but a strided view of its storage."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested
@@ -39,7 +39,7 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; one of inference mode doesn't count, and is as if it never were."""
+    """The number of writes to a tensor; 0 for a tensor of inference mode, which has no version counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -48,8 +48,8 @@ CONTAINERS = (*_ROWS, dict, slice)
 
 
 def leaves(value: Any) -> list[Any]:
-    """What the containers of a call hold."""
-    # Every call of a forward comes by here, several times: a list takes less than half of the time of a generator.
+    """The items in the containers of a call's arguments."""
+    # Every call of a forward comes here several times, and a list takes less than half of the time of a generator.
     if isinstance(value, _ROWS):
         items: Iterable[Any] = value
     elif isinstance(value, dict):
@@ -84,9 +84,9 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The containers of a call anew, with what they hold changed."""
+    """Rebuild the containers of a call's arguments, with their items changed."""
     if isinstance(value, tuple):
-        # A tuple with names takes its items one by one, and one of torch's own (`torch.return_types`) in a row.
+        # A named tuple takes its items one by one; one of torch's own (`torch.return_types`) takes a sequence.
         items = [change(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):

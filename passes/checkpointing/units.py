@@ -1,4 +1,4 @@
-"""Plans for models that FSDP2 shards, whose units have their parameters whole in their own time only."""
+"""Plans for models that FSDP2 shards, where a unit has its whole parameters only while it runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from passes.checkpointing.profile import Profile
 
 
 def keep_between(profile: Profile, units: set[str]) -> None:
-    """Let no call be computed again whose results leave its unit: what is computed again needs no other unit's parameters.
+    """Exclude from recomputation the calls whose results leave their unit.
 
-    What belongs to no unit is the root's, whose parameters stay whole from its forward to its backward pass.
+    A recomputation then needs no parameters of another unit. Calls outside of all units belong to the root, whose
+    parameters stay whole from its forward to its backward pass.
     """
     homes = [_unit_of(call.path, units) for call in profile.calls]
     users: list[set[str | None]] = [set() for _ in profile.calls]

@@ -27,11 +27,12 @@ Blocks = Sequence[Block]
 
 
 def repeated_blocks(root: nn.Module) -> list[Blocks]:
-    """Find groups of siblings that are built alike: the outermost ones, in the order of the tree.
+    """Find groups of sibling modules with the same structure: the outermost ones, in the order of the tree.
 
-    Blocks are alike if they have the same classes at all levels, tensors of the same names, shapes and dtypes, and no
-    forwards other than those of their classes. Other attributes are not compared, because the guards of compiled code
-    check them. Blocks with hooks are left out, because compiled code doesn't check for hooks.
+    Two modules have the same structure if they agree, at all levels, in class, training flag and forward, and in the
+    names, shapes, dtypes, devices and gradient flags of their tensors. Forwards that passes installed are compared by
+    class. Other attributes are not compared, because the guards of compiled code check them. Blocks with hooks are left
+    out, because compiled code doesn't check for hooks.
     """
     search = _Search()
     search.below("", root)
@@ -124,7 +125,7 @@ class _Search:
                 self.below(where, child)
 
     def _build_of(self, module: nn.Module) -> int:
-        """A number that is equal for modules that are built alike."""
+        """A number that is equal for modules with the same structure."""
         if id(module) not in self._builds:
             children = tuple((n, None if c is None else self._build_of(c)) for n, c in module._modules.items())
             tensors = tuple(

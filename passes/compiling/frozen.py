@@ -15,9 +15,9 @@ from passes.torch_private import has_autocast, inductor_settings
 
 logger = logging.getLogger(__name__)
 
-# How often the weights may change before they are no longer compiled in.
+# The maximum number of times that the current weights are compiled in.
 _MOST_FREEZES = 4
-# How many kinds of calls to remember as compiled.
+# The maximum number of kinds of calls to remember as compiled.
 _MOST_KINDS = 1024
 _CONSTANTS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 

@@ -90,7 +90,7 @@ class ChangeRecord(Generic[_Change]):
         tree: the model's modules and tensors.
         changes, skips: the record.
         edits: all edits of modules, in the order in which they were made.
-        weights_alone: whether it changes weights alone, so that modules are called as before.
+        weights_alone: whether the rewriter changes only weights, so that the module calls stay the same.
     """
 
     weights_alone: ClassVar[bool] = False

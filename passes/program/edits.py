@@ -14,7 +14,7 @@ from torch import nn
 
 from passes.torch_private import without_torch_function
 
-# What a key without a value holds; as the new value of an edit, it removes the key.
+# The value of a missing key; as the new value of an edit, it removes the key.
 MISSING = object()
 
 
@@ -192,7 +192,7 @@ def _strides_in(shape: torch.Size, memory_format: torch.memory_format) -> tuple[
 
 
 def in_format(values: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """Return the tensor with the strides of a memory format: a copy, or a view where both formats order the values alike.
+    """Return the tensor with the strides of a memory format: a copy, or a view if both order the values the same way.
 
     Unlike `contiguous(memory_format=…)`, this also changes tensors that are in both formats, such as those with one
     channel: a convolution chooses its format by the strides of its weight.

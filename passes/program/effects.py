@@ -28,7 +28,7 @@ _ACTING = frozenset({
     "_assert", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_check", "backward", "from_file", "record_stream",
     "retain_grad", "sym_constrain_range", "sym_constrain_range_for_size",
 })  # fmt: skip
-# Uninitialized tensors: two of them differ.
+# Operations that return uninitialized memory, so that two results differ.
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 # The key in `node.meta` for the storages of the nodes that this node replaced.
 ALSO_IN = "optimize_export_also_in"

@@ -107,7 +107,7 @@ class FoldedConvForward(InstanceForward):
 
     def compute(self, input: Any, *size: Any, **named: Any) -> torch.Tensor:
         """Compute the layer alone, without checks and without a seal on the output."""
-        # Registered parameters, as the attribute of a bias that was moved away is a placeholder.
+        # Read the registered tensors: the attribute of a bias that was moved away is a placeholder.
         owner, parameters = self.owner, self.owner._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if needs_unsealed(input):
@@ -117,8 +117,9 @@ class FoldedConvForward(InstanceForward):
 
 
 def _unguarded() -> Any:
-    """A block in which folded tensors can be computed with."""
-    # `SealsWhileExporting` is a function mode. Other modes are to see the call.
+    """Return a context in which torch computes with folded tensors."""
+    # `SealsWhileExporting` is a function mode, so all function modes must be off for it. Otherwise other modes should
+    # see the call.
     is_guarded_by_mode = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     return without_torch_function() if is_guarded_by_mode else without_subclasses()
 
@@ -126,7 +127,7 @@ def _unguarded() -> Any:
 def layer_output(
     owner: Any, weight: Any, bias: torch.Tensor | None, input: Any, output_size: Any = None
 ) -> torch.Tensor:
-    """What a torch.nn convolution, transposed convolution or linear layer computes with this weight and this bias."""
+    """Compute a torch.nn convolution, transposed convolution or linear layer with this weight and this bias."""
     output: torch.Tensor
     if isinstance(owner, nn.Linear):
         output = linear(input, weight, bias)
@@ -253,7 +254,8 @@ class NoSealsLeave(AroundForward):
 
     def _exported(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            # The root guards what is inside of it: two guards would take the call of one for a call by other code.
+            # The guard of the root covers its inside. With two guards, one would treat the calls of the other as
+            # foreign code.
             guard = SealsWhileExporting(self.owner) if self.is_root else contextlib.nullcontext()
             with guard, a_forward_runs():
                 return self._inner_forward(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import fx, nn
 class InstanceForward:
     """Base of the callables that replace one module's `forward`; copied and pickled with the module."""
 
-    # Whether a call of the module counts as one operation, which no graph shows the inside of.
+    # Whether a call of the module counts as one operation, so that no graph shows its inside.
     is_atom = False
     owner: nn.Module
 

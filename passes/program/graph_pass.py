@@ -44,7 +44,7 @@ class GraphPass(Pass):
         """Find the candidates, and change or skip each."""
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """See `Pass.would_apply`. Looks at the first graph of a run, and ends the run before that computes."""
+        """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
         if not self.in_files:
             return False
         writer, trial = _Installed(tree), _Trial(self, replace(context, judge=None))
@@ -139,7 +139,7 @@ class _Tried:
 
     def __init__(self, trial: _Trial, *, ends_run: bool = False) -> None:
         self._trial = weakref.ref(trial)
-        # A forward may fork, and its child isn't to come back from here.
+        # The exception must not be raised in the child process of a forward that forks.
         self._ends_run_of = os.getpid() if ends_run else None
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
@@ -154,7 +154,7 @@ class _Tried:
 
 
 class _Enough(BaseException):
-    """Ends a run once its first graph is seen: no forward should take it for an error of its own."""
+    """Ends a run after its first graph. A BaseException, so that the forward doesn't catch it as an error."""
 
 
 @dataclass(eq=False)
@@ -248,7 +248,7 @@ class _ToCheck:
                 if node in uses.left:
                     values[node] = value
                 due += waiting.get(node, ())
-                # The graph enters and leaves transforms of torch.func, inside which nothing else can be run.
+                # The graph enters and leaves transforms of torch.func. Inside them nothing else can run.
                 while due and active_transforms() is None:
                     change = due.pop(0)
                     assert change.check is not None

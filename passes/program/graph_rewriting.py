@@ -25,7 +25,7 @@ from passes.program.changes import Change, Place, Skip
 from passes.program.derived import Derived, function_of
 
 Node = fx.Node
-"""A node of torch.fx: of a captured graph, where it stands for torch's call or an input, or of a recorded run."""
+"""A node of torch.fx: a torch call or an input of a captured graph, or a node of a recorded run."""
 # The reason why a change must not be made; None to make it.
 WhyNot = Callable[[Place], str | None]
 

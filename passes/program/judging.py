@@ -231,7 +231,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _layer_around(node: Node) -> nn.Module | None:
-    """The layer in whose forward the call is made, if it is a subclass with a forward of its own."""
+    """The layer in whose forward the call is made, if it is a subclass with its own forward."""
     module = call_of(node).module
     return module if isinstance(module, AnyConvolution | AnyBatchNorm | nn.Linear) else None
 

@@ -172,7 +172,7 @@ class ChannelScale:
 
 
 Affine = BatchNorm | ChannelScale
-"""An operation that scales and shifts each channel, which a layer before or after it may compute by its weights."""
+"""An operation that scales and shifts each channel; a layer before or after it may do this by its weights."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ class Pair:
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether the module runs the forward of one of these torch.nn classes: an instance, or a subclass that keeps it.
 
-    False if `forward` is overridden, in the class or on the instance, or a method that it calls and that may change what is
-    computed or refuse an input.
+    False if `forward` is overridden, in the class or on the instance. Also False if the class overrides a method that
+    `forward` calls, because it may change the result or refuse an input.
     """
     own = type(module)
     if not isinstance(inner_forward(module), InstanceForward | None):

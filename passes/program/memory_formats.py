@@ -22,7 +22,7 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether torch treats a tensor of 4 or 5 dims as channels_last, with or without gaps in memory.
 
     torch checks only the strides (c10's `is_channels_last_strides_2d` and `_3d`). A tensor with one channel or one
-    spatial position is in both formats, but its strides still tell one of them.
+    spatial position is in both formats, but its strides still show one of them.
     """
     shape, strides = _untraced_shape(tensor), tensor.stride()
     if strides[1] == 0:

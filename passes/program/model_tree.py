@@ -27,8 +27,8 @@ class ModelTree:
         graph_call: the `GraphCall` of the root with its captured graphs, for reuse by the next graph pass; None if
             there is none.
         runs: the recorded runs of the current tree; None if it hasn't been recorded.
-        earlier_runs: the same, or recorded runs from before tensor passes changed weights. Modules are called as they
-            show, and values have these shapes.
+        earlier_runs: the same, or runs that were recorded before tensor passes changed weights. Their module calls and
+            shapes are still valid.
     """
 
     def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
@@ -41,7 +41,7 @@ class ModelTree:
         self.refresh()
 
     def refresh(self, *, weights_alone: bool = False) -> None:
-        """Read the tree again after edits, or after a tensor pass, which edits weights alone."""
+        """Read the tree again after edits; `weights_alone` if only weights changed, as after a tensor pass."""
         self._paths: dict[int, list[str]] = defaultdict(list)
         self._modules: dict[int, nn.Module] = {}
         for path, module in (*self.root.named_modules(remove_duplicate=False), *self.unregistered):

@@ -50,8 +50,8 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         """The recorded runs of the example inputs on the current model; None without example inputs.
 
         Args:
-            of_calls: runs from before tensor passes changed weights will do, if they exist: their modules make the same
-                calls on values of the same shapes, but BatchNorms that are folded now compute there.
+            of_calls: accept runs that were recorded before tensor passes changed weights, if there are any. Their
+                module calls and shapes are still valid, but BatchNorms that are folded by now still compute in them.
         """
         return (of_calls and self.tree.earlier_runs) or recorded_runs(self.tree, context)
 

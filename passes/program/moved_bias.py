@@ -35,7 +35,7 @@ class MovedBias:
         bias_owner, mean_owner: the modules that register them; `mean_owner` is None without a mean.
         weight_owner, weight: the module and name of the convolution's weight, which has the dtype and device of the
             bias.
-        value: the bias that the mean is less by: (out,). A checkpoint that is loaded brings its own.
+        value: the bias that was subtracted from the mean: (out,). Loading a checkpoint replaces it.
         before: the names of the parameters that precede the bias in its owner.
     """
 
@@ -205,9 +205,9 @@ class RefuseMeanAlone(_Hook):
 
 
 class ResetWithBias:
-    """Replaces `reset_running_stats` of a BatchNorm whose running mean contains a bias; `reset_parameters` calls it too.
+    """Replaces `reset_running_stats` of a BatchNorm whose running mean contains a bias, also in `reset_parameters`.
 
-    The original's own method runs on the original's mean, with the bias in it.
+    The bias is added back to the mean, the class's own method runs, and the bias is subtracted again.
     """
 
     def __init__(self, owner: nn.Module, moved: MovedBias) -> None:

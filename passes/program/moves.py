@@ -43,7 +43,7 @@ def _as_they_are(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _without_draws(channels: Channels, arguments: list[Any]) -> Channels | None:
-    """Dropout that is switched off: (input, p, training, inplace)."""
+    """A dropout keeps the channels if it is off; its arguments are (input, p, training, inplace)."""
     named, *others = arguments
     training = named.get("training", others[1] if len(others) > 1 else True)
     return channels if training is False else None
@@ -87,7 +87,7 @@ def _unsqueezed(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _regrouped(channels: Channels, arguments: list[Any]) -> Channels | None:
-    """`view` and `reshape` keep the channels if these are the last dim and that keeps its size."""
+    """`view` and `reshape` keep the channels if they are the last dim and its size doesn't change."""
     sizes = _listed(arguments)
     is_last = channels.dim == channels.rank - 1
     if not is_last or not sizes or type(sizes[-1]) is not int or sizes[-1] != channels.count:
@@ -96,7 +96,7 @@ def _regrouped(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _listed(arguments: list[Any]) -> list[Any]:
-    """Dims or sizes given one by one or as one sequence."""
+    """Return dims or sizes as one list, whether they are given one by one or as a sequence."""
     return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
 
 
@@ -114,7 +114,7 @@ _MOVES: dict[str, Any] = {
 }  # fmt: skip
 # Operations with optional arguments, which are looked up by name.
 _BY_NAME = frozenset({"dropout", "flatten"})
-# Those that are tensor methods.
+# The operations that are tensor methods.
 METHODS = frozenset(_MOVES) - {"dropout"}
 _FUNCTIONS: dict[Any, str] = {
     **{getattr(torch, name): name for name in METHODS - {"contiguous", "view"}},

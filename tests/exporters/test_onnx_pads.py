@@ -48,6 +48,7 @@ class Layer(nn.Module):
 
 
 # No call has a negative number: nothing shows there.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("opset", "value"), [(opset, value) for opset in (10, 11, 13, 17, 18) for value in (0.0, 0.5, -3.0)][1:]
 )

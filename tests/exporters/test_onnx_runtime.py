@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 import exporters
@@ -18,6 +19,7 @@ print(tuple(output.shape))
 """
 
 
+@pytest.mark.slow
 def test_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path):
     home, file = tmp_path / "home", tmp_path / "model.onnx"
     home.mkdir()

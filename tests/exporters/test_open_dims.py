@@ -189,6 +189,7 @@ def assert_right(artifact, model, inputs):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), inputs[0].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["text", "convolutional", "cross", "whole"])
 def test_a_file_is_right_at_sizes_that_no_call_has(name, format, tmp_path):
@@ -200,6 +201,7 @@ def test_a_file_is_right_at_sizes_that_no_call_has(name, format, tmp_path):
         assert_right(artifact, model, call(*sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format"), [("lstm", "torchscript"), ("lstm", "onnx"), ("lstm", "pt2"), ("gru", "torchscript")]
 )
@@ -210,6 +212,7 @@ def test_a_recurrent_net_is_open_in_time(name, format, tmp_path):
         assert_right(artifact, model, call(*sizes))
 
 
+@pytest.mark.slow
 def test_a_recurrent_net_that_torch_unrolls_is_refused_with_the_line(tmp_path):
     sentence = refused("gru", "pt2", tmp_path)
     assert "the model fixes dim 1 of input `x` to 8, and it must be open" in sentence
@@ -260,10 +263,11 @@ def test_a_branch_on_the_length_that_makes_no_difference_is_proven(format, tmp_p
         assert_right(artifact, model, call(*sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["torchscript", "onnx"])
 def test_a_length_that_goes_into_python_is_refused_with_module_and_line(format, tmp_path):
     sentence = refused("cut", format, tmp_path)
-    assert "the model takes a size that goes with `time` into Python at `return torch.stack([x[:, step]" in sentence
+    assert "the model reads a size in Python at `return torch.stack([x[:, step]" in sentence
     assert re.search(r"in module `inner` \(test_open_dims\.py:\d+\)", sentence)
     assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")
 
@@ -366,6 +370,7 @@ def baked(rows):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "format"), [*((OverRows, format) for format in FORMATS), (InPython, "torchscript"), (InTheShape, "pt2")]
 )

@@ -30,12 +30,14 @@ def written(path):
     return {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [9, 11, 13, 17, 18, 20, 21, 23])
 def test_the_file_has_the_opset_that_was_asked_for(opset, tmp_path):
     artifact = export(Mlp(), opset, tmp_path)
     assert written(artifact.path) == artifact.opset == opset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("opset", "ir_version"), [(13, 7), (17, 8)])
 def test_the_file_is_as_old_as_its_opset_so_that_a_runtime_of_that_time_reads_it(opset, ir_version, tmp_path):
     assert onnx.load(export(Mlp(), opset, tmp_path).path).ir_version == ir_version
@@ -48,6 +50,7 @@ def test_the_default_is_told_as_well(tmp_path):
     assert artifact.opset == written(artifact.path)
 
 
+@pytest.mark.slow
 def test_what_the_new_exporter_cannot_convert_down_goes_by_the_old_one(tmp_path):
     artifact = export(Normed(), 13, tmp_path)
     assert artifact.route == "torchscript"
@@ -57,6 +60,7 @@ def test_what_the_new_exporter_cannot_convert_down_goes_by_the_old_one(tmp_path)
     assert export(Normed(), 17, tmp_path).opset == 17
 
 
+@pytest.mark.slow
 def test_no_file_claims_another_opset_than_was_asked_for(tmp_path, monkeypatch):
     real = torch.onnx.export
 

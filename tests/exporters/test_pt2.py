@@ -119,6 +119,7 @@ def test_batches_that_the_model_refuses_are_refused_and_no_others(tmp_path):
         artifact.load()(floats(5, 3))
 
 
+@pytest.mark.slow
 def test_the_number_of_rows_as_a_python_number_is_taken_by_the_strict_route(tmp_path):
     class Halves(nn.Module):
         def forward(self, x, y):
@@ -215,6 +216,7 @@ assert not {"exporters", "optimizer", "passes"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_knows_nothing_of_this_project_loads_it(tmp_path):
     artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
     command = [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)]

@@ -6,6 +6,7 @@ from exporters import Adapter, ExportRequest, exporter_named
 from optimizer import export
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_real_models_export_by_the_first_route(name, format, tmp_path):
@@ -21,6 +22,7 @@ def test_real_models_export_by_the_first_route(name, format, tmp_path):
         assert torch.allclose(expected.detach(), got, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
 def test_a_cache_among_the_outputs_is_taken_apart(format, tmp_path):
     model, args, kwargs = REAL_MODELS["gpt2"]()

@@ -6,7 +6,7 @@ from torch import nn
 
 from exporters.errors import StructureError
 from exporters.structure import Structure, bind, input_names, output_names
-from optimizer.structure import leaves_of
+from optimizer.model.structure import leaves_of
 
 x, y, z = floats(2, 3), floats(2, 4), floats(2, 5)
 

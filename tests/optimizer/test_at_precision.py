@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optimizer import check_parity, export, optimize, report_of, verify_bundle
 from optimizer.errors import UsageError
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, Reference, judge, measure_reference
 from passes import CastPrecision, Precision
 from passes.base import Context
@@ -330,6 +330,7 @@ def statuses(report: Any) -> list[str]:
     return [record.status for record in report.passes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
     good = CastPrecision(how=how)

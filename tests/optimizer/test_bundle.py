@@ -27,9 +27,10 @@ from exporters.base import Adapter, Artifact, ExportRequest, TensorSpec
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named, load_artifact
 from exporters.torchscript import TorchScriptExporter
-from optimizer import bundle as bundles
-from optimizer import exchange, export
-from optimizer.bundle import (
+from optimizer import export
+from optimizer.bundle import bundle as bundles
+from optimizer.bundle import exchange
+from optimizer.bundle.bundle import (
     Bundle,
     artifact_entry,
     check_target,
@@ -41,12 +42,20 @@ from optimizer.bundle import (
     write_bundle,
     write_golden,
 )
+from optimizer.bundle.golden import stored_noises, stored_tolerances
+from optimizer.bundle.manifest import (
+    MANIFEST,
+    check_manifest,
+    number,
+    plain,
+    to_json_text,
+    usage_text,
+    without_local_paths,
+)
+from optimizer.bundle.verify import device_factor, file_digest, sums_text
 from optimizer.errors import BundleError, DeviceError, UsageError
-from optimizer.golden import stored_noises, stored_tolerances
-from optimizer.inputs import Call, Samples
-from optimizer.manifest import MANIFEST, check_manifest, number, plain, to_json_text, usage_text, without_local_paths
+from optimizer.model.inputs import Call, Samples
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
-from optimizer.verify import device_factor, file_digest, sums_text
 
 WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float32).reshape(4, 3)
 
@@ -264,7 +273,7 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
         {**artifact, "format": "pt2", "path": "model.pt2"},
         {**artifact, "format": "aoti", "path": "model.aoti.pt2"},
     ]
-    manifest["notes"] = ["time was looked at in\nthe sizes 5, 7.", "x_1 is all zero and proves nothing."]
+    manifest["notes"] = ["time was checked at\nthe sizes 5, 7.", "x_1 is all zero and proves nothing."]
     text = usage_text(manifest)
     assert "\n- time was checked at the sizes 5, 7.\n- x_1 is all zero and proves nothing.\n\n## " in text
     assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
@@ -1250,10 +1259,11 @@ def test_the_hash_of_weights_takes_every_kind_of_entry() -> None:
         assert weights_hash({**state, name: value}) != known
 
 
+@pytest.mark.slow
 def test_the_hash_of_weights_makes_no_copy_of_the_whole() -> None:
     script = (
         "import resource, torch\n"
-        "from optimizer.manifest import weights_hash\n"
+        "from optimizer.bundle.manifest import weights_hash\n"
         "state = {str(n): torch.ones(16 << 20) for n in range(4)}\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "weights_hash(state)\n"
@@ -1358,6 +1368,7 @@ def test_real_artifacts_are_verified_after_the_move(real_copy: Path) -> None:
     assert report.artifacts[1].placement
 
 
+@pytest.mark.slow
 def test_the_readme_of_real_artifacts_runs_without_this_program(real_copy: Path) -> None:
     snippets = [part.partition("```")[0] for part in (real_copy / "README.md").read_text().split("```python")[1:]]
     assert len(snippets) == 3

@@ -73,8 +73,8 @@ class Remembering(Linear):
 
     def forward(self, x):
         self.calls += 1
-        if self.masks.get("rows") != len(x):
-            self.masks = {"rows": len(x), "mask": torch.ones(len(x), 1)}
+        if self.masks.get("rows") != x.shape[0]:
+            self.masks = {"rows": x.shape[0], "mask": torch.ones(x.shape[0], 1)}
         self.last = self.linear(x) * self.masks["mask"]
         return self.last
 

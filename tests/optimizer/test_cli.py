@@ -17,7 +17,9 @@ from torch import nn
 import exporters.registry
 import passes.registry
 from exporters.metadata import metadata_of
-from optimizer import cli, early_checks, result_table
+from optimizer.command import cli, early_checks
+from optimizer.command import tables as result_table
+from optimizer.command.tables import as_text
 from optimizer.errors import (
     BundleError,
     DeviceError,
@@ -37,9 +39,8 @@ from optimizer.options import (
     default_output,
     parse_batch_sizes,
 )
-from optimizer.result_table import as_text
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parent.parent.parent
 DONE = {
     "ok": True,
     "exit_code": 0,
@@ -119,7 +120,7 @@ STAGES = [
 
 
 class Engine:
-    """Stands in for `optimizer.command`; keeps the options that it was called with."""
+    """Stands in for `optimizer.command.build`; keeps the options that it was called with."""
 
     def __init__(self, outcome=DONE, during=lambda: None):
         self.outcome, self.during, self.options = outcome, during, None
@@ -825,7 +826,7 @@ def test_the_names_that_are_known_without_torch_are_those_of_the_registries():
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["m.py", "--batch-sizes", "0"], *WRONG[2], *WRONG[3]])
 def test_torch_isnt_imported_before_it_is_needed(arguments):
     done = process(
-        f"import sys\nfrom optimizer.cli import main\nmain({arguments!r})\n"
+        f"import sys\nfrom optimizer.command.cli import main\nmain({arguments!r})\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'onnx', 'rich'}))"
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
@@ -833,7 +834,7 @@ def test_torch_isnt_imported_before_it_is_needed(arguments):
 
 FAKE = """
 import atexit, os, signal, sys, threading
-from optimizer import cli
+from optimizer.command import cli
 class Engine:
     @staticmethod
     def export_model(options, progress):
@@ -852,6 +853,7 @@ def test_what_is_printed_at_exit_goes_to_stderr():
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_line_for_each_stage():
     import pty
 
@@ -894,6 +896,7 @@ def test_closed_streams_are_no_error():
     assert process(code).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("options", ["", "'--json'"])
 def test_streams_that_are_closed_from_the_start_are_no_error(tmp_path, streams, options):

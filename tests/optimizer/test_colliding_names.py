@@ -9,12 +9,12 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import check_parity, export, optimize, verify_bundle
-from optimizer.cli import main
+from optimizer.command.cli import main
+from optimizer.command.input_files import read_calls
 from optimizer.errors import UsageError
-from optimizer.input_files import read_calls
-from optimizer.inputs import Call
+from optimizer.model.inputs import Call
+from optimizer.model.structure import leaves_of
 from optimizer.parity import input_names
-from optimizer.structure import leaves_of
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 TREES = {
@@ -136,6 +136,7 @@ def calls():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Positional, Listed, Numbered])
 def test_inputs_of_one_name_go_the_whole_way(kind, tmp_path):
     args, kwargs, names = calls()[kind]
@@ -166,6 +167,7 @@ def test_input_files_give_a_positional_argument_and_one_of_its_name(tmp_path):
     assert torch.equal(call.kwargs["x"], second)
 
 
+@pytest.mark.slow
 def test_the_command_takes_such_a_model(tmp_path, capsys):
     source = """
     import torch

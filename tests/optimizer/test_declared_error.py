@@ -112,6 +112,7 @@ def test_a_declared_error_is_a_share(share: float, monkeypatch: pytest.MonkeyPat
         optimized(GeluTanh())
 
 
+@pytest.mark.slow
 def test_files_are_proven_within_the_declared_error(tmp_path) -> None:
     fast, x = optimized(GeluTanh()), torch.randn(4, 8)
     bundle = export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript", "onnx"))

@@ -8,14 +8,14 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import export, open_bundle, optimize, verify_bundle
-from optimizer.artifact_parity import FileProof
-from optimizer.cli import main
-from optimizer.dynamic import OpenDims, open_dims
+from optimizer.command.cli import main
 from optimizer.errors import ExportFailed, ParityError, UsageError
-from optimizer.inputs import Samples
+from optimizer.exporting.artifact_parity import FileProof
+from optimizer.model.dynamic import OpenDims, open_dims
+from optimizer.model.inputs import Samples
+from optimizer.model.sizes import Taken, ladder
 from optimizer.options import parse_dynamic
 from optimizer.parity import golden_entries, measure_reference
-from optimizer.sizes import Taken, ladder
 
 X, MASK, LENGTHS = torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 3])
 INPUTS = {"x": X, "mask": MASK, "lengths": LENGTHS}
@@ -327,6 +327,7 @@ class Late(nn.Module):
         return self.last(self.late(self.first(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
 def test_what_shows_at_one_length_alone_is_found_where_it_is(format, tmp_path):
     torch.manual_seed(0)
@@ -444,6 +445,7 @@ example_inputs = (torch.randint(0, 9, (2, 5)), torch.rand(2, 5))
 """
 
 
+@pytest.mark.slow
 def test_sizes_that_the_original_does_not_take_are_told_where_the_result_is_read(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     (tmp_path / "together.py").write_text(TOGETHER)

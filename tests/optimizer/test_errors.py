@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from exporters.onnx import OnnxExporter, judge_placement
-from optimizer import artifact_parity, cli
-from optimizer.artifact_parity import FileProof
+from optimizer.command import cli
+from optimizer.exporting import artifact_parity
+from optimizer.exporting.artifact_parity import FileProof
 from optimizer.parity import judge
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parent.parent.parent
 NET = """
 import torch
 from torch import nn
@@ -202,8 +203,8 @@ def test_files_without_a_model(refused, text, sentence):
         (
             "class Greedy(Net):\n    def forward(self, x):\n        return torch.empty(2**55, dtype=torch.uint8)\n"
             "model = Greedy()",
-            "model.py:model failed on its inputs (float32[2, 3, 8, 8]): the memory of this machine isn't enough: "
-            "33,554,432.0 GiB were asked for at once (model.py line 17).",
+            "model.py:model failed on its inputs (float32[2, 3, 8, 8]): out of memory while "
+            "allocating 33,554,432.0 GiB (model.py line 17).",
         ),
     ],
 )
@@ -279,6 +280,7 @@ def test_weights(refused):
 # The whole way --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_whole_way_and_back(run, folder):
     write("print('hello from the file')")
     done = run("model.py", "--json")
@@ -366,6 +368,7 @@ def test_a_child_process_of_the_users_ends_by_itself(run):
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 def test_what_ends_the_process_at_exit_keeps_the_code_of_a_failure(folder):
     write("import atexit, os\natexit.register(lambda: os._exit(0))\n1 / 0", whole=True)
     command = [sys.executable, "-m", "optimizer", "model.py"]
@@ -395,6 +398,7 @@ def test_paths_that_are_no_text(refused):
     assert "o\\udcff.py isn't UTF-8, which torch's exporters need: rename it." in refused(3, name + ".py")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["class", 'say "x"', "model", "é😀`|"])
 def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, monkeypatch, name):
@@ -484,6 +488,7 @@ def test_outputs_with_signal_at_larger_batches_alone_are_exported(run):
     assert (done.code, done.out) == (0, "dist/model\n"), done.err
 
 
+@pytest.mark.slow
 def test_parity_that_fails_shows_figures_and_publishes_nothing(run, folder, monkeypatch):
     monkeypatch.setattr(artifact_parity, "judge", lambda measurement, **_: judge(measurement, atol=0.0, rtol=0.0))
     write("model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 50), nn.Softmax(1))")
@@ -524,6 +529,7 @@ model = Big()
 """
 
 
+@pytest.mark.slow
 def test_a_format_that_cant_be_had_leaves_the_others(run, folder):
     write(UNTRACED)
     done = run("model.py", "--passes", "none", "--quiet")
@@ -552,6 +558,7 @@ def test_a_format_that_is_missing_withholds_all_with_strict(refused):
     assert "torchscript" in refused(4, write(UNTRACED), "--passes", "none", "--strict")
 
 
+@pytest.mark.slow
 def test_a_file_that_isnt_proven_is_missing_with_its_figures(run, folder, monkeypatch):
     wrong_onnx(monkeypatch)
     done = run(write(), "--json")
@@ -628,12 +635,13 @@ def test_bundles_that_are_none(refused):
 
 
 def start(folder: Path, *arguments: str, before: str = "") -> subprocess.Popen[str]:
-    code = f"{before}\nimport sys\nfrom optimizer.cli import main\nsys.exit(main())"
+    code = f"{before}\nimport sys\nfrom optimizer.command.cli import main\nsys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=folder, env=environment, **pipes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_in_the_middle_leaves_nothing(folder, number, code):
     write(
@@ -663,6 +671,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(folder, number, code):
     assert left in ([], [folder / "dist"])
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_writing(folder):
     write("model = nn.Sequential(Net(), nn.Flatten(), nn.Linear(144, 500))")
     before = sorted(folder.rglob("*"))
@@ -675,6 +684,7 @@ def test_a_disk_that_is_full_while_writing(folder):
     assert left in ([], [folder / "dist"])
 
 
+@pytest.mark.slow
 def test_a_file_that_is_written_to_after_its_proof_is_proven_again(run, folder, monkeypatch):
     export = OnnxExporter.export
 

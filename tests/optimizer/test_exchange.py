@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from optimizer import exchange
+from optimizer.bundle import exchange
 
 posix = pytest.mark.skipif(os.name != "posix", reason="forks and kills")
 STEPS = Path(__file__).parents[1] / "support" / "exchange_steps.py"
@@ -49,6 +49,7 @@ def program(*arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @posix
 def test_killed_at_each_step_of_a_first_write_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
     steps, outcomes, _ = program(tmp_path, "fresh").split()
@@ -56,6 +57,7 @@ def test_killed_at_each_step_of_a_first_write_leaves_nothing_or_the_whole(tmp_pa
     assert outcomes == "-n"
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("kind", ["exchange", "renames"])
 def test_killed_at_each_step_of_a_replacement_leaves_the_old_or_the_new(tmp_path: Path, kind: str) -> None:
@@ -65,6 +67,7 @@ def test_killed_at_each_step_of_a_replacement_leaves_the_old_or_the_new(tmp_path
     assert (int(recoveries) > 0) == (kind == "renames" or sys.platform != "linux")
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("kind", ["many", "many-renames"])
 def test_of_many_writers_one_wins_and_nothing_is_mixed_or_left(tmp_path: Path, kind: str) -> None:

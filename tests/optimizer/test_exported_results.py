@@ -34,6 +34,7 @@ def check(name, passes, format, tmp_path):
     assert verify_bundle(moved).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "passes"), [(name, passes) for name in PASSES for passes in PASSES[name]])
 def test_results_of_passes_are_programs_of_torch_export(name, passes, tmp_path):
     check(name, passes, "pt2", tmp_path)

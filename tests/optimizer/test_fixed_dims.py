@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer import cli, export
+from optimizer import export
+from optimizer.command import cli
 from optimizer.options import parse_dynamic
 
 FORMATS = ("torchscript",)

@@ -10,10 +10,10 @@ PROGRAM = """
 import gc, os, signal, sys, threading
 import torch
 from torch import nn
-import optimizer.preserve
+import optimizer.model.settings
 from optimizer import check_parity, export, optimize
 
-optimizer.preserve._LONGEST_WAIT = float(sys.argv[2])
+optimizer.model.settings._LONGEST_WAIT = float(sys.argv[2])
 inside, forked = threading.Event(), threading.Event()
 
 class Slow(nn.Linear):
@@ -57,6 +57,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "longest_wait", "forward_waits"),
     [("optimize", 600, 0.02), ("export", 600, 0.02), ("check_parity", 600, 0.02), ("optimize", 0, 60)],
@@ -69,6 +70,7 @@ def test_a_child_forked_during_the_work_of_another_thread(work, longest_wait, fo
     assert done.returncode == 7, done.stderr
 
 
+@pytest.mark.slow
 def test_a_forward_that_forks_goes_on_in_both_processes(tmp_path):
     script = tmp_path / "forking.py"
     script.write_text(
@@ -95,6 +97,7 @@ def test_a_forward_that_forks_goes_on_in_both_processes(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_child_that_a_forward_makes_while_passes_are_tried_ends_there(tmp_path):
     script = tmp_path / "forking.py"
     script.write_text(

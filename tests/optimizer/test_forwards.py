@@ -9,7 +9,7 @@ from torch import nn
 
 from optimizer import export, optimize
 from optimizer.errors import ParityError
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import judge, measure_reference
 from passes import FoldConvBn
 
@@ -180,7 +180,7 @@ def test_an_original_that_was_changed_is_measured_anew(net, change, tmp_path):
 
 
 def test_large_outputs_are_not_kept(net, monkeypatch, tmp_path):
-    monkeypatch.setattr("optimizer.api._LARGEST_KEPT", 100)
+    monkeypatch.setattr("optimizer.pipeline.optimizing._LARGEST_KEPT", 100)
     fast = optimize(net, example_inputs=(image(),))
     assert exported(fast, tmp_path / "net", image()).parity.ok
     assert len(float64_sizes()) == 2

@@ -191,6 +191,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return exported(made(Net), ["simplify", MergeRows()], tmp_path_factory.mktemp("net"), data(4, 5, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_files_hold_what_graph_passes_did(format: str, merged: Any) -> None:
     assert entries(merged) == EVERYTHING
@@ -236,6 +237,7 @@ def test_files_of_copies_and_pickles_hold_it_too(twin: Any, tmp_path: Any) -> No
     assert not {"sin", "exp"} & set(operators(bundle, "pt2"))
 
 
+@pytest.mark.slow
 def test_keywords_and_nested_outputs(tmp_path: Any) -> None:
     kwargs = {"mask": data(4, 5, seed=2).sigmoid()}
     bundle = exported(made(Nested), ["simplify", MergeRows()], tmp_path, data(4, 5, 8), kwargs=kwargs)
@@ -245,12 +247,14 @@ def test_keywords_and_nested_outputs(tmp_path: Any) -> None:
         assert [spec.name for spec in artifact.outputs] == ["y_0", "y_1_0", "y_1_1", "rows", "weight"]
 
 
+@pytest.mark.slow
 def test_a_convolutional_net_with_tensor_passes_first(tmp_path: Any) -> None:
     bundle = exported(made(Convs), ["fold-conv-bn", "simplify"], tmp_path, data(4, 3, 12, 12))
     assert entries(bundle) == EVERYTHING
     assert not {"batch_norm", "dropout"} & set(operators(bundle, "pt2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "passes"), [("bert", ["simplify", MergeRows()]), ("llama", ["simplify"])])
 def test_transformers(name: str, passes: list[Any], tmp_path: Any) -> None:
     model, args, kwargs = REAL_MODELS[name]()
@@ -260,6 +264,7 @@ def test_transformers(name: str, passes: list[Any], tmp_path: Any) -> None:
     assert operators(bundle, "pt2").total() < operators(plain, "pt2").total()
 
 
+@pytest.mark.slow
 def test_two_batches_of_their_own(tmp_path: Any) -> None:
     model, args, _ = clip()
     dynamic = {"input_ids": {0: "texts"}, "pixel_values": {0: "images"}}
@@ -273,6 +278,7 @@ def test_two_batches_of_their_own(tmp_path: Any) -> None:
             torch.testing.assert_close(run(*given)[0], model(*given).logits_per_image, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_autocasts_are_in_files(tmp_path: Any) -> None:
     model, args, kwargs = REAL_MODELS["bert"]()
     passes = ["simplify", "cast-precision:how=autocast"]
@@ -280,6 +286,7 @@ def test_autocasts_are_in_files(tmp_path: Any) -> None:
     assert entries(bundle) == {"torchscript": [], "pt2": []}
 
 
+@pytest.mark.slow
 def test_a_graph_break_is_named_and_the_files_are_right(tmp_path: Any) -> None:
     bundle = exported(made(Breaks), ["simplify"], tmp_path, data(4, 5, 8))
     (note,) = bundle.manifest["notes"]
@@ -293,6 +300,7 @@ def test_a_graph_break_is_named_and_the_files_are_right(tmp_path: Any) -> None:
     assert verify_bundle(bundle.path).ok
 
 
+@pytest.mark.slow
 def test_a_file_that_isnt_right_gives_way_to_that_of_the_plain_forward(tmp_path: Any) -> None:
     bundle = exported(made(Net), [WrongAtFive()], tmp_path, data(4, 5, 8), formats=("pt2",))
     ((name, reason),) = (each.values() for each in entries(bundle)["pt2"])
@@ -302,6 +310,7 @@ def test_a_file_that_isnt_right_gives_way_to_that_of_the_plain_forward(tmp_path:
     assert sorted(path.name for path in bundle.path.glob("*.pt2")) == ["model.pt2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sizes"), [(BySize, (2, 3)), (ByOne, (2, 3))])
 def test_a_branch_on_a_size_is_in_no_file(kind: type[nn.Module], sizes: tuple[int, ...], tmp_path: Any) -> None:
     with pytest.raises(ExportError, match=r"at a batch of [17] the model goes another way"):
@@ -310,6 +319,7 @@ def test_a_branch_on_a_size_is_in_no_file(kind: type[nn.Module], sizes: tuple[in
     assert entries(bundle) == EVERYTHING
 
 
+@pytest.mark.slow
 def test_kernels_and_compiled_calls_are_in_no_file(tmp_path: Any) -> None:
     passes = ["simplify", "jit-fusion", "torch-compile:backend=eager"]
     bundle = exported(made(Gelu), passes, tmp_path, data(4, 5, 8), formats=("onnx",))

@@ -77,6 +77,7 @@ def test_a_pass_does_no_more_for_an_operation_of_a_larger_model(name: str, kind:
 REWRITES = [Simplify(), MergeLinears(force=True), PadChannels(force=True), JitFusion()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", REWRITES, ids=lambda item: item.name)
 def test_a_rewrite_of_a_captured_graph_does_no_more_for_an_operation_of_a_larger_model(
     item: GraphPass, monkeypatch: pytest.MonkeyPatch

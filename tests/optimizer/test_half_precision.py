@@ -34,6 +34,7 @@ def image(rows):
 
 
 # onnxruntime has no kernels of a convolution in bfloat16 for a CPU, and ONNX has none at all before opset 22.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "formats"),
     [(torch.float16, ("torchscript", "pt2", "onnx")), (torch.bfloat16, ("torchscript", "pt2"))],
@@ -57,6 +58,7 @@ def test_it_goes_the_whole_way(net, dtype, formats, tmp_path):
             assert (tensor.float() - value.float()).abs().max().item() <= 8 * torch.finfo(dtype).eps * scale
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has kernels that the CPU lacks")
 @pytest.mark.parametrize("layer", ["conv", "linear"])
 def test_what_the_runtime_has_no_kernels_for_is_one_sentence_with_a_way_out(net, layer, tmp_path):

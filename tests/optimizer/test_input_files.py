@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from optimizer import check_parity, cli, export, open_bundle, optimize
+from optimizer import check_parity, export, open_bundle, optimize
+from optimizer.command import cli
+from optimizer.command.input_files import read_calls
+from optimizer.command.loading import load
 from optimizer.errors import LoadError, UsageError
-from optimizer.input_files import read_calls
-from optimizer.inputs import Call, Samples
-from optimizer.loading import load
+from optimizer.model.inputs import Call, Samples
 from optimizer.parity import golden_entries, measure_reference
 
 
@@ -279,7 +280,7 @@ def test_files_replace_the_inputs_of_the_users_file(model_file: Path, tmp_path: 
 def test_the_command_runs_the_files_as_they_are(
     model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer.user_code.import_own_packages", lambda: None)
+    monkeypatch.setattr("optimizer.command.user_code.import_own_packages", lambda: None)
     first, second = torch.randn(2, 4), torch.randn(6, 4)
     files = [str(saved(tmp_path, name, x=x)) for name, x in (("a", first), ("b", second))]
     arguments = [str(model_file), "--formats", "torchscript", "--inputs", files[0], "--inputs", files[1], "--json"]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from optimizer.command.input_spec import InputSpec, draw_inputs, parse_input
 from optimizer.errors import LoadError, UsageError
-from optimizer.input_spec import InputSpec, draw_inputs, parse_input
 
 
 @pytest.mark.parametrize(

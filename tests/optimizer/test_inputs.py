@@ -5,7 +5,7 @@ import torch
 from laid_out import laid_out
 
 from optimizer.errors import LoadError, UsageError
-from optimizer.inputs import Call, Samples
+from optimizer.model.inputs import Call, Samples
 
 
 def test_draw_0_of_the_given_batch_size_is_the_users_own_call():

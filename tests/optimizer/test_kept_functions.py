@@ -12,7 +12,7 @@ from torch import nn
 
 from optimizer import check_parity, optimize
 from optimizer.errors import LoadError
-from optimizer.working_copy import working_copy
+from optimizer.model.working_copy import working_copy
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

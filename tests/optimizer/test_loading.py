@@ -10,9 +10,9 @@ import pytest
 import torch
 from user_folder import UserFolder, refused
 
+from optimizer.command.loading import load, parse_target
+from optimizer.command.user_code import names_restored
 from optimizer.errors import LoadError, UsageError
-from optimizer.loading import load, parse_target
-from optimizer.user_code import names_restored
 
 
 @pytest.fixture(autouse=True)

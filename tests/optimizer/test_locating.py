@@ -15,10 +15,10 @@ from torch.nn import functional
 from exporters import Artifact, ExportRequest, OnnxExporter
 from exporters.steps import Place
 from optimizer import export
-from optimizer.artifact_parity import FileProof
-from optimizer.divergence import Divergence
 from optimizer.errors import ParityError
-from optimizer.locating import first_divergence, judged_values
+from optimizer.exporting.artifact_parity import FileProof
+from optimizer.faults.divergence import Divergence
+from optimizer.faults.locating import first_divergence, judged_values
 
 
 class Attention(nn.Module):
@@ -261,6 +261,7 @@ def scale_first_weight(path: Path) -> None:
     onnx.save(model, path)
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_says_where(tmp_path, monkeypatch):
     torch.manual_seed(0)
     spoiling(monkeypatch, OnnxExporter, scale_first_weight)
@@ -275,6 +276,7 @@ def test_an_export_that_fails_says_where(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
     torch.manual_seed(0)
     spoiling(monkeypatch, OnnxExporter, scale_first_weight)
@@ -282,7 +284,7 @@ def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
     def broken(*_: object) -> None:
         raise RuntimeError("no values today")
 
-    monkeypatch.setattr("optimizer.locating.first_divergence", broken)
+    monkeypatch.setattr("optimizer.faults.locating.first_divergence", broken)
     with pytest.raises(ParityError, match=r"isn't shown to compute what the original does: .* is off by") as caught:
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert "isn't known: looking for it raised RuntimeError: no values today." in str(caught.value)
@@ -302,6 +304,7 @@ class Optimizing:
         return tuple(output * 1.01 for output in self._loaded(*tensors))
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_at_fault_is_told_from_the_file(tmp_path, monkeypatch):
     torch.manual_seed(0)
     load = OnnxExporter.load
@@ -316,6 +319,7 @@ def test_a_runtime_that_is_at_fault_is_told_from_the_file(tmp_path, monkeypatch)
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_optimizations_that_raises_hides_nothing(tmp_path, monkeypatch):
     torch.manual_seed(0)
     spoiling(monkeypatch, OnnxExporter, scale_first_weight)
@@ -328,8 +332,9 @@ def test_a_run_without_optimizations_that_raises_hides_nothing(tmp_path, monkeyp
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
 
 
+@pytest.mark.slow
 def test_an_export_that_is_right_is_not_looked_into(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("optimizer.artifact_parity.located", lambda *_: pytest.fail("looked for a place"))
+    monkeypatch.setattr("optimizer.exporting.artifact_parity.located", lambda *_: pytest.fail("looked for a place"))
     bundle = export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert bundle.parity.ok

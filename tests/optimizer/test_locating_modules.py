@@ -14,8 +14,8 @@ from exporters import TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize
 from optimizer.errors import ParityError
-from optimizer.inputs import Samples
-from optimizer.locating_modules import first_wrong_module, first_wrong_part
+from optimizer.faults.locating_modules import first_wrong_module, first_wrong_part
+from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 from passes.base import Context
 from passes.program.module_pass import ModulePass
@@ -107,6 +107,7 @@ def test_an_operation_of_a_modules_own_forward_is_named_by_that_module(net):
     assert divergence.operation == "Block"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchscript", "onnx"])
 def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported(net, tmp_path, name):
     fast = optimize(net, example_inputs=(X,))
@@ -117,6 +118,7 @@ def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported
     assert caught.value.figures["artifacts"][0]["divergence"]["module"] == "blocks.2.first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "number"), [("stem", 1), ("blocks.0.first", 1), ("blocks.1.second", 1), ("shared", 1), ("head", 1)]
 )
@@ -159,6 +161,7 @@ class Scaled(nn.Module):
         return self.inner(x) * by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["first", "scaled.inner", "head"])
 def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkeypatch, path):
     def spoil(file):
@@ -176,6 +179,7 @@ def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkey
     assert artifact["route"] == "script"
 
 
+@pytest.mark.slow
 def test_a_torchscript_file_that_is_right_differs_nowhere(net, tmp_path):
     fast = optimize(net, example_inputs=(X,))
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])

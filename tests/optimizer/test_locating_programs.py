@@ -16,9 +16,9 @@ from exporters.program_values import ProgramValues
 from exporters.steps import program_of
 from optimizer import export
 from optimizer.errors import ParityError
-from optimizer.inputs import Samples
-from optimizer.locating import first_divergence, judged_values
-from optimizer.locating_values import first_module_without_value
+from optimizer.faults.locating import first_divergence, judged_values
+from optimizer.faults.locating_values import first_module_without_value
+from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 
 
@@ -107,6 +107,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_a_weight_that_is_off_by_a_percent_is_found_at_its_operation(tmp_path, monkeypatch, name):
     found = found_in(made(Net), X, tmp_path, monkeypatch, scaled(name))
@@ -116,6 +117,7 @@ def test_a_weight_that_is_off_by_a_percent_is_found_at_its_operation(tmp_path, m
     assert found["also"] == []
 
 
+@pytest.mark.slow
 def test_another_argument_of_an_operation_is_found(tmp_path, monkeypatch):
     def spoil(path: Path) -> None:
         program = torch.export.load(path)
@@ -127,6 +129,7 @@ def test_another_argument_of_an_operation_is_found(tmp_path, monkeypatch):
     assert (found["module"], found["operation"]) == ("blocks.1.norm", "layer_norm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_a_program_that_writes_to_its_values_is_found_by_module(tmp_path, monkeypatch, name):
     """Its operations can't be computed again by themselves."""

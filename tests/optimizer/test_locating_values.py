@@ -14,12 +14,12 @@ from tiny_models import enliven
 from torch import nn
 
 import exporters.onnx
-import optimizer.locating_values
+import optimizer.faults.locating_values
 from exporters import OnnxExporter
 from exporters.errors import RouteRefused
 from optimizer import export, optimize
 from optimizer.errors import ParityError
-from optimizer.locating_values import Alike
+from optimizer.faults.locating_values import Alike
 from optimizer.parity import distance
 
 
@@ -75,6 +75,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [None, ()], ids=["optimized", "as it is"])
 @pytest.mark.parametrize("node", PLACES)
 def test_a_weight_that_is_off_by_a_percent_is_found_at_its_module(net, tmp_path, monkeypatch, node, passes):
@@ -84,6 +85,7 @@ def test_a_weight_that_is_off_by_a_percent_is_found_at_its_module(net, tmp_path,
     assert found["error"] > 100 * found["noise"]
 
 
+@pytest.mark.slow
 def test_an_operation_between_modules_is_found_at_the_module_around_it(net, tmp_path, monkeypatch):
     def spoil(graph: onnx.GraphProto) -> None:
         node = next(each for each in graph.node if each.name == "/model/blocks/blocks.1/Add")
@@ -96,6 +98,7 @@ def test_an_operation_between_modules_is_found_at_the_module_around_it(net, tmp_
     assert (found["module"], found["operation"]) == ("blocks.1", "Block")
 
 
+@pytest.mark.slow
 def test_a_second_call_of_a_module_is_told_from_the_first(net, tmp_path, monkeypatch):
     def spoil(graph: onnx.GraphProto) -> None:
         node = next(each for each in graph.node if each.name == "/model/shared_1/Gemm")
@@ -106,6 +109,7 @@ def test_a_second_call_of_a_module_is_told_from_the_first(net, tmp_path, monkeyp
     assert (found["module"], found["call"]) == ("shared", 2)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_a_constant_is_found_where_the_file_raises(net, tmp_path, monkeypatch):
     def spoil(graph: onnx.GraphProto) -> None:
         node = next(each for each in graph.node if each.name == "/model/blocks/blocks.1/first/Conv")
@@ -119,6 +123,7 @@ def test_a_batch_that_is_a_constant_is_found_where_the_file_raises(net, tmp_path
     assert found["problem"] == f"the file raises there at {found['where']}"
 
 
+@pytest.mark.slow
 def test_an_output_that_is_changed_behind_all_modules_is_found_at_the_model(net, tmp_path, monkeypatch):
     def spoil(graph: onnx.GraphProto) -> None:
         node, output = graph.node[-1], graph.output[0].name
@@ -158,7 +163,7 @@ def test_infinity_in_one_place_hides_no_value():
 def test_few_of_many_values_are_looked_at_closely(monkeypatch):
     values = [torch.randn(50, 40) for _ in range(200)]
     looked = []
-    monkeypatch.setattr(optimizer.locating_values, "distance", lambda a, b: looked.append(a) or distance(a, b))
+    monkeypatch.setattr(optimizer.faults.locating_values, "distance", lambda a, b: looked.append(a) or distance(a, b))
     nearest = alike(values).nearest(values[150].view(40, 50) + 1e-6)
     assert torch.equal(nearest, values[150].view(40, 50))
     assert len(looked) < 5

@@ -165,6 +165,7 @@ def test_weights_are_shared_and_folded_ones_are_new():
     assert not {id(p) for p in mine.values()} & {id(p) for p in theirs.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [None, (X,)])
 def test_state_of_the_result_is_its_own(inputs):
     class Counts(nn.Module):
@@ -787,7 +788,7 @@ def test_a_lack_of_memory_is_a_sentence():
         def forward(self, x):
             return torch.empty(2**55, dtype=torch.uint8).sum() + x
 
-    with pytest.raises(LoadError, match=r"the memory of this machine isn't enough: 33,554,432\.0 GiB were asked for"):
+    with pytest.raises(LoadError, match=r"out of memory while allocating 33,554,432\.0 GiB"):
         optimize(Greedy(), example_inputs=(X,))
 
 

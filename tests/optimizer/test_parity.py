@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimizer import optimize
 from optimizer.errors import LoadError, UsageError
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import (
     SLICE_FACTOR,
     Measurement,
@@ -643,6 +643,7 @@ def judged_by_few_samples(model, candidate, inputs):
         return check_parity(model, candidate, inputs, mode="training")
 
 
+@pytest.mark.slow
 def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
     # What is judged in float64 needs no samples.
     monkeypatch.setattr("optimizer.parity.reference.settle_kinks", lambda *args: None)
@@ -778,6 +779,7 @@ class RoundingOften(nn.Module):
         return x + self.shift
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     """However much rounding inside explains: in float64 there is none, and the error is as large."""
     torch.manual_seed(0)
@@ -799,13 +801,15 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     assert report.verdict == "failed"
     assert "(4 times is allowed)" in report.reason
     assert any("float64 has the same error, so it isn't rounding inside" in note for note in report.notes)
-    # What only rounds otherwise is nothing of the kind, and off by as much.
+    assert not check_region(model, shifted, [inputs.given.args]).ok
+    # What only rounds differently is nothing of the kind, and off by as much.
     with monkeypatch.context() as patch:
         patch.setattr(Reference, "look_closely", lambda self: None)
         assert not judged(coarse).ok
     assert judged(coarse).ok
 
 
+@pytest.mark.slow
 def test_a_gradient_of_nothing_but_rounding_is_known_by_more_samples():
     """Where the model can't be run in float64, a gradient that should be zero is known by its noise alone."""
     found = 0

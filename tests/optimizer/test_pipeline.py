@@ -15,9 +15,10 @@ from tiny_models import enliven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from optimizer import optimize, pipeline, report_of
+from optimizer import optimize, report_of
 from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.parity import float64
+from optimizer.pipeline import parted
 from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
 from passes.base import Context
 from passes.errors import UnseenCall
@@ -641,7 +642,7 @@ def test_a_pair_that_a_run_parts_is_left_alone(cls: type[Parted], mode: Literal[
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_pass_with_too_many_pairs_that_a_run_parts_goes_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_MOST_PARTED", 1)
+    monkeypatch.setattr(parted, "_MOST_PARTED", 1)
     fast = optimize(PartedTwice().eval(), ["fold-conv-bn", "channels-last"], example_inputs=(X,))
     assert statuses(fast) == [("fold-conv-bn", "rolled-back"), ("channels-last", "applied")]
     assert "was used without it" in report_of(fast).passes[0].reason
@@ -769,7 +770,7 @@ def test_a_pass_goes_as_a_whole_where_a_likely_call_parts_too_many_or_it_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for item, most in ((FoldsBlindly(), 8), (FoldConvBn(), 0)):
-        monkeypatch.setattr(pipeline, "_MOST_PARTED", most)
+        monkeypatch.setattr(parted, "_MOST_PARTED", most)
         fast = optimize(OneRowAlone().eval(), [item, "channels-last"], example_inputs=(X,))
         assert [status for _, status in statuses(fast)] == ["rolled-back", "applied"]
         assert "at a batch size of 1: convs.0 was folded together" in report_of(fast).passes[0].reason

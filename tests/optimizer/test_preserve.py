@@ -15,7 +15,7 @@ from torch import nn
 
 from optimizer import check_parity, optimize
 from optimizer.errors import LoadError
-from optimizer.runs import Runs
+from optimizer.model.runs import Runs
 
 
 class Countdown:
@@ -156,6 +156,7 @@ KEPT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [(torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),), None])
 @pytest.mark.parametrize("name", KEPT)
 def test_state_of_all_kinds_is_in_the_result_what_it_was_and_stays_the_callers(name, inputs):

@@ -25,6 +25,7 @@ def tensors(outputs):
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verified", [True, False])
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_real_models(name, verified):
@@ -51,6 +52,7 @@ def test_real_models(name, verified):
             assert theirs.abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format"), [("bert", "torchscript"), ("bert", "onnx"), ("bert", "pt2"), ("resnet", "torchscript")]
 )

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimizer import check_parity, optimize, report_of
 from optimizer.errors import LoadError
-from optimizer.inputs import Call
+from optimizer.model.inputs import Call
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.observe import Observation, observe
 

@@ -46,6 +46,7 @@ def refused(folder: Path, name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
     strip = exporters.onnx._strip
 
@@ -61,6 +62,7 @@ def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
     assert message.startswith("The model can't be exported to onnx (dynamo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["trace", "script"])
 def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
     save = exporters.torchscript._save
@@ -77,7 +79,7 @@ def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
 
     monkeypatch.setattr(exporters.torchscript, "_save", spoil)
     if way == "script":
-        monkeypatch.setattr(exporters.torchscript, "traced_with_decisions", refuse)
+        monkeypatch.setattr(exporters.torchscript, "traced", refuse)
     place = f"second ({line_with('return self.second(torch.tanh(hidden))')}, Linear)"
     assert f" The file by way of '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
 
@@ -98,6 +100,7 @@ def test_a_capture_that_is_wrong_before_it_is_written(tmp_path, monkeypatch):
     assert f" The file by way of 'export' first differs at {place}: off by " in message
 
 
+@pytest.mark.slow
 def test_a_search_that_raises_hides_nothing(tmp_path, monkeypatch):
     strip = exporters.onnx._strip
 
@@ -110,7 +113,7 @@ def test_a_search_that_raises_hides_nothing(tmp_path, monkeypatch):
         raise RuntimeError("no values today")
 
     monkeypatch.setattr(exporters.onnx, "_strip", spoil)
-    monkeypatch.setattr("optimizer.locating._in_file", broken)
+    monkeypatch.setattr("optimizer.faults.locating._in_file", broken)
     message = refused(tmp_path, "onnx")
     assert "output `output` is wrong on inputs of [2, 4]: its values are off by" in message
     assert "first differs" not in message

@@ -11,9 +11,10 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
-from optimizer import Bundle, cli, export, open_bundle, optimize, rejudge_bundle, verify_bundle
+from optimizer import Bundle, export, open_bundle, optimize, rejudge_bundle, verify_bundle
+from optimizer.bundle.verify import file_digest, sums_text
+from optimizer.command import cli
 from optimizer.errors import BundleError, UsageError
-from optimizer.verify import file_digest, sums_text
 
 
 class Net(nn.Module):
@@ -53,7 +54,7 @@ def bundle(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bu
     shutil.copytree(written, copy)
     (copy / "model.torchscript.pt").unlink()
     (copy / "golden.safetensors").unlink()
-    monkeypatch.setattr("optimizer.bundle.load_artifact", None)
+    monkeypatch.setattr("optimizer.bundle.bundle.load_artifact", None)
     return open_bundle(copy)
 
 
@@ -228,7 +229,7 @@ def test_every_field_of_a_measurement_is_documented(bundle: Bundle) -> None:
 def test_the_command_judges_as_it_verifies(
     written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer.user_code.import_own_packages", lambda: None)
+    monkeypatch.setattr("optimizer.command.user_code.import_own_packages", lambda: None)
     verified = verify_bundle(written)
     assert verified.ok
     documents = {}

@@ -84,6 +84,7 @@ def reproduce(folder):
     return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False, cwd=folder.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_folder_shows_what_is_wrong_by_itself(tmp_path, monkeypatch, name):
     spoiling(monkeypatch, *FORMATS[name])
@@ -103,6 +104,7 @@ def test_the_folder_shows_what_is_wrong_by_itself(tmp_path, monkeypatch, name):
     assert all(line.endswith("wrong") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_program_says_right_of_a_file_that_is(tmp_path, monkeypatch, name):
     right = tmp_path / "right"
@@ -116,6 +118,7 @@ def test_the_program_says_right_of_a_file_that_is(tmp_path, monkeypatch, name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_infinity_and_nan_in_their_places_are_right(tmp_path, monkeypatch):
     class Masked(Net):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -163,6 +166,7 @@ def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_nothing_is_wrong(tmp_path):
     export(net(), example_inputs=X, output=tmp_path / "net", formats=["onnx"], debug_dir=tmp_path / "debug")
     assert not (tmp_path / "debug").exists()
@@ -174,13 +178,14 @@ def test_a_folder_that_stands_there_is_refused_before_any_work(tmp_path):
         export(net(), example_inputs=X, output=tmp_path / "net", debug_dir=tmp_path / "debug")
 
 
+@pytest.mark.slow
 def test_a_folder_is_never_half_written_and_never_hides_the_failure(tmp_path, monkeypatch):
     spoiling(monkeypatch, *FORMATS["onnx"])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("optimizer.reproducing.save_file", full)
+    monkeypatch.setattr("optimizer.faults.reproducing.save_file", full)
     with pytest.raises(ParityError, match=r"is off by .* couldn't be written \(error 28\)\."):
         export(net(), example_inputs=X, output=tmp_path / "n", formats=["onnx"], debug_dir=tmp_path / "debug")
     assert list((tmp_path / "debug").iterdir()) == []

@@ -13,10 +13,10 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import check_parity, export, rejudge_bundle
+from optimizer.command.tables import as_text
 from optimizer.errors import ParityError, UsageError
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, independent_rows, judge, measure_reference
-from optimizer.result_table import as_text
 
 
 class Net(nn.Module):
@@ -237,6 +237,7 @@ class Mixed(nn.Module):
         return F.batch_norm(x, None, None, training=True) if len(x) > 1 else x
 
 
+@pytest.mark.slow
 def test_a_bundle_says_that_rows_are_their_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).eval()

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError, Terminated
-from optimizer.sentences import errors_of_user_code, quote
+from optimizer.wording import quote
 
 
 class Speechless(Exception):
@@ -32,11 +33,9 @@ def test_an_error_that_cant_say_what_it_is_is_quoted_by_its_class():
 def test_a_lack_of_memory_is_told_with_what_was_asked_for():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    assert quote(caught.value, with_type=True) == (
-        "the memory of this machine isn't enough: 33,554,432.0 GiB were asked for at once"
-    )
-    assert quote(MemoryError(), with_type=True) == "the memory of this machine isn't enough"
-    assert quote(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "the memory of the GPU isn't enough"
+    assert quote(caught.value, with_type=True) == ("out of memory while allocating 33,554,432.0 GiB")
+    assert quote(MemoryError(), with_type=True) == "out of memory"
+    assert quote(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "out of GPU memory"
     assert quote(ValueError("can't allocate memory: you tried to allocate 3 bytes")).startswith("can't allocate")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from optimizer import check_parity
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, judge, measure_reference, statistics
 from optimizer.parity.statistics import cosine, has_classes, percentile_999, top1_agreement
 

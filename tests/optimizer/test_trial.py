@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from user_folder import UserFolder
 
+from optimizer.command.first_run import check_runs
+from optimizer.command.loading import Loaded, load
+from optimizer.command.user_code import names_restored
 from optimizer.errors import LoadError
-from optimizer.loading import Loaded, load
-from optimizer.trial import check_runs
-from optimizer.user_code import names_restored
 
 
 @pytest.fixture(autouse=True)

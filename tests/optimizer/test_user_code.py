@@ -11,12 +11,12 @@ import pytest
 import torch
 from user_folder import UserFolder
 
+from optimizer.command.first_run import check_runs
+from optimizer.command.loading import load
+from optimizer.command.user_code import names_restored, put_first
 from optimizer.errors import LoadError
-from optimizer.loading import load
-from optimizer.trial import check_runs
-from optimizer.user_code import names_restored, put_first
 
-ROOT = Path(sys.modules["optimizer.user_code"].__file__).parent.parent
+ROOT = Path(sys.modules["optimizer.command.user_code"].__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +109,12 @@ def test_what_the_users_code_imported_is_taken_back_and_nothing_else(write, tmp_
     assert "colorsys" in sys.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["passes", "exporters"])
 def test_the_program_finds_its_own_packages_wherever_it_is_started(write, tmp_path, name):
     write("raise AssertionError('a module of the user was imported')", f"{name}/__init__.py", net=False, inputs=False)
     code = (
-        "from optimizer.user_code import import_own_packages\nimport_own_packages()\n"
+        "from optimizer.command.user_code import import_own_packages\nimport_own_packages()\n"
         f"import {name}.errors\nprint({name}.errors.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
@@ -123,6 +124,7 @@ def test_the_program_finds_its_own_packages_wherever_it_is_started(write, tmp_pa
     assert done.stdout.strip() == str(ROOT / name / "errors.py"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", [False, True], ids=["beside it", "imported by the model"])
 def test_the_installed_command_starts_where_the_path_holds_an_optimizer_of_the_user(write, tmp_path, imported):
     write("WIDTH = 3", "optimizer.py", net=False, inputs=False)

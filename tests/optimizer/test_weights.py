@@ -11,8 +11,8 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from user_folder import UserFolder, refused
 
-from optimizer.loading import load
-from optimizer.user_code import names_restored
+from optimizer.command.loading import load
+from optimizer.command.user_code import names_restored
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from optimizer import optimize
 from optimizer.errors import LoadError
-from optimizer.working_copy import private_state, working_copy
+from optimizer.model.working_copy import private_state, working_copy
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -317,6 +317,7 @@ def test_scripted_modules_inside():
     assert clone[0].weight.data_ptr() == model[0].weight.data_ptr()
 
 
+@pytest.mark.slow
 def test_deep_and_wide_trees():
     module: nn.Module = nn.Linear(1, 1)
     for _ in range(150):
@@ -341,6 +342,7 @@ def test_deep_and_wide_trees():
     assert calls(5000) < 5.5 * calls(1000)
 
 
+@pytest.mark.slow
 def test_the_copy_is_not_kept_alive():
     result = working_copy(nn.Sequential(Layer()))
     kept = weakref.ref(result.root)
@@ -528,6 +530,7 @@ def test_a_private_state_shares_memory_as_the_module_does(place):
         assert model.whole.tolist() == [0] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_forward_that_writes_to_a_view_goes_through(mode, place):

@@ -10,8 +10,8 @@ from torch import nn
 
 from optimizer import check_parity, export, optimize
 from optimizer.errors import LoadError
+from optimizer.model.runs import Runs
 from optimizer.parity.float64 import Float64Mode
-from optimizer.runs import Runs
 
 
 class Shortened(nn.Module):
@@ -187,6 +187,7 @@ def test_optimizing_leaves_the_callers_parameters_as_they_are():
         assert torch.allclose(fast(rows), model(rows), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", ["torchscript", "onnx"])
 def test_exporting_leaves_the_callers_parameters_as_they_are(format_name, tmp_path):
     model = enliven(nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 3))).eval()

@@ -13,7 +13,7 @@ from torch import nn
 
 from optimizer import export, optimize
 from optimizer.errors import ParityError
-from optimizer.wrong_pass import pass_to_blame
+from optimizer.faults.wrong_pass import pass_to_blame
 from passes import Pass
 from passes.base import Context
 from passes.program.module_pass import ModulePass
@@ -79,6 +79,7 @@ def net() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_pass_that_shows_at_a_larger_batch_alone_is_named_when_a_file_fails(net, tmp_path, place):
     passes: list[Pass] = [Harmless(), Harmless("last"), Harmless("last", "bias")]

@@ -186,6 +186,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "after a call"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_is_changed_counts(change: Callable[[nn.Module], None], when: str, pair: Any) -> None:
@@ -210,6 +211,7 @@ def test_a_global_counts(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     same(model, fast, data(name))
 
 
+@pytest.mark.slow
 def test_other_arguments_and_sizes(pair: Any) -> None:
     name, model, fast = pair
     for batch, length in ((1, None), (7, None), (2, 6), (5, 11), (1, 4), (3, 5), (9, 7), (2, 9), (6, 3), (8, 12)):
@@ -220,6 +222,7 @@ def test_other_arguments_and_sizes(pair: Any) -> None:
     same(model, fast, data(name), torch.ones(()), double=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, pair: Any) -> None:
     name, model, fast = pair
@@ -228,6 +231,7 @@ def test_dtypes(dtype: torch.dtype, pair: Any) -> None:
     same(model.float(), fast.float(), data(name))
 
 
+@pytest.mark.slow
 def test_copies_and_pickles(pair: Any) -> None:
     name, model, fast = pair
     kept = io.BytesIO()
@@ -245,6 +249,7 @@ def test_copies_and_pickles(pair: Any) -> None:
     same(model, fast, data(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_shallow_copy_is_a_module_of_its_own(name: str, made: dict[str, Any]) -> None:
     model = copy.deepcopy(made[name][0])
@@ -274,6 +279,7 @@ def test_threads(pair: Any) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_modes_and_transforms(pair: Any) -> None:
     name, model, fast = pair
     x = data(name)

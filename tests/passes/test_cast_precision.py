@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import exporters.onnx
 from exporters import ExportError
 from exporters.errors import RouteRefused
-from optimizer import cli, export, optimize, report_of, verify_bundle
+from optimizer import export, optimize, report_of, verify_bundle
+from optimizer.command import cli
 from passes import CastPrecision
 from passes.base import Context
 from passes.casting.forwards import AutocastForward, CastForward, InFloat32, LoweredInput, UnderAutocast, root_cast
@@ -548,6 +549,7 @@ def test_a_module_is_measured_with_what_the_model_is_given_as_it_is(how: Any) ->
     assert not kept_in(texts_of(done))
 
 
+@pytest.mark.slow
 def test_padded_layers_whose_inputs_are_cast() -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:
@@ -870,6 +872,7 @@ def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
         export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", ["cast-precision", "cast-precision:how=weights:dtype=float16"])
 @pytest.mark.parametrize("others", [["fold-conv-bias", "fold-conv-bn"], ["channels-last"], ["simplify"]], ids="-".join)
 def test_passes_mix_in_either_order(others: list[str], cast: str) -> None:
@@ -1029,6 +1032,7 @@ def test_a_trace_holds_the_casts_of_weights_that_are_used_again() -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "autocast"), ("float16", "weights")])
 def test_a_torchscript_file_holds_the_casts(dtype: Any, how: Any, tmp_path: Path) -> None:
     x = image(2, 3, 8, 8)
@@ -1047,6 +1051,7 @@ def test_a_torchscript_file_holds_the_casts(dtype: Any, how: Any, tmp_path: Path
     assert verify_bundle(bundle.path).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_an_onnx_file_holds_float16(how: Any, tmp_path: Path) -> None:
     x = rows(3, 6)
@@ -1094,6 +1099,7 @@ def test_what_a_format_cannot_hold_is_told_in_a_sentence(
     assert hint not in str(plain.value)
 
 
+@pytest.mark.slow
 def test_the_command_casts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "mine.py"
     source.write_text(

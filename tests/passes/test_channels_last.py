@@ -373,6 +373,7 @@ def test_an_input_that_several_convolutions_read_is_converted_once(how: str) -> 
     assert all(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["written", "given back", "looked at"])
 def test_an_input_that_has_to_be_the_callers_own_is_not_converted(how: str) -> None:
     model = enliven(Branches(how)).eval()

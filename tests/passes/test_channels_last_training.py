@@ -114,6 +114,7 @@ def watched(model: nn.Module, x: Tensor) -> LayoutWatch:
 # What is promised ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_maps_go_to_channels_last_and_the_parameters_are_the_callers_own() -> None:
     model = made()
     before = [(id(p), p.stride(), p._version) for p in model.parameters()]
@@ -197,6 +198,7 @@ class Contiguous(nn.Module):
         return self.more(self.conv(self.norm(x)))
 
 
+@pytest.mark.slow
 def test_gradients_leave_channels_last_where_the_maps_entered_it() -> None:
     fast = optimized(made(Contiguous), x=images(4, 24))
     assert (("conv", ENTERED)) in changes_of(fast)
@@ -283,6 +285,7 @@ def test_under_autocast() -> None:
     assert layout_of(fast.stem[0].weight.grad) != LAST
 
 
+@pytest.mark.slow
 def test_hooks_see_what_they_saw() -> None:
     model, seen = made().double(), []
     model.stem[0].register_forward_hook(lambda m, args, out: seen.append(out.detach().sum()))
@@ -298,6 +301,7 @@ def test_hooks_see_what_they_saw() -> None:
 # With other passes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.5, "min"])
 def test_behind_a_fold_and_in_front_of_checkpoints(budget: float | str) -> None:
     model, x = made(), images()
@@ -468,6 +472,7 @@ def test_refusals() -> None:
     }
 
 
+@pytest.mark.slow
 def test_weights_that_are_all_large_are_left_alone() -> None:
     model = net(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 2))
     x = torch.randn(2, 16, 4, 4)

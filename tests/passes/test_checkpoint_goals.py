@@ -39,6 +39,7 @@ def planned(step: TrainingStep, budgets: Sequence[float]) -> list[tuple[Plan, in
     return found
 
 
+@pytest.mark.slow
 def test_on_the_mean_over_five_models_a_budget_costs_as_little_as_is_the_goal():
     again = {budget: [] for budget in MOST_ON_THE_MEAN}
     for name in GOALS:
@@ -53,6 +54,7 @@ def test_on_the_mean_over_five_models_a_budget_costs_as_little_as_is_the_goal():
         assert sum(shares) / 5 <= MOST_ON_THE_MEAN[budget], shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TANGLED)
 def test_blocks_that_hang_together_by_more_than_one_tensor_train_in_half_of_the_memory(name):
     step, other = step_of(name), step_of(name)

@@ -61,6 +61,7 @@ def made(name: str) -> Pass:
     return pass_named(name).from_options(OPTIONS.get(name, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pass_names())
 def test_keeps_the_contract(name: str) -> None:
     done = check_pass(made(name), Mixed().eval(), (image(),), mode=pass_named(name).modes[0])

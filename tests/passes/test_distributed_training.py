@@ -53,6 +53,7 @@ def found():
     return {name: [line for line in lines if line["scenario"] == name] for name in SCENARIOS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ("ddp-folded", "fsdp-other-plans")])
 def test_it_trains_to_the_bit_as_without_a_plan(found, name):
     assert len(found[name]) == 2

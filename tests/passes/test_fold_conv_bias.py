@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from optimizer import optimize, report_of
-from optimizer.working_copy import Mode
+from optimizer.model.working_copy import Mode
 from passes import FoldConvBias
 from passes.base import Context
 from passes.errors import UnseenCall
@@ -245,6 +245,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
 
 
+@pytest.mark.slow
 def test_trains_as_the_original_with_sgd() -> None:
     """In float32 what is left is rounding, which eight BatchNorms and twenty steps carry on: 5e-5 was measured."""
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 5e-4)):
@@ -254,6 +255,7 @@ def test_trains_as_the_original_with_sgd() -> None:
         assert difference_in_eval(model, fast) < bound
 
 
+@pytest.mark.slow
 def test_trains_as_the_original_with_adamw_in_float64() -> None:
     """Outputs, weights and variances agree to rounding; the running means as far as the original's biases stay.
 
@@ -270,6 +272,7 @@ def test_trains_as_the_original_with_adamw_in_float64() -> None:
     assert difference_in_eval(model, fast) < 1e-8
 
 
+@pytest.mark.slow
 def test_under_adamw_in_float32_the_original_drifts_and_the_result_does_not() -> None:
     """As documented: AdamW makes whole steps of the rounding in the gradient of the original's biases."""
     model, fast, worst = train_together(torch.float32, adamw)
@@ -585,6 +588,7 @@ def test_a_child_that_is_compiled_gives_its_bias_away() -> None:
         assert relative(got, wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_compiled_it_trains_alike() -> None:
     model = models.Pair().train()
     x, y = image(6, 3, 8, 8), image(6, 4, 8, 8, seed=3)

@@ -107,6 +107,7 @@ def random_pair(seed: int) -> tuple[nn.Module, torch.Tensor]:
     return model.eval(), x.relu() if draw.random() < 0.5 else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(12))
 def test_ordinary_pairs_in_half_precision_are_folded(dtype: torch.dtype, seed: int) -> None:
@@ -324,6 +325,7 @@ def test_inside_of_a_compiled_child(cls: type[nn.Module]) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_guarded_module_can_be_optimized_again(guarded: Any) -> None:
     fast = guarded(models.IslandBesides)
     again = optimize(fast, example_inputs=(image(),))
@@ -395,6 +397,7 @@ class KeepsInObject(TakesObject):
         return self.bn(given.box.kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "folds"), [(TakesObject, 1), (KeepsInObject, 0)])
 def test_what_comes_in_an_object_goes_through_layers_that_fold(kind: type[nn.Module], folds: int) -> None:
     model, x = enliven(kind()).eval(), image()
@@ -413,6 +416,7 @@ def test_a_result_of_another_pass_is_folded_later() -> None:
     torch.testing.assert_close(fast(image()), model(image()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("layer", ["conv", "linear", "transposed"])
 def test_the_result_runs_compiled_by_inductor(layer: str, grad: bool) -> None:

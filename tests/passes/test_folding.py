@@ -692,6 +692,7 @@ def _batches(model: nn.Module) -> list[Tensor]:
     return [x] if isinstance(model, Unbatched) else [image(size, *x.shape[1:], seed=size) for size in (1, 2, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("kind", [*REFUSED, *ALIKE])
 def test_what_is_refused_stays_right_at_every_batch_and_the_original_as_it_is(kind: str) -> None:
@@ -713,6 +714,7 @@ def test_what_is_refused_stays_right_at_every_batch_and_the_original_as_it_is(ki
         model.load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refuses_with_the_reason_and_stays_right(kind: str) -> None:
@@ -1235,6 +1237,7 @@ class _PassesObjectOn(Pair):
         return self.bn(y) + y
 
 
+@pytest.mark.slow
 def test_outputs_in_an_object_that_torch_knows_nothing_of() -> None:
     model = _ReturnsObject().eval()
     fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
@@ -1244,6 +1247,7 @@ def test_outputs_in_an_object_that_torch_knows_nothing_of() -> None:
     assert check_parity(model, fast, (image(),), batch_sizes=(1, 2, 5), draws=1).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [_ReturnsRawInObject, _ReturnsRawInNamespace])
 def test_a_value_in_an_object_that_is_returned_has_other_users(cls: type[nn.Module]) -> None:
     tree, context = captured(cls().eval(), image())

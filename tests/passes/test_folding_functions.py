@@ -168,6 +168,7 @@ def _called(use: Any) -> Any:
     return use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", APART)
 def test_copied_pickled_and_optimized_again(kind: str) -> None:
     model, x = _model(kind)
@@ -181,6 +182,7 @@ def test_copied_pickled_and_optimized_again(kind: str) -> None:
         torch.testing.assert_close(each(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["conv, function", "function, function", "leading norm, function"])
 def test_exported_and_compiled(kind: str, tmp_path: Any) -> None:
     model, x = _model(kind)

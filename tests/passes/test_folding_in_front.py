@@ -177,6 +177,7 @@ def test_a_norm_behind_is_folded_when_one_in_front_is_already() -> None:
     assert check_parity(model.eval(), again, (model.example,), batch_sizes=(1, 3)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BothSides, Transposed])
 def test_what_is_folded_can_be_exported_and_compiled(kind: type[Front], tmp_path: Any) -> None:
     model = kind().eval()

@@ -100,6 +100,7 @@ ROWS: dict[str, tuple[tuple[Layer, ...], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("passes", [["fold-conv-bn"], ["fold-conv-bias", "fold-conv-bn"], ["fold-conv-bn"] * 2])
 @pytest.mark.parametrize("kind", ROWS)
@@ -143,6 +144,7 @@ def test_folds_over_moves_between_two() -> None:
     assert isinstance(fast.layers[1](fast.layers[0](IMAGE)), SealedOutput)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["behind", "in front", "mixed"])
 def test_what_is_folded_can_be_exported_and_compiled(kind: str, tmp_path: Any) -> None:
     model = Row(*ROWS[kind][0]).eval()

@@ -14,9 +14,9 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import optimize
-from optimizer.inputs import Samples
+from optimizer.model.inputs import Samples
+from optimizer.model.working_copy import Mode
 from optimizer.parity import measure_reference
-from optimizer.working_copy import Mode
 from passes import FoldConvBias, FoldConvBn
 
 
@@ -224,6 +224,7 @@ def test_in_inference_others_keep_the_values_that_the_pair_had(make: Callable[[]
     assert done.changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [_WritesIntoTheMean, _WritesUnseen, _SetsItem, _WritesOut])
 @pytest.mark.parametrize("item", [FoldConvBias(), FoldConvBn()])
 def test_in_inference_a_pair_stays_that_a_forward_writes_to(cls: type[nn.Module], item: Any) -> None:

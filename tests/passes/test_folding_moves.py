@@ -139,6 +139,7 @@ def test_what_is_folded_can_be_copied_and_optimized_again(kind: type[Moved]) -> 
     check_fold_of_copy(kind().eval(), kind.example)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Flattened, Dropped])
 def test_what_is_folded_can_be_exported(kind: type[Moved], tmp_path: Any) -> None:
     model = kind().eval()

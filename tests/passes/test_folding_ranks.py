@@ -291,6 +291,7 @@ class Growing(nn.Module):
         return y + 1 if x.ndim == 2 else y * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_written_to_is_not_taken_for_known():
     model = Growing().eval()
     fast = optimize(model, ["jit-fusion"], example_inputs=(torch.randn(2, 4),))

@@ -139,6 +139,7 @@ def test_a_scale_that_adds_dims_to_other_ranks_raises_there() -> None:
         fast(IMAGE[0])
 
 
+@pytest.mark.slow
 def test_what_is_folded_can_be_exported_and_compiled(tmp_path: Any) -> None:
     model = Shifted().eval()
     fast = optimize(model, example_inputs=(IMAGE,))
@@ -344,6 +345,7 @@ def test_a_product_is_folded_where_none_is_the_default_or_the_users(kind: type[S
         torch.testing.assert_close(fast(**kwargs), model(**kwargs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_fold_in_what_is_given_a_size_is_exported(tmp_path: Any) -> None:
     """To a trace a size is a tensor."""
     model = Around(Masked()).eval()

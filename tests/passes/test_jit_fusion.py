@@ -498,6 +498,7 @@ def _first_group(model: nn.Module) -> Any:
     return (found[0],)
 
 
+@pytest.mark.slow
 def test_the_exports_hold_the_operations(ran: list[str], tmp_path: Path) -> None:
     model = enliven(nn.Sequential(nn.Linear(4, 4), OfGelu())).eval()
     fast, _ = fused_model(model)
@@ -549,6 +550,7 @@ class Residual(nn.Module):
         return F.silu(self.other(self.second(inside)) * 0.5 + x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [
@@ -887,6 +889,7 @@ def test_a_unit_of_which_no_kernel_can_be_made_is_refused(monkeypatch: pytest.Mo
     assert [skip.text for skip in record.skips] == ["inductor makes no kernel of it (InductorError: RuntimeError: no)"]
 
 
+@pytest.mark.slow
 def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)

@@ -134,6 +134,7 @@ def test_the_gate_of_a_gated_unit() -> None:
     assert (products(model, x), products(merged(model, x), x)) == (3, 2)
 
 
+@pytest.mark.slow
 def test_query_key_and_value_where_no_trace_goes() -> None:
     model = nn.Sequential(Attention(), nn.ReLU(), Attention()).eval()
     done = check_pass(MergeLinears(force=True), model, (image_of(),))
@@ -348,6 +349,7 @@ def test_what_may_not_be_merged_stays(
     assert reason in [each.reason for each in done.skips], skips(done)
 
 
+@pytest.mark.slow
 def test_the_others_of_a_group_are_merged_all_the_same() -> None:
     model = Attention().eval()
     parametrizations.weight_norm(model.key)
@@ -452,6 +454,7 @@ def test_tensors_that_are_put_in_the_place_of_others_are_used() -> None:
     assert products(fast, image_of()) == 2
 
 
+@pytest.mark.slow
 def test_weights_of_one_call_are_used_in_that() -> None:
     model = Attention().eval()
     fast = merged(model)
@@ -792,6 +795,7 @@ def check_gradients(fast: nn.Module, model: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("query.weight",), ("key.weight", "value.bias"), ("",)])
 def test_gradients_are_those_of_the_model(frozen: tuple[str, ...]) -> None:
     model = Attention().eval()
@@ -930,6 +934,7 @@ def test_the_joint_weight_is_kept_under_autocast() -> None:
         assert computed("cat", fast, image_of()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("is_cast_first", [True, False])
 def test_weights_of_half_a_precision(is_cast_first: bool, dtype: str) -> None:
@@ -1015,6 +1020,7 @@ def test_traced_by_fx_it_is_the_layers() -> None:
 # In files -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_a_file_computes_the_same(file_format: str, tmp_path: Any) -> None:
     model, x = Gated().eval(), torch.randn(3, 6)
@@ -1043,6 +1049,7 @@ class Mixed(nn.Module):
 OTHERS = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("first", [True, False])
 def test_in_a_pair_of_passes(other: str, first: bool) -> None:
@@ -1055,6 +1062,7 @@ def test_in_a_pair_of_passes(other: str, first: bool) -> None:
     assert (products(model, x), products(fast, x)) == (8, 5)
 
 
+@pytest.mark.slow
 def test_before_torch_compile() -> None:
     from passes import TorchCompile
 
@@ -1083,6 +1091,7 @@ def test_a_folded_layer_is_merged() -> None:
     assert check_parity(model, fast, (x,)).ok
 
 
+@pytest.mark.slow
 def test_taken_back_alone() -> None:
     model, x = Mixed().eval(), torch.randn(2, 3, 4, 4)
     tree, context = captured(model, (x,))
@@ -1114,6 +1123,7 @@ def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor], int]:
     return lively(transformers.BertModel(transformers.BertConfig(vocab_size=31, **sizes))), {"input_ids": ids}, 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama"])
 def test_a_transformer(name: str) -> None:
     model, kwargs, layers = _transformer(name)
@@ -1127,6 +1137,7 @@ def test_a_transformer(name: str) -> None:
     assert list(fast.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.slow
 def test_a_language_model_generates_the_same_with_its_cache() -> None:
     import transformers
     from real_models import lively

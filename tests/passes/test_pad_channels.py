@@ -101,6 +101,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...
 # What is computed ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_computes_in_multiples_of_eight(name: str) -> None:
     make, shape, weight = LAYERS[name]
@@ -124,6 +125,7 @@ def test_the_sums_are_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None
         assert torch.equal(fast(x[:size]), model(x[:size]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_output_lies_in_memory_as_before(name: str) -> None:
     make, shape, _ = LAYERS[name]
@@ -441,6 +443,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_layer_that_can_not_be_padded_stays(name: str) -> None:
     make, shape, where, reason = REFUSED[name]
@@ -489,6 +492,7 @@ def test_what_is_in_multiples_needs_nothing() -> None:
     assert (done.changes, done.skips) == ((), ())
 
 
+@pytest.mark.slow
 def test_a_layer_in_an_island_is_padded() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -712,6 +716,7 @@ class Everything(nn.Module):
 OTHERS = ["fold-conv-bias", "fold-conv-bn", "channels-last", "simplify"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("first", [True, False])
 def test_it_goes_with_every_other_pass_in_both_orders(other: str, first: bool) -> None:
@@ -727,6 +732,7 @@ def test_it_goes_with_every_other_pass_in_both_orders(other: str, first: bool) -
     assert torch.equal(twin(x), fast(x))
 
 
+@pytest.mark.slow
 def test_a_folded_convolution_still_checks_where_its_output_goes() -> None:
     model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
     for order in (["fold-conv-bn", ANYWHERE], [ANYWHERE, "fold-conv-bn"]):
@@ -735,6 +741,7 @@ def test_a_folded_convolution_still_checks_where_its_output_goes() -> None:
             fast.conv(x) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_a_file_computes_the_same(file_format: str, tmp_path: Any) -> None:
     model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
@@ -796,6 +803,7 @@ def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
     return lively(ResNetForImageClassification(config).eval()), {"pixel_values": x}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "count", "dtype"), [(bert, 14, torch.bfloat16), (resnet, 14, torch.float32)])
 def test_a_real_model_of_odd_sizes_computes_the_same(make: Any, count: int, dtype: torch.dtype) -> None:
     model, kwargs = make()

@@ -64,6 +64,7 @@ class Bottom(nn.Module):
 # What does nothing ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("child", "what"),
     [
@@ -78,12 +79,14 @@ def test_a_child_that_does_nothing_is_left_out(child: nn.Module, what: str) -> N
     assert changes(done) == [("child", what)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("child", [nn.Identity(), Bottom(0.3), Bottom(0.0), nn.Sequential()])
 def test_of_a_child_without_operations_nothing_is_captured(child: nn.Module) -> None:
     done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)
     assert changes(done) == skips(done) == []
 
 
+@pytest.mark.slow
 def test_a_row_of_children_that_do_nothing_is_left_out() -> None:
     row = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout(), Bottom(0.2)), nn.Dropout())
     done = simplified(lambda self, x: self.row(self.linear(x)).relu(), row=row)
@@ -92,6 +95,7 @@ def test_a_row_of_children_that_do_nothing_is_left_out() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "where"),
     [
@@ -121,6 +125,7 @@ def test_an_operation_that_does_nothing_is_left_out(function: Callable[..., Any]
     assert (f"the root ({where})", f"{where} left out, which gives what it is given") in changes(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -152,6 +157,7 @@ def test_an_operation_that_does_something_stays(function: Callable[..., Any]) ->
     assert changes(Simplify().run(tree, context)) == []
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_written_to_stays_a_copy() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         y = F.softmax(self.linear(x), -1)
@@ -165,6 +171,7 @@ def test_a_copy_that_is_written_to_stays_a_copy() -> None:
     assert skips(done) == [("the root (mul)", reason)]
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_given_out_stays_a_copy() -> None:
     def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         y = F.softmax(self.linear(x), -1)
@@ -178,6 +185,7 @@ def test_a_copy_that_is_given_out_stays_a_copy() -> None:
     assert [(skip.where, skip.text) for skip in report_of(fast).passes[0].skips] == [("the root (mul)", reason)]
 
 
+@pytest.mark.slow
 def test_a_view_of_what_is_turned_in_place_stays() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -190,6 +198,7 @@ def test_a_view_of_what_is_turned_in_place_stays() -> None:
     assert skips(done) == [("the root (transpose)", "what transpose gives again may be written to")]
 
 
+@pytest.mark.slow
 def test_what_is_written_to_behind_a_dropout_is_written_to() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -200,6 +209,7 @@ def test_what_is_written_to_behind_a_dropout_is_written_to() -> None:
     assert changes(simplified(function, child=nn.Dropout())) == [("child", "left out, as dropout does nothing in eval")]
 
 
+@pytest.mark.slow
 def test_a_watched_child_is_called() -> None:
     seen: list[int] = []
     child = nn.Dropout()
@@ -211,6 +221,7 @@ def test_a_watched_child_is_called() -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_a_dropout_in_training_stays() -> None:
     class Always(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -220,6 +231,7 @@ def test_a_dropout_in_training_stays() -> None:
     assert changes(done) == []
 
 
+@pytest.mark.slow
 def test_an_island_does_what_it_does() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         if x.sum() > 1e6:
@@ -229,6 +241,7 @@ def test_an_island_does_what_it_does() -> None:
     assert changes(simplified(function, child=nn.Dropout())) == [("child", "left out, as dropout does nothing in eval")]
 
 
+@pytest.mark.slow
 def test_a_forward_that_asks_a_clock_asks_it_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
@@ -246,6 +259,7 @@ def test_a_forward_that_asks_a_clock_asks_it_at_each_call(monkeypatch: pytest.Mo
 # What is done twice ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_done_twice_is_computed_once() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         return self.linear(x).relu() + self.linear(x).relu() * x.size(0) + x.size(0)
@@ -257,6 +271,7 @@ def test_what_is_done_twice_is_computed_once() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_is_made_of_equal_sizes_and_views_is_computed_once() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         first = x.transpose(0, 1)[: x.size(1) - 1].exp()
@@ -277,6 +292,7 @@ def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_
     assert changes(done) == skips(done) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -294,6 +310,7 @@ def test_what_is_done_differently_is_done_twice(function: Callable[..., Any]) ->
     assert [change for change in Simplify().run(tree, context).changes if "instead of twice" in change.what] == []
 
 
+@pytest.mark.slow
 def test_two_values_of_which_one_is_written_to_stay_two() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         a, b = x.relu(), x.relu()
@@ -305,6 +322,7 @@ def test_two_values_of_which_one_is_written_to_stay_two() -> None:
     assert skips(done) == [("the root (relu)", "the value of relu or of what it is made of may be written to")]
 
 
+@pytest.mark.slow
 def test_two_values_made_before_and_behind_a_write_stay_two() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -318,6 +336,7 @@ def test_two_values_made_before_and_behind_a_write_stay_two() -> None:
     assert skips(done) == [("the root (sin)", reason)]
 
 
+@pytest.mark.slow
 def test_two_values_beside_an_activation_in_place_stay_two() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -327,6 +346,7 @@ def test_two_values_beside_an_activation_in_place_stay_two() -> None:
     assert changes(simplified(function, act=nn.ReLU(inplace=True))) == []
 
 
+@pytest.mark.slow
 def test_two_values_that_are_given_out_stay_two() -> None:
     fast = optimize(
         Around(lambda self, x: (self.linear(x).sin(), self.linear(x).sin())).eval(),
@@ -339,6 +359,7 @@ def test_two_values_that_are_given_out_stay_two() -> None:
     assert [change.where for change in report_of(fast).passes[0].changes] == ["worth", "linear"]
 
 
+@pytest.mark.slow
 def test_a_module_of_the_user_that_does_more_is_called_twice() -> None:
     calls: list[int] = []
 
@@ -365,11 +386,13 @@ def _fast(function: Callable[..., Any], **children: Any) -> tuple[nn.Module, nn.
     return model, optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_made_of_another_is_made_once() -> None:
     done = simplified(_standardized)
     assert changes(done) == [("the root (truediv)", "4 operations on constants computed once for all calls")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -383,6 +406,7 @@ def test_constants_of_any_kind_are_made_once(function: Callable[..., Any]) -> No
     assert any("on constants computed once for all calls" in what for _, what in changes(simplified(function)))
 
 
+@pytest.mark.slow
 def test_a_constant_follows_what_it_is_made_of() -> None:
     model, fast = _fast(_standardized)
     x = torch.randn(3, 6)
@@ -405,6 +429,7 @@ def test_a_constant_follows_what_it_is_made_of() -> None:
             assert torch.equal(fast(x.to(model.weight.dtype)), model(x.to(model.weight.dtype)))
 
 
+@pytest.mark.slow
 def test_a_constant_has_its_gradient() -> None:
     model, fast = _fast(_standardized)
     x = torch.randn(3, 6)
@@ -417,6 +442,7 @@ def test_a_constant_has_its_gradient() -> None:
     assert torch.equal(*gradients)
 
 
+@pytest.mark.slow
 def test_a_constant_goes_with_copies_pickles_and_modes() -> None:
     model, fast = _fast(_standardized)
     x = torch.randn(3, 6)
@@ -443,6 +469,7 @@ def test_a_constant_goes_with_copies_pickles_and_modes() -> None:
         assert torch.equal(fast(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_constant_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast = _fast(_standardized)
     x = torch.randn(3, 6)
@@ -458,6 +485,7 @@ def test_a_constant_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls
 
 
+@pytest.mark.slow
 def test_a_constant_that_may_be_written_to_stays() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         mask = (self.steps / 6).sin().exp()
@@ -471,6 +499,7 @@ def test_a_constant_that_may_be_written_to_stays() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_constant_that_is_given_out_stays() -> None:
     model = Around(lambda self, x: (x + 1, (self.steps / 6).sin().exp())).eval()
     fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
@@ -478,6 +507,7 @@ def test_a_constant_that_is_given_out_stays() -> None:
     assert torch.equal(fast(torch.ones(2, 6))[1], model(torch.ones(2, 6))[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -491,6 +521,7 @@ def test_what_is_cheap_drawn_or_not_the_same_is_no_constant(function: Callable[.
     assert changes(Simplify().run(tree, context)) == []
 
 
+@pytest.mark.slow
 def test_a_constant_that_would_take_much_memory_stays() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         return x + (self.steps / 6).repeat(2_000_000).exp()[x.size(0)]
@@ -502,6 +533,7 @@ def test_a_constant_that_would_take_much_memory_stays() -> None:
 # What nobody uses -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_nobody_uses_is_left_out() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -513,6 +545,7 @@ def test_what_nobody_uses_is_left_out() -> None:
     assert changes(done) == [("", "5 operations left out, as nobody uses what is computed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -531,6 +564,7 @@ def test_what_has_an_effect_stays(function: Callable[..., Any]) -> None:
 # The forward of the class ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dropout_that_is_put_in_training_drops() -> None:
     model, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
     x = torch.randn(64, 6)
@@ -547,6 +581,7 @@ def test_a_dropout_that_is_put_in_training_drops() -> None:
     assert torch.equal(fast(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_hook_on_what_was_left_out_fires() -> None:
     _, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
     seen: list[Tensor] = []
@@ -557,6 +592,7 @@ def test_a_hook_on_what_was_left_out_fires() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_hooks_of_all_modules_see_what_was_left_out() -> None:
     model, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
     seen: list[str] = []
@@ -571,6 +607,7 @@ def test_hooks_of_all_modules_see_what_was_left_out() -> None:
     assert seen == by_fast * 2
 
 
+@pytest.mark.slow
 def test_a_child_that_is_put_in_the_place_of_one_is_called() -> None:
     _, fast = _fast(lambda self, x: self.child(self.linear(x)), child=nn.Identity())
     fast.child = nn.ReLU()
@@ -651,6 +688,7 @@ def test_a_fold_behind_it_is_taken_back_alone() -> None:
     assert "forward" not in vars(tree.root)
 
 
+@pytest.mark.slow
 def test_what_a_transform_maps_is_left_as_it_is() -> None:
     done = simplified(lambda self, x: torch.vmap(lambda row: row.sin() + row.sin())(x) + (x.cos() + x.cos()))
     assert len(changes(done)) == 1

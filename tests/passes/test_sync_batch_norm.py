@@ -26,8 +26,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils import parametrize
 
 from optimizer import check_parity, export, optimize, report_of
-from optimizer.cli import main
-from optimizer.preserve import unsynchronised
+from optimizer.command.cli import main
+from optimizer.model.settings import unsynchronised
 from passes import SyncBatchNorm
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.registry import make_passes
@@ -267,6 +267,7 @@ def test_without_example_inputs_layers_are_converted_and_nothing_verified() -> N
     assert_equal(steps(made(Net), volume()), steps(result, volume()))
 
 
+@pytest.mark.slow
 def test_a_result_goes_to_files_as_the_model_does(tmp_path: Path) -> None:
     result = synced(made(Pair), image())
     bundle = export(result, example_inputs=(image(),), output=tmp_path / "bundle")
@@ -649,6 +650,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
     """On CPUs: the layers raise in training, and DistributedDataParallel takes none; in eval the answers are equal."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -669,6 +671,7 @@ def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
         assert wrapped == "SyncBatchNorm layers only work with GPU modules"
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does_on_the_whole_batch(tmp_path: Path) -> None:
     """With torch's own layers, gradient and DistributedDataParallel; the kernels, which it has for GPUs alone, stand in."""
     passes = ("sync-batch-norm", "sync-batch-norm,insert-checkpoints:memory_budget=min")

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from optimizer import optimize, report_of
-from optimizer.api import _exportable
+from optimizer.exporting.copies import exportable
 from passes import FoldConvBn, TorchCompile
 from passes.base import Context
 from passes.compiling.blocks import COMPILED_CALL, repeated_blocks
@@ -74,7 +74,7 @@ def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_and_exports_take_the_module_before_it() -> None:
     fast = optimize(Pair(), [FoldConvBn(), TorchCompile(backend="eager")], example_inputs=(image(),))
-    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), _exportable(fast, torch.device("cpu"))):
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), exportable(fast, torch.device("cpu"))):
         assert twin.__dict__.get("_compiled_call_impl") is None
         assert is_carried(twin.bn)
         with torch.no_grad():
@@ -223,6 +223,7 @@ def test_blocks_with_rewritten_forwards_share_their_code_too(first: str) -> None
     assert answers_alike(fast, model)
 
 
+@pytest.mark.slow
 def test_blocks_that_share_no_code_are_compiled_as_a_whole() -> None:
     model = tower(Numbered)
     fast = optimize(model, [TorchCompile(backend="eager")], example_inputs=(rows(),))
@@ -283,14 +284,15 @@ def test_blocks_of_other_shapes_dtypes_or_flags_are_other_blocks() -> None:
     assert groups(lambda blocks: setattr(blocks[2], "forward", lambda x: x)) == [list("01345")]
 
 
+@pytest.mark.slow
 def test_copies_and_exports_of_compiled_blocks_take_what_was_before() -> None:
     fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
     simplified = optimize(tower(), ["simplify"], example_inputs=(rows(),))
-    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), _exportable(fast, torch.device("cpu"))):
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), exportable(fast, torch.device("cpu"))):
         assert compiled_paths(twin) == []
         with torch.no_grad():
             assert torch.equal(twin(rows()), simplified(rows()))
-    exported = _exportable(fast, torch.device("cpu"))
+    exported = exportable(fast, torch.device("cpu"))
     assert type(exported.blocks[0].forward) is type(simplified.blocks[0].forward)
     again = optimize(fast, [TorchCompile(backend="eager")], example_inputs=(rows(),))
     assert compiled_paths(again) == BLOCKS
@@ -446,6 +448,7 @@ def test_frozen_code_sees_that_a_weight_changed() -> None:
         assert torch.allclose(call(rows().double()), twin(rows().double()))
 
 
+@pytest.mark.slow
 def test_freezing_is_given_up_where_weights_keep_changing(caplog: pytest.LogCaptureFixture) -> None:
     model = tower()
     twin = copy.deepcopy(model)
@@ -608,6 +611,7 @@ def test_inductor_is_told_to_freeze_only_where_code_may_be_made() -> None:
     assert not inductor_config.freezing
 
 
+@pytest.mark.slow
 def test_weights_that_were_exchanged_are_let_go() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     call = frozen(model)

@@ -582,6 +582,7 @@ MODELS = {
 
 
 # What torch's own checkpoints say where no gradient is asked for.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", MODELS)
 def test_whatever_a_forward_does_it_trains_alike(name, caplog):

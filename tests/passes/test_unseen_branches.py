@@ -214,6 +214,7 @@ def _parameters() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "branch", "passes"), _parameters())
 def test_an_unseen_branch_raises_or_is_right(build: Callable[[], nn.Module], branch: str, passes: str) -> None:
     model = _model(build)

@@ -1,4 +1,4 @@
-"""Writes folders with `optimizer.exchange` and kills the writer before every single thing it asks of the system.
+"""Writes folders with `optimizer.bundle.exchange` and kills the writer before every single thing it asks of the system.
 
 Run as a program of its own, because it forks: `python exchange_steps.py FOLDER fresh|exchange|renames|many`.
 """
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from optimizer import exchange
+from optimizer.bundle import exchange
 
 FILES = {"a.bin": 3000, "below/b.bin": 10, "manifest": 5}
 # What the audit hooks of Python announce before it is done; the exchange itself goes through ctypes.

@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from optimizer import optimize, report_of
-from optimizer.inputs import Call, Samples
+from optimizer.model import two_batch_sizes
+from optimizer.model.inputs import Call, Samples
+from optimizer.model.runs import Runs
+from optimizer.model.working_copy import Mode, working_copy
 from optimizer.parity import check_parity
-from optimizer.pipeline import Pipeline
-from optimizer.report import no_progress
-from optimizer.runs import Runs
-from optimizer.working_copy import Mode, working_copy
+from optimizer.pipeline.copy_runs import CopyRuns
 from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
 from passes.errors import UnseenCall
@@ -58,12 +58,13 @@ def captured(
     if example_inputs is None and not example_kwargs:
         return ModelTree(clone.root, clone.unregistered()), Context(mode, device)
     samples = Samples(() if example_inputs is None else example_inputs, example_kwargs)
-    pipeline = Pipeline(clone, model, samples, device, False, None, no_progress)
-    # The calls alone: what the original answers is measured by those who compare.
-    sizes = pipeline._two_sizes(samples)
+    tree = ModelTree(clone.root, clone.unregistered())
+    # The calls alone: the outputs of the original are measured by those who compare.
+    sizes = two_batch_sizes(samples, mode, None)
     calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
-    pipeline._calls = [call for call in calls if _runs(clone.root, call)]
-    return pipeline.record(), pipeline.context()
+    context = CopyRuns(clone.root, [call for call in calls if _runs(clone.root, call)]).context(mode, device)
+    recorded_runs(tree, context)
+    return tree, context
 
 
 def conv_bn_chains(tree: ModelTree, context: Context) -> Iterator[tuple[Convolution, BatchNorm]]:

@@ -191,8 +191,13 @@ class Description:
 
     @property
     def may_be_unseen(self) -> bool:
-        """Whether some branch uses the output of a convolution without its BatchNorm, and no example may show it."""
-        return any(pair.style in UNSEEN_STYLES for pair in self.pairs())
+        """Whether some branch uses the output of a convolution without its BatchNorm, and no example may show it.
+
+        A BatchNorm that begins one of two branches belongs to a convolution before both.
+        """
+        either = [block for block in self.blocks if isinstance(block, Combined) and block.kind.startswith("either")]
+        begins = any(pair.leads for block in either for pair in _pairs_in(block))
+        return begins or any(pair.style in UNSEEN_STYLES for pair in self.pairs())
 
     def pairs(self) -> Iterator[Pair]:
         """Every pair, wherever it stands."""

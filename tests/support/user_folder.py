@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from optimizer.command.loading import load
 from optimizer.errors import LoadError
-from optimizer.loading import load
 
 NET = """
 import torch

@@ -86,6 +86,7 @@ def assert_equal(expected, got):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_steps_keep_less_and_are_the_same_to_the_bit():
     model, result = copy.deepcopy(model_and_result())
     expected, before = steps(copy.deepcopy(model))
@@ -103,6 +104,7 @@ def test_a_backend_that_would_draw_other_random_numbers_again_keeps_everything(b
 
 
 # The compiler itself looks at what it was given where it goes on behind a break.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_where_a_region_doesnt_fit_into_a_graph_the_statistics_move_once_too():
     """A checkpoint in eager would move them again in the backward pass."""
@@ -113,6 +115,7 @@ def test_where_a_region_doesnt_fit_into_a_graph_the_statistics_move_once_too():
     assert [int(block.norm.num_batches_tracked) for block in result.blocks] == [3] * 6
 
 
+@pytest.mark.slow
 def test_a_lower_budget_takes_more_modules_and_another_plan_takes_the_place_of_the_first():
     model = enliven(Net()).train()
     some = planned(model, 0.8)
@@ -147,6 +150,7 @@ def test_in_eager_and_in_eval_it_is_as_without():
     assert_equal([model(IMAGES)], [torch.compile(result, backend="aot_eager", fullgraph=True)(IMAGES)])
 
 
+@pytest.mark.slow
 def test_a_result_from_another_process_is_compiled_likewise(tmp_path):
     _, result = model_and_result()
     (tmp_path / "result").write_bytes(pickle.dumps(result))

@@ -50,12 +50,14 @@ def operations(module: nn.Module) -> set[str]:
     return {event.key for event in profiled.key_averages() if event.key.startswith("aten::")}
 
 
+@pytest.mark.slow
 def test_no_operation_unwraps_them(pair: Any) -> None:
     assert "aten::conv2d" in operations(pair[1])
     assert "aten::alias" not in operations(pair[1])
     assert "aten::batch_norm" not in operations(pair[1])
 
 
+@pytest.mark.slow
 def test_results_and_gradients_are_right(pair: Any) -> None:
     model, fast = pair
     twins = [fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]

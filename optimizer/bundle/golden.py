@@ -1,0 +1,235 @@
+"""Golden data: stored inputs and reference outputs, which judge the artifacts without the original model.
+
+`golden.safetensors` contains one tensor per input and output of each call, such as `call0/input/x` and
+`call0/output/logits`. `call0/tied/ids` is a mask of the elements that aren't compared. The manifest has the order of
+the inputs and outputs, because a safetensors file has no order. It also has the noise of each output.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from optimizer.bundle.manifest import GOLDEN, SCHEMA_NAME, describe_device, number
+from optimizer.bundle.regular_files import open_regular
+from optimizer.errors import BundleError
+from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
+
+Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class GoldenCall:
+    """One stored call: flat inputs and outputs by name, in the order of the artifacts, on the CPU.
+
+    Attributes:
+        outputs: the reference outputs, in the dtypes that an artifact must return.
+        tied: bool masks, True for elements that aren't compared because rounding decides them in the original. Only
+            integer outputs with such elements have a mask.
+        sizes: of open dims other than the batch, by name, where they differ from the example inputs.
+        seed: of torch's random numbers; None if the original draws none.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    tied: Mapping[str, torch.Tensor]
+    batch_size: int | None
+    draw: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seed: int | None = None
+
+
+def write_golden(
+    folder: Path,
+    entries: Sequence[GoldenEntry],
+    noises: Mapping[str, OutputNoise],
+    *,
+    flatten: Flatten,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    device: str | torch.device = "cpu",
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    precision: str = "",
+) -> dict[str, Any]:
+    """Write `golden.safetensors` into a folder and return the manifest's `golden`.
+
+    Args:
+        entries, noises: the calls and noises of the reference, with the reference's output names.
+        flatten: maps an entry's args and kwargs to its tensors, in the order of `input_names`
+            (`Adapter.flatten_inputs`).
+        input_names, output_names: the names in the artifacts.
+        device: where the noise was measured.
+        atol, rtol: the user's tolerances that replace the noise, by the reference's output names.
+        precision: "bfloat16" or "float16" if the noise is the original's error at that precision; "" if the noise is
+            rounding noise.
+
+    Raises:
+        ValueError: there is no entry, or the number of names differs from the number of tensors.
+        OSError, SafetensorError: the file can't be written.
+    """
+    if not entries:
+        raise ValueError("golden data needs one call at least")
+    own_names = list(entries[0].outputs)
+    calls = [_named(entry, flatten, input_names, own_names, output_names) for entry in entries]
+    tensors: dict[str, torch.Tensor] = {}
+    complex_names: list[str] = []
+    for index, call in enumerate(calls):
+        for side, values in (("input", call.inputs), ("output", call.outputs), ("tied", call.tied)):
+            for name, tensor in values.items():
+                key = f"call{index}/{side}/{name}"
+                if tensor.is_complex():
+                    complex_names.append(key)
+                tensors[key] = _storable(tensor)
+    # One metadata entry only, because safetensors writes several entries in a different order each time.
+    save_file(tensors, folder / GOLDEN, metadata={SCHEMA_NAME: json.dumps({"complex": complex_names})})
+    return {
+        "path": GOLDEN,
+        "device": describe_device(device),
+        "precision": precision,
+        "calls": [
+            {
+                "name": f"call{index}",
+                "batch_size": call.batch_size,
+                "draw": call.draw,
+                **({"sizes": dict(call.sizes)} if call.sizes else {}),
+                **({} if call.seed is None else {"seed": call.seed}),
+                "inputs": list(call.inputs),
+                "outputs": list(call.outputs),
+                "tied": list(call.tied),
+            }
+            for index, call in enumerate(calls)
+        ],
+        "outputs": [
+            {**replace(noises[own], name=name).to_json(), "atol": _of(atol, own), "rtol": _of(rtol, own)}
+            for own, name in zip(own_names, output_names, strict=True)
+        ],
+    }
+
+
+def _named(
+    entry: GoldenEntry,
+    flatten: Flatten,
+    input_names: Sequence[str],
+    own_names: Sequence[str],
+    output_names: Sequence[str],
+) -> GoldenCall:
+    inputs = flatten(entry.call.args, entry.call.kwargs)
+    if len(inputs) != len(input_names) or len(own_names) != len(output_names) or list(entry.outputs) != own_names:
+        raise ValueError(
+            f"a call has {len(inputs)} inputs and the outputs {list(entry.outputs)}; "
+            f"the names are {list(input_names)} and {list(output_names)}"
+        )
+    renamed = dict(zip(own_names, output_names, strict=True))
+    return GoldenCall(
+        dict(zip(input_names, inputs, strict=True)),
+        {renamed[name]: tensor for name, tensor in entry.outputs.items()},
+        {renamed[name]: tensor for name, tensor in entry.tied.items()},
+        entry.batch_size,
+        entry.draw,
+        dict(entry.sizes),
+        entry.seed,
+    )
+
+
+def _of(tolerance: Tolerance, name: str) -> float | None:
+    return tolerance.get(name) if isinstance(tolerance, Mapping) else tolerance
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to dense CPU memory of its own, because safetensors refuses tensors that share storage."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    if tensor.is_complex():
+        # safetensors has no complex128, and its older versions no complex64. So store pairs of real numbers.
+        tensor = torch.view_as_real(tensor)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def read_golden(
+    folder: Path, golden: Mapping[str, Any], artifacts: Sequence[Mapping[str, Any]] = ()
+) -> tuple[GoldenCall, ...]:
+    """Read the golden calls of a bundle, on the CPU.
+
+    Args:
+        folder: the bundle.
+        golden, artifacts: these two fields of its manifest. The artifacts give the dtypes of the inputs; without them
+            the input dtypes aren't checked.
+
+    Raises:
+        BundleError: the calls can't be read, lack a tensor, or differ from the manifest in a dtype.
+    """
+    path = folder / golden["path"]
+    try:
+        # safe_open would block on a FIFO.
+        open_regular(path).close()
+        with safe_open(path, framework="pt", device="cpu") as file:
+            written = (file.metadata() or {}).get(SCHEMA_NAME)
+            if written is None:
+                raise ValueError(f"its metadata lack {SCHEMA_NAME}, which this program writes")
+            complex_names = frozenset(json.loads(written)["complex"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a mapping
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise BundleError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
+    for key in complex_names & tensors.keys():
+        try:
+            tensors[key] = torch.view_as_complex(tensors[key])
+        except RuntimeError as error:
+            raise BundleError(f"{path} can't be read: {key} isn't made of pairs of real numbers.") from error
+    taken = {each["name"]: each["dtype"] for artifact in artifacts for each in artifact["inputs"]}
+    dtypes = {
+        "input": taken,
+        "output": {each["name"]: each["dtype"] for each in golden["outputs"]},
+        "tied": {each["name"]: "bool" for each in golden["outputs"]},
+    }
+
+    def checked(key: str, kind: str, name: str) -> torch.Tensor:
+        tensor = tensors[key]
+        dtype, wanted = str(tensor.dtype).removeprefix("torch."), dtypes[kind].get(name)
+        if wanted not in (None, dtype):
+            raise BundleError(f"{path} can't be used: {key} has dtype {dtype}, and the manifest says {wanted}.")
+        return tensor
+
+    def side(call: Mapping[str, Any], key: str, names: str) -> dict[str, torch.Tensor]:
+        found = {name: checked(f"{call['name']}/{key}/{name}", key, name) for name in call[names]}
+        if key == "tied":
+            for name, mask in found.items():
+                if mask.shape != tensors[f"{call['name']}/output/{name}"].shape:
+                    raise BundleError(
+                        f"{path} can't be used: {call['name']}/tied/{name} hasn't the shape of its output."
+                    )
+        return found
+
+    try:
+        return tuple(
+            GoldenCall(
+                side(call, "input", "inputs"),
+                side(call, "output", "outputs"),
+                side(call, "tied", "tied"),
+                call["batch_size"],
+                call["draw"],
+                call.get("sizes", {}),
+                call.get("seed"),
+            )
+            for call in golden["calls"]
+        )
+    except KeyError as error:
+        raise BundleError(f"{path} has no tensor {error}, which the manifest names.") from error
+
+
+def stored_noises(golden: Mapping[str, Any]) -> dict[str, OutputNoise]:
+    """The noise of each output in a manifest's `golden`."""
+    return {entry["name"]: OutputNoise.from_json(entry) for entry in golden["outputs"]}
+
+
+def stored_tolerances(golden: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The user's `atol` and `rtol` by output name; a kind without any tolerance is left out."""
+    found = {
+        kind: {entry["name"]: number(entry[kind]) for entry in golden["outputs"] if entry.get(kind) is not None}
+        for kind in ("atol", "rtol")
+    }
+    return {kind: values for kind, values in found.items() if values}

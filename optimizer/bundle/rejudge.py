@@ -1,0 +1,65 @@
+"""Judge the stored measurements of a bundle again, without loading or running an artifact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from optimizer.bundle.golden import stored_tolerances
+from optimizer.bundle.verify import ArtifactFigures, VerifyReport, factor_between, sums_problem
+from optimizer.errors import BundleError, UsageError
+from optimizer.parity import FACTOR, Measurement, Tolerance, judge
+
+
+class RejudgeReport(VerifyReport):
+    """The outcome of `rejudge_bundle`, with the fields and JSON of `VerifyReport`.
+
+    Attributes:
+        device: the type of the device where the artifacts were measured.
+    """
+
+    said: ClassVar[str] = "right by what was measured"
+
+
+def rejudge_contents(
+    folder: Path, manifest: Mapping[str, Any], *, atol: Tolerance, rtol: Tolerance, factor: float | None
+) -> RejudgeReport:
+    """Judge the stored measurement of each artifact in a manifest.
+
+    Raises:
+        BundleError: the program version that wrote the bundle kept no measurements.
+        UsageError: a tolerance or the factor is invalid.
+    """
+    if factor is not None and not 0 < factor < math.inf:
+        raise UsageError(f"factor must be a number above 0, not {factor!r}.")
+    device = manifest["device"]["type"]
+    if problem := sums_problem(folder, manifest):
+        # The measurements in a changed manifest can't be trusted.
+        return RejudgeReport(folder, device, (problem,), ())
+    if lacking := [artifact["path"] for artifact in manifest["artifacts"] if not artifact.get("measurement")]:
+        raise BundleError(
+            f"{folder} holds no measurement of {', '.join(lacking)}, as its version of the program kept none: export the"
+            " model again, or verify the bundle."
+        )
+    notes = [f"judged by what was measured on {manifest['device']['name']} ({device}); nothing was run"]
+    by_user: dict[str, Any] = {"atol": atol, "rtol": rtol}
+    if atol is None and rtol is None and factor is None:
+        by_user = dict(stored_tolerances(manifest["golden"]))
+    if factor is None:
+        golden = manifest["golden"]
+        dtypes = (output["dtype"] for output in golden["outputs"])
+        factor = FACTOR * factor_between(golden["device"], manifest["device"], dtypes)
+    figures = []
+    for artifact in manifest["artifacts"]:
+        measurement = Measurement.from_json(artifact["measurement"])
+        own = (output.noise.name for output in measurement.outputs)
+        names = dict(zip(own, (tensor["name"] for tensor in artifact["outputs"]), strict=True))
+        parity = judge(measurement, **by_user, factor=factor, names=names)
+        calls = max((len(output.calls) for output in measurement.outputs), default=0)
+        placement = artifact.get("placement")
+        figures.append(
+            ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity, placement)
+        )
+    return RejudgeReport(folder, device, (), tuple(figures), tuple(notes))

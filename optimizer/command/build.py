@@ -1,0 +1,232 @@
+"""The work of the command after its options are parsed: load, optimize, export, verify.
+
+Each public function returns a JSON document. `cli` imports this module late, because it imports torch. All checks that
+don't need the user's code run before it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimizer.api import check_dynamic, export, optimize_to_export, report_of
+from optimizer.bundle import Bundle, VerifyReport, plain, rejudge_bundle, verify_bundle
+from optimizer.command.checks import checked_passes
+from optimizer.command.first_run import check_runs
+from optimizer.command.loading import Loaded, load
+from optimizer.command.own_errors import own_errors, unlogged
+from optimizer.command.user_code import hard_exits_raise, names_restored
+from optimizer.errors import (
+    BundleError,
+    DeviceError,
+    ExportFailed,
+    ParityError,
+)
+from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
+from optimizer.report import Progress
+from passes.registry import describe_passes
+
+Document = dict[str, Any]
+
+
+def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
+    """Make the bundle.
+
+    If the bundle lacks a requested format, the document says so with `exit_code` 4. If a `ParityError` leaves nothing
+    to publish, the document has the measurements and `exit_code` 6.
+
+    Raises:
+        OptimizeExportError: any other error; errors of the packages `passes` and `exporters` are converted.
+    """
+    try:
+        with own_errors(), names_restored(), hard_exits_raise(), unlogged():
+            return _make(options, progress)
+    except ParityError as error:
+        return _parity_failed(error)
+
+
+def verify(options: VerifyOptions) -> Document:
+    """Verify a bundle again.
+
+    The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct.
+    """
+    with own_errors():
+        report = verify_bundle(
+            options.bundle,
+            device=options.device,
+            require_gpu=options.require_gpu,
+            expect=options.expect,
+            run=options.run,
+        )
+    return _checked(options.bundle, report)
+
+
+def rejudge(options: RejudgeOptions) -> Document:
+    """Judge the measurements of a bundle again.
+
+    The `exit_code` is 8 if the manifest is damaged, and 6 if an error is larger than allowed.
+    """
+    with own_errors():
+        report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
+    return _checked(options.bundle, report)
+
+
+def _checked(bundle: Path, report: VerifyReport) -> Document:
+    code = 0 if report.ok else ParityError.exit_code if report.intact else BundleError.exit_code
+    return {"ok": report.ok, "exit_code": code, "bundle": str(bundle), **report.to_json()}
+
+
+def list_passes() -> Document:
+    """List the installed passes with their names, summaries and options."""
+    with own_errors():
+        known = [asdict(description) for description in describe_passes()]
+    for each in known:
+        each["options"] = {name: _default(value) for name, value in each["options"].items()}
+    return {"ok": True, "exit_code": 0, "available_passes": known}
+
+
+def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
+    started = time.perf_counter()
+    passes = checked_passes(options)
+    shown, options = options.output, _with_absolute_paths(options)
+    device = _device(options.device, require_gpu=options.require_gpu)
+    if options.reference_device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
+    loaded = _load(options, progress)
+    if options.dynamic is not None:
+        check_dynamic(
+            loaded.model,
+            loaded.samples(options.seed),
+            options.dynamic,
+            input_names=options.input_names,
+            static_batch=options.static_batch,
+        )
+    fast = optimize_to_export(
+        loaded.model,
+        passes,
+        example_inputs=loaded.example_inputs,
+        example_kwargs=loaded.example_kwargs,
+        further_inputs=loaded.further_inputs,
+        device=device,
+        reference_device=options.reference_device,
+        strict=options.strict,
+        batch_sizes=options.batch_sizes,
+        static_batch=options.static_batch,
+        dynamic=options.dynamic,
+        input_names=options.input_names,
+        effort=options.effort,
+        seed=options.seed,
+        progress=progress,
+    )
+    bundle = export(
+        fast,
+        example_inputs=loaded.example_inputs,
+        example_kwargs=loaded.example_kwargs,
+        further_inputs=loaded.further_inputs,
+        output=options.output,
+        formats=options.formats,
+        batch_sizes=options.batch_sizes,
+        static_batch=options.static_batch,
+        dynamic=options.dynamic,
+        input_names=options.input_names,
+        output_names=options.output_names,
+        opset=options.opset,
+        metadata=options.metadata,
+        device=device,
+        reference_device=options.reference_device,
+        require_gpu=options.require_gpu,
+        force=options.force,
+        strict=options.strict,
+        atol=options.atol,
+        rtol=options.rtol,
+        row_independence=options.row_independence,
+        effort=options.effort,
+        seed=options.seed,
+        source=loaded.source,
+        debug_dir=options.debug_dir,
+        progress=progress,
+    )
+    report = report_of(fast).to_json()
+    seconds = round(time.perf_counter() - started, 3)
+    return _exported(shown, bundle, report, loaded, seconds)
+
+
+def _with_absolute_paths(options: ExportOptions) -> ExportOptions:
+    """Make all paths absolute, because the user's code may change the current folder."""
+    return replace(
+        options,
+        output=options.output.absolute(),
+        input_files=tuple(path.absolute() for path in options.input_files),
+        weights=None if options.weights is None else options.weights.absolute(),
+        debug_dir=None if options.debug_dir is None else options.debug_dir.absolute(),
+    )
+
+
+def _default(value: object) -> str | int | float | None:
+    if value is MISSING:
+        return "required"
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _device(asked: str, *, require_gpu: bool) -> str:
+    available = torch.cuda.is_available()
+    if available:
+        return "cpu" if asked == "cpu" else "cuda"
+    if require_gpu or asked == "cuda":
+        option = "--require-gpu" if require_gpu else "--device cuda"
+        raise DeviceError(f"There is no GPU that torch can use here, and {option} asks for one.")
+    return "cpu"
+
+
+def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loaded:
+    progress(Progress(LOAD_STAGE, 0, 2, options.model))
+    loaded = load(
+        options.model,
+        name=options.name,
+        inputs=options.inputs,
+        input_files=options.input_files,
+        weights=options.weights,
+        seed=options.seed,
+    )
+    progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
+    check_runs(loaded, seed=options.seed)
+    progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
+    return loaded
+
+
+def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, seconds: float) -> Document:
+    manifest = bundle.manifest
+    document = {
+        **_outcome(output, bundle),
+        "bundle": str(output),
+        "sha256sums": bundle.sha256sums,
+        "model": manifest["model"],
+        "device": manifest["device"],
+        "passes": report["passes"],
+        "coverage": report["coverage"],
+        # The manifest has the measurements: thousands of lines that nobody reads here.
+        "artifacts": [{**artifact, "measurement": None} for artifact in manifest["artifacts"]],
+        "missing": bundle.missing,
+        "unproven": bundle.unproven,
+        "parity": manifest["parity"],
+        "report": report,
+        "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),
+        "seconds": seconds,
+    }
+    return dict(plain(document))
+
+
+def _outcome(output: Path, bundle: Bundle) -> Document:
+    if not bundle.missing:
+        return {"ok": True, "exit_code": 0}
+    code = ExportFailed.exit_code
+    told = {"code": code, "kind": ExportFailed.__name__, "message": bundle.what_is_missing(output)}
+    return {"ok": False, "exit_code": code, "error": told}
+
+
+def _parity_failed(error: ParityError) -> Document:
+    told = {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
+    return dict(plain({"ok": False, "exit_code": error.exit_code, "error": told, **error.figures}))

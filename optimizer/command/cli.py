@@ -1,0 +1,719 @@
+"""The command `optimize-export`: parses the options, shows progress and results, and sets the exit code.
+
+Only this module prints. `_torch_side` imports torch late, so that `--help` answers at once. While the user's code runs,
+everything written to stdout goes to stderr, so that stdout has only the result.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+from click.core import ParameterSource
+
+from optimizer.command.early_checks import check_early
+from optimizer.command.user_code import import_own_packages
+from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
+from optimizer.options import (
+    DEFAULT_BATCH_SIZES,
+    DEFAULT_FORMATS,
+    Effort,
+    ExportOptions,
+    ListOptions,
+    Options,
+    RejudgeOptions,
+    VerifyOptions,
+    default_output,
+    parse_batch_sizes,
+    parse_digest,
+    parse_dynamic,
+    parse_factor,
+    parse_metadata,
+    parse_names,
+    parse_opset,
+    parse_seed,
+    parse_tolerance,
+)
+
+if TYPE_CHECKING:
+    from optimizer.report import Progress
+
+PROGRAM = "optimize-export"
+EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+
+_MODES = {"verify": "--verify", "rejudge": "--rejudge", "list_passes": "--list-passes"}
+_COMMON = {"as_json", "quiet", "debug"}
+_ALLOWED = {
+    "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
+    "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
+    "list_passes": _COMMON | {"list_passes"},
+}
+
+_EPILOG = """
+\b
+Examples:
+  optimize-export model.py
+  optimize-export model.py:build_model --input 2x3x224x224 --output dist/net
+  optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
+  optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
+  optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
+  optimize-export --verify dist/net
+  optimize-export --rejudge dist/net --atol logits=1e-3
+
+\b
+Inputs (--input), one for each argument of forward:
+  2x3x224x224                 float32, standard normal
+  float32[2,3,224,224]        any torch dtype, also f16, bf16, i64, ...; float32[] is a scalar
+  x=float32[2,3]:-1..1        a keyword argument, evenly between -1 and 1
+  ids=int64[2,128]:0..30000   integers from 0 to 29999; without a range from 0 to 9
+
+\b
+Exit codes:
+  0    done
+  1    a defect of the program itself
+  2    an option, or a combination of options, that makes no sense
+  3    the model, its weights or its inputs couldn't be loaded
+  4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
+  5    the required device is missing
+  6    no proof that the files compute what the original computes; an export publishes nothing
+  7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
+  8    the bundle couldn't be written, read or verified
+  9    the model's outputs carry no signal, so nothing could be proven
+  130  interrupted (Ctrl-C); 143 where it was terminated
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: the arguments; None means `sys.argv[1:]`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
+    voice = _Voice(*(option in arguments for option in ("--json", "--quiet", "--debug", "--details")))
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(_sigterm_unwinds())
+        try:
+            code = _run(arguments, voice)
+        except (KeyboardInterrupt, click.Abort) as interrupt:
+            code = voice.fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", interrupt)
+        except Terminated as termination:
+            code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
+        except click.ClickException as error:
+            code = voice.fail(EXIT_USAGE, "UsageError", " ".join(error.format_message().split()), error)
+        except OptimizeExportError as error:
+            code = voice.fail(error.exit_code, type(error).__name__, str(error), error)
+        except BaseException as error:  # noqa: BLE001 - the last resort: a defect is also reported in one sentence
+            code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
+    if argv is None:
+        _silence_stdout()
+        _keep_exit_code(code)
+    return code
+
+
+def _run(arguments: list[str], voice: "_Voice") -> int:
+    options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
+    if not isinstance(options, ExportOptions | VerifyOptions | RejudgeOptions | ListOptions):
+        return int(options)  # --help and --version have already printed
+    with _stdout_goes_to_stderr():
+        document = _work(options, voice)
+    code = int(document.get("exit_code", 0))
+    return code if voice.show(document) else code or BundleError.exit_code
+
+
+def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
+    with _Stages(shown=not voice.quiet) as stages:
+        if isinstance(options, ExportOptions):
+            check_early(options)
+            stages.start("importing torch and onnxruntime")
+        engine = _torch_side()
+        if isinstance(options, ListOptions):
+            return dict(engine.list_passes())
+        if isinstance(options, VerifyOptions):
+            return dict(engine.verify(options))
+        if isinstance(options, RejudgeOptions):
+            return dict(engine.rejudge(options))
+        document = dict(engine.export_model(options, stages))
+        stages.finish()
+        return {**document, "stages": stages.times()}
+
+
+def _torch_side() -> ModuleType:
+    """Import all modules of the program, including those that need torch, and return `build`.
+
+    After this call, the program imports none of its own modules. A user's module of the same name can't replace one.
+    """
+    import_own_packages()
+    from optimizer.command import build as engine
+
+    return engine
+
+
+# The options ----------------------------------------------------------------------------------------------------------
+
+
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        versions = {"version": _installed(PROGRAM), "torch": _installed("torch")}
+        context.exit(context.obj.tell(f"{PROGRAM} {versions['version']} (torch {versions['torch']})", versions))
+
+
+def _help(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        text = context.get_help()
+        context.exit(context.obj.tell(text, {"help": text}))
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.command(
+    epilog=_EPILOG,
+    context_settings={"max_content_width": 110},
+    add_help_option=False,
+    no_args_is_help=False,
+)
+@click.argument("model", required=False)
+@click.option("--model", "name", metavar="NAME", help="The model in the file: an instance, a class or a factory.")
+@click.option("--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); once for each.")
+@click.option(
+    "--inputs",
+    "input_files",
+    metavar="FILE",
+    multiple=True,
+    help="A call of the model: a .safetensors file with its tensors by the names of forward's arguments, or by number"
+    " (0, 1, ...). The first are the example inputs; further files are checked as they are.",
+)
+@click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
+@click.option("--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none for no pass.")
+@click.option(
+    "--formats",
+    metavar="LIST",
+    default=",".join(DEFAULT_FORMATS),
+    show_default=True,
+    help="What to write: torchscript, onnx, pt2, aoti.",
+)
+@click.option("--output", metavar="DIR", help="The folder of the bundle.  [default: dist/<name of the file>]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to run and to check; auto takes the GPU where there is one.",
+)
+@click.option(
+    "--reference-device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where to run the original that the files are compared with.  [default: where the files are run]",
+)
+@click.option("--require-gpu", is_flag=True, help="Fail where there is no GPU, instead of checking on the CPU.")
+@click.option(
+    "--batch-sizes",
+    metavar="LIST",
+    default=",".join(map(str, DEFAULT_BATCH_SIZES)),
+    show_default=True,
+    help="The batch sizes to check.",
+)
+@click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
+@click.option(
+    "--dynamic",
+    metavar="NAME:DIMS",
+    multiple=True,
+    help="The open dims of an input, by its name in the files, in place of dim 0: x:0,2, or x:0=batch,2=time with names;"
+    " dims of one name have one size. Once for each input.",
+)
+@click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
+@click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
+@click.option("--opset", metavar="N", help="The version of the operator set of the ONNX file.  [default: torch's]")
+@click.option("--metadata", metavar="KEY=VALUE", multiple=True, help="Put a text into every file, such as author=Jane.")
+@click.option(
+    "--atol",
+    metavar="TOL",
+    multiple=True,
+    help="Allow |file - original| <= atol + rtol * |original| instead of the measured noise: 1e-3, or logits=1e-3 once"
+    " for each output.",
+)
+@click.option("--rtol", metavar="TOL", multiple=True, help="Likewise; one that isn't given is 0.")
+@click.option(
+    "--row-independence",
+    is_flag=True,
+    help="See, too, that each row of the outputs is the same whatever the other rows of its batch are.",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Prove with fewer runs: files at two batch sizes, rounding noise at one. The manifest says so.",
+)
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help="Prove with more runs: three samples of the inputs at each batch size, rounding noise at all of them.",
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Fail where a pass fails or is rolled back; publish nothing where a format is missing.",
+)
+@click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
+@click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
+@click.option("--debug-dir", metavar="DIR", help="Where a file computes something else: write what shows it there.")
+@click.option(
+    "--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL. This runs its files, which are programs."
+)
+@click.option(
+    "--expect",
+    metavar="SHA256",
+    help="With --verify: the SHA-256 of SHA256SUMS that the builder gave you. Any other bundle is refused before it is loaded.",
+)
+@click.option("--no-run", is_flag=True, help="With --verify: check hashes and golden data, and load no model file.")
+@click.option(
+    "--rejudge",
+    metavar="BUNDLE",
+    help="Judge again what was measured when a bundle was written, by --atol, --rtol or --factor; nothing is run.",
+)
+@click.option(
+    "--factor", metavar="K", help="How many times its noise an output may be off; with --rejudge.  [default: 4]"
+)
+@click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
+@click.option(
+    "--details",
+    is_flag=True,
+    help="Show the routes, tensors and errors of each file too, of every output and every call.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
+@click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@click.option("-h", "--help", is_flag=True, is_eager=True, expose_value=False, callback=_help, help="Show this text.")
+@click.pass_context
+def command(context: click.Context, /, **values: Any) -> Options:
+    """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
+
+    MODEL is a file (model.py, model.py:NAME) or package.module:factory. Without a NAME it is the `model` of the file,
+    else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
+    example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
+    """
+    _refuse_swallowed(context, values)
+    mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
+    if mode is not None:
+        _refuse_others(context, mode)
+    if mode == "list_passes":
+        return ListOptions()
+    if values["require_gpu"] and values["device"] == "cpu":
+        raise UsageError("--require-gpu and --device cpu contradict each other.")
+    if mode == "verify":
+        if not values["verify"].strip():
+            raise UsageError("--verify names no folder.")
+        return _verify_options(context, values)
+    if mode == "rejudge":
+        return _rejudge_options(values)
+    if values["factor"] is not None:
+        raise UsageError("--factor goes with --rejudge only.")
+    for option in ("expect", "no_run"):
+        if values[option] not in (None, False):
+            raise UsageError(f"--{option.replace('_', '-')} goes with --verify only.")
+    return _export_options(context, values)
+
+
+def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
+    """Refuse an option name as the value of another option: `--verify --json` names no bundle."""
+    options = [parameter for parameter in context.command.params if isinstance(parameter, click.Option)]
+    names = {name for option in options for name in option.opts}
+    for option in options:
+        value = values.get(option.name or "")
+        given = value if isinstance(value, tuple) else (value,)
+        swallowed = next((text for text in given if text in names), None)
+        if swallowed is not None:
+            raise UsageError(
+                f"{option.opts[-1]} is given no {option.metavar or 'value'}: {swallowed} stands in its place."
+            )
+
+
+def _refuse_others(context: click.Context, mode: str) -> None:
+    """Refuse the options that this mode would ignore."""
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    others = [parameter for parameter in context.command.params if parameter.name in set(given) - _ALLOWED[mode]]
+    if others:
+        called = [param.opts[0] if isinstance(param, click.Option) else "MODEL" for param in others]
+        raise UsageError(f"{_MODES[mode]} doesn't go with {', '.join(called)}.")
+
+
+def _verify_options(context: click.Context, values: Mapping[str, Any]) -> VerifyOptions:
+    device_given = context.get_parameter_source("device") is not ParameterSource.DEFAULT
+    if values["no_run"] and (device_given or values["require_gpu"]):
+        raise UsageError(f"--no-run and {'--device' if device_given else '--require-gpu'} contradict each other.")
+    return VerifyOptions(
+        bundle=Path(values["verify"]),
+        # Nothing is run, so there is no device to choose.
+        device="cpu" if values["no_run"] else values["device"],
+        require_gpu=values["require_gpu"],
+        expect=None if values["expect"] is None else parse_digest("--expect", values["expect"]),
+        run=not values["no_run"],
+    )
+
+
+def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
+    if not values["rejudge"].strip():
+        raise UsageError("--rejudge names no folder.")
+    return RejudgeOptions(
+        bundle=Path(values["rejudge"]),
+        atol=parse_tolerance("--atol", values["atol"]),
+        rtol=parse_tolerance("--rtol", values["rtol"]),
+        factor=None if values["factor"] is None else parse_factor(values["factor"]),
+    )
+
+
+def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
+    model = values["model"]
+    if model is None:
+        raise UsageError(f"MODEL is missing: give a Python file such as model.py ({PROGRAM} --help shows more).")
+    if values["inputs"] and values["input_files"]:
+        raise UsageError("--input and --inputs contradict each other: the tensors are drawn, or those of a file.")
+    if "" in map(str.strip, values["input_files"]):
+        raise UsageError("--inputs names no file: give one, or leave the option out.")
+    sizes_given = context.get_parameter_source("batch_sizes") is not ParameterSource.DEFAULT
+    if values["static_batch"] and sizes_given:
+        raise UsageError("--static-batch and --batch-sizes contradict each other.")
+    passes = values["passes"]
+    if passes is not None and not passes.strip():
+        raise UsageError("--passes names no pass: give a list, none for no pass, or leave the option out.")
+    for option, what in (("output", "folder"), ("weights", "file"), ("debug_dir", "folder")):
+        if values[option] is not None and not values[option].strip():
+            raise UsageError(f"--{option.replace('_', '-')} names no {what}: give one, or leave the option out.")
+    return ExportOptions(
+        model=model,
+        name=values["name"],
+        inputs=values["inputs"],
+        input_files=tuple(Path(text) for text in values["input_files"]),
+        weights=Path(values["weights"]) if values["weights"] is not None else None,
+        passes="" if passes is not None and passes.strip() == "none" else passes,
+        formats=parse_names("--formats", values["formats"]),
+        output=Path(values["output"]) if values["output"] is not None else default_output(model),
+        device=values["device"],
+        reference_device=values["reference_device"],
+        require_gpu=values["require_gpu"],
+        batch_sizes=parse_batch_sizes(values["batch_sizes"]),
+        static_batch=values["static_batch"],
+        dynamic=parse_dynamic(values["dynamic"]),
+        input_names=_optional_names("--input-names", values["input_names"]),
+        output_names=_optional_names("--output-names", values["output_names"]),
+        opset=None if values["opset"] is None else parse_opset(values["opset"]),
+        metadata=parse_metadata(values["metadata"]),
+        strict=values["strict"],
+        force=values["force"],
+        debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
+        seed=parse_seed(values["seed"]),
+        atol=parse_tolerance("--atol", values["atol"]),
+        rtol=parse_tolerance("--rtol", values["rtol"]),
+        row_independence=values["row_independence"],
+        effort=_effort(quick=values["quick"], thorough=values["thorough"]),
+    )
+
+
+def _effort(*, quick: bool, thorough: bool) -> Effort:
+    if quick and thorough:
+        raise UsageError("--quick and --thorough contradict each other: give one of them.")
+    return "quick" if quick else "thorough" if thorough else "normal"
+
+
+def _optional_names(option: str, text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else parse_names(option, text)
+
+
+# stdout and signals ---------------------------------------------------------------------------------------------------
+
+
+def _open_closed_streams() -> None:
+    """Connect closed standard streams (`>&-`, daemons) to the null device.
+
+    Otherwise the next opened file, such as a file of the bundle, gets the free descriptor. Everything that a library
+    prints would then go into that file.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # `os.open` takes the lowest free descriptor, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+
+
+@contextlib.contextmanager
+def _stdout_goes_to_stderr() -> Iterator[None]:
+    """Redirect stdout to stderr for Python's `print`, for C libraries and for child processes."""
+    kept_stream = sys.stdout
+    _flush(kept_stream)
+    kept_descriptor = os.dup(1)
+    sys.stdout = sys.stderr
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        _flush(sys.stdout)
+        sys.stdout = kept_stream
+        os.dup2(kept_descriptor, 1)
+        os.close(kept_descriptor)
+
+
+def _flush(stream: TextIO | None) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()  # type: ignore[union-attr]
+
+
+def _silence_stdout() -> None:
+    """Redirect stdout to stderr until the process ends.
+
+    Output that the user's code prints at exit goes to stderr, and a closed pipe is not an error.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+
+def _keep_exit_code(code: int) -> None:
+    """Keep the exit code of a failure, even if the user's code calls `os._exit(0)` at exit."""
+    end = os._exit
+    os._exit = lambda status: end(status or code)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    def raise_terminated(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, raise_terminated)
+    except ValueError:  # only the main thread can handle signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# Progress -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stage:
+    """One uninterrupted part of a stage.
+
+    Attributes:
+        text: the last reported step.
+        names: the passes or exporters that ran, in order.
+    """
+
+    stage: str
+    started: float
+    text: str = ""
+    names: dict[str, None] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names) or self.text
+
+
+class _Stages:
+    """Times each stage and prints one line for it on stderr.
+
+    On a terminal, a live line counts the seconds of the current stage.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._live: Any = None
+        self._current: _Stage | None = None
+        self._done: list[_Stage] = []
+
+    def __enter__(self) -> "_Stages":
+        if self._shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(
+                console=Console(stderr=True, highlight=False),
+                get_renderable=self._now,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        self._current = None
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, progress: "Progress") -> None:
+        if self._current is None or self._current.stage != progress.stage:
+            if 0 < progress.total <= progress.done:
+                return  # the end of a stage that another stage interrupted
+            self._begin(progress.stage)
+        assert self._current is not None
+        if progress.text:
+            self._current.text = progress.text
+        if progress.name:
+            self._current.names[progress.name] = None
+
+    def start(self, text: str) -> None:
+        """Time the work before the engine reports its first stage."""
+        self._begin("start")
+        assert self._current is not None
+        self._current.text = text
+
+    def times(self) -> list[dict[str, Any]]:
+        """Return the stage, name and seconds of each finished stage, in order."""
+        return [{"stage": each.stage, "name": each.name, "seconds": round(each.seconds, 3)} for each in self._done]
+
+    def _begin(self, stage: str) -> None:
+        self.finish()
+        self._current = _Stage(stage, time.perf_counter())
+
+    def finish(self) -> None:
+        """End the current stage and print its time."""
+        done, self._current = self._current, None
+        if done is None:
+            return
+        done.seconds = time.perf_counter() - done.started
+        self._done.append(done)
+        if self._live is not None:
+            console = self._live.console
+            line = _stage_line(done.stage, done.seconds, printable(done.name), console.width)
+            console.print(line, soft_wrap=True)
+        elif self._shown:
+            _say(f"{done.stage}{' ' * bool(done.name)}{done.name}: {done.seconds:.1f} s")
+
+    def _now(self) -> Any:
+        now = self._current
+        return "" if now is None else _stage_line(now.stage, time.perf_counter() - now.started, printable(now.text))
+
+
+def _stage_line(stage: str, seconds: float, text: str, width: int = 0) -> Any:
+    """A line with columns, cut at the edge of the screen, or wrapped at spaces if a width is given."""
+    from rich.text import Text
+
+    line = f"{stage:<8} {seconds:6.1f} s  {text}"
+    if width:
+        line = textwrap.fill(line, width, subsequent_indent=" " * 19, break_long_words=False, break_on_hyphens=False)
+    return Text(line, no_wrap=True, overflow="ellipsis")
+
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Voice:
+    as_json: bool
+    quiet: bool
+    debug: bool
+    details: bool
+
+    def tell(self, text: str, figures: Mapping[str, Any]) -> int:
+        """Print the text, or the figures as a JSON document; return the exit code."""
+        told = _print_json({"ok": True, "exit_code": 0, **figures}) if self.as_json else _print_line(text)
+        return 0 if told else BundleError.exit_code
+
+    def show(self, document: Mapping[str, Any]) -> bool:
+        """Print the result on stdout and its problems on stderr; return False if stdout couldn't be written."""
+        written = True
+        if self.as_json:
+            written = _print_json(document)
+        elif not self.quiet:
+            written = _print_tables(document, details=self.details)
+        elif "bundle" in document:
+            written = _print_line(printable(str(document["bundle"])))
+        problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
+        for problem in problems:
+            _say(f"error: {problem}")
+        return written
+
+    def fail(self, code: int, kind: str, sentence: str, error: BaseException) -> int:
+        """Print an error on one line of stderr, and with --json also as a JSON document; return the exit code."""
+        if self.debug:
+            for line in "".join(traceback.format_exception(error)).removesuffix("\n").split("\n"):
+                _to_stderr(f"| {line}")  # mark every line of a message, so that none looks like the program's own
+        if self.as_json:
+            details = {"code": code, "kind": kind, "message": sentence}
+            _print_json({"ok": False, "exit_code": code, "error": details})
+        _say(sentence if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else f"error: {sentence}")
+        return code
+
+
+def _defect(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    return (
+        f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; "
+        f"please report it with what --debug shows."
+    )
+
+
+def _say(sentence: str) -> None:
+    """Print one line on stderr."""
+    _to_stderr(f"{PROGRAM}: {sentence}")
+
+
+def _to_stderr(line: str) -> None:
+    encoding = _encoding(sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def _print_json(document: Mapping[str, Any]) -> bool:
+    # JSON allows DEL in a string, so `json.dumps` doesn't escape it.
+    return _print_line(json.dumps(document, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
+
+
+def _print_line(text: str) -> bool:
+    """Print on stdout; return False if that fails, as on a full disk.
+
+    A reader that has gone away (`| head`), or never existed, is not an error.
+    """
+    encoding = _encoding(sys.stdout)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        _silence_stdout()
+        if error.errno in (errno.EPIPE, errno.EBADF):
+            return True
+        _say(f"error: the result couldn't be written to stdout: {error.strerror}.")
+        return False
+    return True
+
+
+def _print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
+    from optimizer.command.tables import as_text
+
+    terminal = sys.stdout.isatty()
+    text = as_text(all_printable(document), terminal=terminal, details=details)
+    return _print_line(text)
+
+
+def _encoding(stream: TextIO) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"

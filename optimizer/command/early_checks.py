@@ -1,0 +1,132 @@
+"""Checks of the command's options that need no torch.
+
+They run before torch is imported, because that import takes seconds.
+"""
+
+import difflib
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from optimizer.errors import LoadError, UsageError
+from optimizer.options import ExportOptions, check_debug_folder, is_utf8, refuse_missing_weights
+
+# The names of our own passes and formats. A test compares them with the registries, which import torch.
+PASS_NAMES = (
+    "fold-conv-bias",
+    "fold-conv-bn",
+    "channels-last",
+    "simplify",
+    "merge-linears",
+    "pad-channels",
+    "jit-fusion",
+    "cast-precision",
+    "sync-batch-norm",
+    "insert-checkpoints",
+    "torch-compile",
+)
+FORMAT_NAMES = ("torchscript", "onnx", "pt2", "aoti")
+
+
+def check_early(options: ExportOptions) -> None:
+    """Check the names and files in the options.
+
+    Raises:
+        UsageError: a pass or format is unknown, the model's name is invalid, or the debug folder exists.
+        LoadError: the model's file, the weights file or an inputs file is missing.
+    """
+    _refuse_unknown_passes(options.passes or "")
+    _refuse_unknown_formats(options.formats)
+    refuse_missing_inputs(options.input_files)
+    split_target(options.model, options.name)
+    if options.weights is not None:
+        refuse_missing_weights(options.weights)
+    check_debug_folder(options.debug_dir)
+
+
+def _refuse_unknown_passes(text: str) -> None:
+    known = (*PASS_NAMES, *(point.name for point in entry_points(group="optimize_export.passes")))
+    for name in (part.partition(":")[0].strip() for part in text.split(",")):
+        if name and name != "none" and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(known)}."
+            raise UsageError(f"There is no pass {name!r}: {hint}")
+
+
+def _refuse_unknown_formats(names: Sequence[str]) -> None:
+    known = (*FORMAT_NAMES, *(point.name for point in entry_points(group="optimize_export.exporters")))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"There is no format {name!r}; there are {', '.join(known)}.")
+
+
+def refuse_missing_inputs(paths: Sequence[Path]) -> None:
+    """Raise `LoadError` if a path isn't a file."""
+    for path in paths:
+        if not path.is_file():
+            raise LoadError(f"The inputs file {path} {'is no file' if path.exists() else 'does not exist'}.")
+
+
+# MODEL ----------------------------------------------------------------------------------------------------------------
+
+
+def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, str | None]:
+    """Split MODEL into a module or an existing file, and the name in it.
+
+    Args:
+        spec: the argument MODEL.
+        name: the value of `--model`, which may give the name instead.
+
+    Returns:
+        The file or module as in MODEL; the path of the file, None for a module; the name, None if there is none.
+
+    Raises:
+        UsageError: MODEL or the name is invalid, or MODEL and `--model` give different names.
+        LoadError: there is no such Python file, or its path isn't UTF-8.
+    """
+    place, own_name = _split_name(spec)
+    if own_name and name and own_name != name:
+        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; give one of them.")
+    name = own_name or name
+    if name is not None and not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{name!r} is no name of a model in a Python file; give one such as {place}:build_model.")
+    path = Path(place)
+    if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
+        return place, None, name
+    _refuse_other_files(path)
+    if not is_utf8(str(path.resolve())):
+        raise LoadError(f"The path {path.resolve()} isn't UTF-8, which torch's exporters need: rename it.")
+    return place, path, name
+
+
+def _split_name(spec: str) -> tuple[str, str | None]:
+    if not spec.strip():
+        raise UsageError("MODEL is empty; give a path to a .py file, or package.module:factory.")
+    if os.path.exists(spec):
+        return spec, None
+    place, colon, name = spec.rpartition(":")
+    drive = len(place) == 1 and place.isalpha() and ("\\" in name or "/" in name)
+    if not colon or drive or "\\" in name or "/" in name or name.endswith(".py"):
+        return spec, None
+    if not name or not place:
+        raise UsageError(f"MODEL {spec!r} has nothing on one side of the colon; give one such as model.py:build_model.")
+    return place, name
+
+
+def _refuse_other_files(path: Path) -> None:
+    if path.is_dir():
+        files = sorted(file.name for file in path.glob("*.py"))
+        which = f", such as {path / files[0]}" if files else ""
+        raise LoadError(f"{path} is a folder; give the Python file in it that holds the model{which}.")
+    if not path.exists():
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
+        raise LoadError(f"There is no file {path}{hint}")
+    if path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+        raise LoadError(
+            f"{path} holds weights; MODEL is the Python file that builds the model, give these by --weights."
+        )
+    if path.suffix != ".py":
+        raise LoadError(f"{path} is no Python file (.py).")

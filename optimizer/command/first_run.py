@@ -1,0 +1,96 @@
+"""Run the model once on its example inputs, before all other work."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from optimizer.command.loading import Loaded
+from optimizer.command.user_errors import errors_of_user_code
+from optimizer.errors import LoadError
+from optimizer.model import Call, Runs, eager_only, leaves_of, random_state
+from optimizer.wording import dtype_name, listed, type_name
+
+
+def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
+    """Run a copy of the model once on each call of its inputs, in eval mode and without gradients.
+
+    The random state of torch, numpy and Python is restored. Lazy modules get their parameters here and keep them.
+
+    Raises:
+        LoadError: the inputs don't fit forward, forward raises, or it returns no tensor.
+    """
+    model = loaded.model
+    device = next((tensor.device for tensor in _tensors_of(model)), None)
+    samples = loaded.samples(seed, device)
+    call = samples.given
+    with random_state(), eager_only():
+        if any(is_lazy(tensor) for tensor in _tensors_of(model)):
+            _initialize(loaded, call)
+            loaded.notes += ("Lazy modules got their parameters from a run on the example inputs.",)
+        runs = Runs(model, in_eval=True)
+        outputs = runs.first(lambda module: _run(loaded, module, call))
+        for batch_size, draw in samples.further:
+            further = samples.at(batch_size, draw)
+            runs.first(partial(_run, loaded, call=further))
+    leaves = leaves_of(outputs).values
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        what = type_name(leaves[0]) if leaves else type_name(outputs)
+        raise LoadError(
+            f"forward of {loaded.source} returned no tensor but {what}; it has to return tensors, also in tuples, lists, "
+            f"dicts or dataclasses."
+        )
+
+
+def _initialize(loaded: Loaded, call: Call) -> None:
+    """Run the model itself in eval mode: lazy modules take their shapes from their inputs."""
+    flags = [(module, module.training) for module in loaded.model.modules()]
+    try:
+        _run(loaded, loaded.model.eval(), call)
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _run(loaded: Loaded, model: Callable[..., Any], call: Call) -> Any:
+    args, kwargs = call.args, call.kwargs
+    tensors = leaves_of((args, kwargs)).tensors()
+    shapes = listed([f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for _, tensor in tensors])
+    try:
+        with torch.no_grad(), errors_of_user_code(f"{loaded.source} failed on its inputs ({shapes})", loaded.folder):
+            return model(*args, **kwargs)
+    except LoadError as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+        misfit = _misfit(loaded.model, args, kwargs)
+        if misfit is None:
+            raise
+        raise LoadError(f"The inputs don't fit forward of {loaded.source}: {misfit}.") from error.__cause__
+
+
+def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Say why the arguments don't bind to forward, and name its parameters.
+
+    Returns:
+        None if they bind, or if forward has no signature.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (ValueError, TypeError):
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [str(parameter).partition(":")[0] for parameter in signature.parameters.values()]
+        given = f"{len(args)} positional" + (f" and {listed(list(kwargs))}" if kwargs else "")
+        return f"{error}; forward takes ({', '.join(names)}), given were {given}"
+    return None
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

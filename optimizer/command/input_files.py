@@ -1,0 +1,113 @@
+"""`--inputs`: calls of the model from safetensors files, one call per file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from optimizer.errors import LoadError
+from optimizer.model import Call, leaves_of
+from optimizer.wording import listed, quote
+
+
+def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tuple[Call, ...]:
+    """Read one call per file.
+
+    The tensors have the names of forward's arguments, or numbers (0, 1, …) for positional arguments.
+
+    Args:
+        own: the call in the user's file, if any. Its arguments without tensors (`use_cache=False`) are kept.
+
+    Raises:
+        LoadError: a file can't be read, has an argument that forward doesn't take, lacks one that forward needs, or has
+            other tensors than the first file.
+    """
+    named = [(path.name, _tensors_in(path)) for path in paths]
+    first, expected = named[0]
+    for name, tensors in named[1:]:
+        if tensors.keys() != expected.keys():
+            raise LoadError(
+                f"{name} holds {listed(sorted(tensors))} and {first} {listed(sorted(expected))}: each file is one call, with"
+                " the same arguments."
+            )
+    constants = {} if own is None else _constants_of(model, own)
+    return tuple(_call(name, tensors, model, constants) for name, tensors in named)
+
+
+def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"The inputs {path.name} couldn't be read as safetensors: {quote(error)}.") from error
+    if not tensors:
+        raise LoadError(f"The inputs {path.name} hold no tensor.")
+    return tensors
+
+
+def _constants_of(model: nn.Module, call: Call) -> dict[str, Any]:
+    """The arguments without tensors, by name; positional arguments that have no name are left out."""
+    positional = zip(_parameters(model) or (), call.args, strict=False)
+    arguments = {**{p.name: value for p, value in positional if p.kind is p.POSITIONAL_OR_KEYWORD}, **call.kwargs}
+    return {name: value for name, value in arguments.items() if not leaves_of(value).tensors()}
+
+
+def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, constants: Mapping[str, Any]) -> Call:
+    count = sum(name.isdecimal() for name in tensors)
+    numbers = [str(number) for number in range(count)]
+    if absent := [number for number in numbers if number not in tensors]:
+        raise LoadError(
+            f"The inputs {file} lack the positional argument {absent[0]}: number them from 0 on, without a gap."
+        )
+    args = tuple(tensors[number] for number in numbers)
+    parameters = _parameters(model)
+    if parameters is None:
+        kwargs = {**constants, **{name: tensor for name, tensor in tensors.items() if name not in numbers}}
+        return Call(args, kwargs)
+    order = [parameter.name for parameter in parameters]
+    by_number = {p.name for p in parameters[:count] if p.kind is p.POSITIONAL_OR_KEYWORD}
+    given = {name: value for name, value in constants.items() if name not in by_number}
+    given |= {name: tensor for name, tensor in tensors.items() if name not in numbers}
+    # The first tensor with rows determines the batch size, and a file may not keep the order of forward's arguments.
+    names = sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name))
+    _refuse_misfit(file, model, parameters, args, names)
+    return Call(args, {name: given[name] for name in names})
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
+    """The parameters of forward; None if it has no signature."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_misfit(
+    file: str, model: nn.Module, parameters: Sequence[inspect.Parameter], args: Sequence[Any], names: Sequence[str]
+) -> None:
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kinds = {p.kind for p in parameters}
+    takes = f"it takes {', '.join(map(str, _without_annotations(parameters))) or 'nothing'}"
+    forward = f"forward of {type(model).__name__}"
+    if len(args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise LoadError(f"The inputs {file} hold {len(args)} positional arguments, more than {forward} takes: {takes}.")
+    strange = [name for name in names if name not in by_name]
+    if strange and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise LoadError(f"The inputs {file} hold {listed(strange)}, which {forward} doesn't take: {takes}.")
+    numbered = positional[: len(args)]
+    if twice := [name for name in names if name in numbered and name in by_name]:
+        raise LoadError(f"The inputs {file} hold {twice[0]} twice, by name and as {numbered.index(twice[0])}.")
+    needed = [p.name for p in parameters if p.default is p.empty and p.name in {*positional, *by_name}]
+    if lacking := [name for name in needed if name not in {*numbered, *names}]:
+        raise LoadError(f"The inputs {file} lack {listed(lacking)}, which {forward} needs: {takes}.")
+
+
+def _without_annotations(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]

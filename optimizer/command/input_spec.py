@@ -1,0 +1,180 @@
+"""Parse `--input`, and draw the tensors that it describes."""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from optimizer.errors import LoadError, UsageError
+from optimizer.wording import dtype_name, quote
+
+INPUT_EXAMPLE = "2x3x224x224, float32[2,3,224,224], mask=bool[2,128] or ids=int64[2,128]:0..30000"
+
+_SHORT_DTYPES = {
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "f64": "float64",
+    "fp64": "float64",
+    "bf16": "bfloat16",
+    "i8": "int8",
+    "i16": "int16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "u16": "uint16",
+    "u32": "uint32",
+    "u64": "uint64",
+    "c64": "complex64",
+    "c128": "complex128",
+}
+_SIZES = re.compile(r"[0-9]+(x[0-9]+)*")
+_TYPED = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+_RANGE = re.compile(rf"(?P<low>{_NUMBER})\.\.(?P<high>{_NUMBER})", re.IGNORECASE)
+_MOST_ELEMENTS = 2**40
+_MOST_DIGITS = 100
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One `--input`: `[NAME=]SHAPE` or `[NAME=]DTYPE[SHAPE]`, both with an optional `:LOW..HIGH`.
+
+    Without a range, floats are drawn from the standard normal distribution, integers uniformly from 0 to 9, and
+    booleans with equal probability. A range excludes its upper end, so `ids=int64[2,128]:0..30000` suits a vocabulary
+    of 30000.
+    """
+
+    name: str | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    low: float | None = None
+    high: float | None = None
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """Draw a tensor of this shape and dtype.
+
+        Raises:
+            LoadError: there isn't enough memory, or torch can't draw this dtype.
+        """
+        size = math.prod(self.shape) * self.dtype.itemsize
+        if size > _physical_memory():
+            raise LoadError(f"The input {self} needs {size / 2**30:.0f} GiB, more than the memory of this machine.")
+        try:
+            return self._draw(generator)
+        except (RuntimeError, MemoryError) as error:
+            raise LoadError(f"The input {self} couldn't be made: {quote(error)}.") from error
+
+    def _draw(self, generator: torch.Generator) -> torch.Tensor:
+        if self.dtype.is_complex:
+            return torch.randn(self.shape, generator=generator, dtype=self.dtype)
+        if self.dtype.is_floating_point:
+            if self.low is None or self.high is None:
+                precise = torch.float64 if self.dtype is torch.float64 else torch.float32
+                return torch.randn(self.shape, generator=generator, dtype=precise).to(self.dtype)
+            unit = torch.rand(self.shape, generator=generator, dtype=torch.float64)
+            return unit.mul_(self.high - self.low).add_(self.low).to(self.dtype)
+        low, high = (0, 2 if self.dtype is torch.bool else 10) if self.low is None else (self.low, self.high or 0)
+        return torch.randint(int(low), int(high), self.shape, generator=generator).to(self.dtype)
+
+    def __str__(self) -> str:
+        named = f"{self.name}=" if self.name else ""
+        return f"{named}{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+def parse_input(text: str) -> InputSpec:
+    """Parse one `--input`; raise a `UsageError` that quotes it and shows a valid example."""
+    head, equals, rest = text.strip().partition("=")
+    name, body = (head.strip(), rest.strip()) if equals else (None, head)
+    if name is not None and not name.isidentifier():
+        _refuse_input(text, f"{name!r} is no name of an argument")
+    body, colon, range_text = body.partition(":")
+    dtype_name, shape_text = _split_body(text, body)
+    dtype = _dtype_named(dtype_name)
+    if dtype is None:
+        near = difflib.get_close_matches(dtype_name, [*_SHORT_DTYPES, *_SHORT_DTYPES.values(), "bool"], 1)
+        _refuse_input(text, f"{dtype_name!r} is no dtype" + (f" (did you mean {near[0]}?)" if near else ""))
+    if any(len(size) > _MOST_DIGITS for size in shape_text):
+        _refuse_input(text, "a size of it is too large")
+    shape = tuple(int(size) for size in shape_text)
+    if 0 in shape:
+        _refuse_input(text, "every size has to be 1 or more")
+    if math.prod(shape) > _MOST_ELEMENTS:
+        _refuse_input(text, f"{math.prod(shape)} elements are too many")
+    if not colon:
+        return InputSpec(name, dtype, shape)
+    return InputSpec(name, dtype, shape, *_parse_range(text, range_text, dtype))
+
+
+def draw_inputs(specs: Sequence[InputSpec], seed: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Draw the positional arguments, in order, and the keyword arguments, by name.
+
+    Raises:
+        UsageError: two inputs have the same name.
+        LoadError: an input can't be drawn.
+    """
+    names = [spec.name for spec in specs if spec.name is not None]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"--input gives {', '.join(twice)} twice; give each input once.")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [(spec.name, spec.draw(generator)) for spec in specs]
+    positional = tuple(tensor for name, tensor in drawn if name is None)
+    return positional, {name: tensor for name, tensor in drawn if name is not None}
+
+
+def _split_body(text: str, body: str) -> tuple[str, list[str]]:
+    if _SIZES.fullmatch(body):
+        return "float32", body.split("x")
+    typed = _TYPED.fullmatch(body)
+    if typed is None:
+        _refuse_input(text, "it isn't understood")
+    sizes = [size.strip() for size in typed["shape"].split(",")] if typed["shape"].strip() else []
+    wrong = [size for size in sizes if not re.fullmatch("[0-9]+", size)]
+    if wrong:
+        _refuse_input(text, f"{wrong[0]!r} is no size; every size has to be 1 or more")
+    return typed["dtype"], sizes
+
+
+def _dtype_named(name: str) -> torch.dtype | None:
+    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    quantized = isinstance(found, torch.dtype) and dtype_name(found).startswith(("q", "bits"))
+    return found if isinstance(found, torch.dtype) and not quantized else None
+
+
+def _parse_range(text: str, range_text: str, dtype: torch.dtype) -> tuple[float, float]:
+    found = _RANGE.fullmatch(range_text.strip())
+    if found is None:
+        _refuse_input(text, f"{range_text!r} is no range LOW..HIGH")
+    low, high = float(found["low"]), float(found["high"])
+    if not low < high:
+        _refuse_input(text, "the range is empty (its upper end is left out)")
+    if dtype.is_complex:
+        _refuse_input(text, "complex numbers have no range")
+    if dtype.is_floating_point:
+        if max(-low, high) > torch.finfo(dtype).max:
+            _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
+        return low, high
+    if not (low.is_integer() and high.is_integer()):
+        _refuse_input(text, "a range of integers has integers as ends")
+    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if low < least or high - 1 > min(most, 2**53):
+        _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
+    return low, high
+
+
+def _refuse_input(text: str, reason: str) -> NoReturn:
+    raise UsageError(f"--input {text!r}: {reason}; a right one looks like {INPUT_EXAMPLE}.")
+
+
+def _physical_memory() -> float:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf

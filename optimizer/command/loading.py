@@ -1,0 +1,424 @@
+"""Load the module that the user names on the command line, and its example inputs.
+
+    path/model.py            the `model` of the file; else its get_model / build_model / create_model; else the only
+                             nn.Module subclass that is defined there and needs no arguments
+    path/model.py:NAME       NAME is an instance, a class that needs no arguments or a factory
+    package.module:NAME      the same in an importable module; the current folder is on the path
+
+Every error is a `LoadError`, or a `UsageError` if an option is wrong. The message is one sentence that names the place
+in the user's file. The file runs as in `python model.py`: its folder is first on the path, and `import optimizer` there
+finds the user's module (see `user_code`). The block `if __name__ == "__main__":` doesn't run.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from optimizer.command.early_checks import refuse_missing_inputs, split_target
+from optimizer.command.input_files import read_calls
+from optimizer.command.input_spec import draw_inputs, parse_input
+from optimizer.command.user_code import put_first
+from optimizer.command.user_errors import errors_of_user_code
+from optimizer.errors import LoadError, UsageError
+from optimizer.model import (
+    Call,
+    FurtherInputs,
+    Samples,
+    leaves_of,
+    load_weights,
+    refuse_circular_modules,
+    refuse_empty_tensors,
+    refuse_unmade_module,
+)
+from optimizer.options import refuse_missing_weights
+from optimizer.wording import listed, type_name
+
+FACTORY_NAMES = ("get_model", "build_model", "create_model")
+ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
+_ABSENT = object()
+
+
+@dataclass
+class Loaded:
+    """The user's model, with the inputs to run it on.
+
+    Attributes:
+        example_inputs: a tuple, or a function of a batch size and a generator that returns a call.
+        source: the name of the model, without an absolute path.
+        notes: sentences about decisions that were made while loading.
+        folder: the folder of the user's file, or the current folder for an importable module.
+        further_inputs: more calls, from `--inputs`.
+    """
+
+    model: nn.Module
+    example_inputs: ExampleInputs | None
+    example_kwargs: dict[str, Any]
+    source: str
+    notes: tuple[str, ...] = ()
+    folder: Path = field(default_factory=Path.cwd)
+    further_inputs: FurtherInputs = ()
+
+    def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
+        """The user's own call; an example function is called with batch size 2."""
+        return self.samples(seed, device).given
+
+    def samples(self, seed: int = 0, device: torch.device | None = None) -> Samples:
+        """All calls that the model runs on."""
+        return Samples(
+            self.example_inputs or (),
+            self.example_kwargs,
+            further_inputs=self.further_inputs,
+            seed=seed,
+            device=device,
+        )
+
+
+def load(
+    spec: str,
+    *,
+    name: str | None = None,
+    inputs: Sequence[str] = (),
+    input_files: Sequence[Path] = (),
+    weights: Path | None = None,
+    seed: int = 0,
+) -> Loaded:
+    """Load the model that `spec` names, its weights and its example inputs.
+
+    Runs the user's code after `put_first`, with all random generators seeded with `seed`. The user's modules stay
+    importable afterwards; `user_code.names_restored` removes them again.
+
+    Raises:
+        LoadError: the model, the weights or the inputs can't be loaded.
+        UsageError: an option is invalid.
+    """
+    specs = [parse_input(text) for text in inputs]
+    target = parse_target(spec, name)
+    if weights is not None:
+        refuse_missing_weights(weights)
+    refuse_missing_inputs(input_files)
+    _seed_everything(seed)
+    module = target.import_module()
+    finder = _Finder(module, target)
+    model, model_name = finder.model()
+    refuse_unmade_module(model)
+    refuse_circular_modules(model)
+    notes: list[str] = []
+    if isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
+        notes.append(f"{model_name} is what torch.compile(module) made; the module in it is taken.")
+        model = inner
+    if weights is not None:
+        notes += load_weights(model, weights)
+    refuse_empty_tensors(model)
+    example_inputs, example_kwargs = finder.inputs()
+    if specs:
+        if example_inputs is not None or example_kwargs:
+            notes.append(f"The inputs given by --input replace those of {target.label}.")
+        example_inputs, example_kwargs = draw_inputs(specs, seed)
+    further: FurtherInputs = ()
+    if input_files:
+        own = None
+        if example_inputs is not None or example_kwargs:
+            notes.append(f"The inputs given by --inputs replace those of {target.label}.")
+            own = Samples(example_inputs or (), example_kwargs, seed=seed).given
+        first, *others = read_calls(input_files, model, own)
+        example_inputs, example_kwargs = first.args, first.kwargs
+        further = [_alike(path, first, call, seed) for path, call in zip(input_files[1:], others, strict=True)]
+    if example_inputs is None and not example_kwargs:
+        raise LoadError(
+            f"{target.label} has no example_inputs and no get_example_inputs(); add one of them to the file or give "
+            f"each input by --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
+        )
+    source = f"{target.label}:{model_name}"
+    loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), target.folder, further)
+    _check_inputs(loaded, seed)
+    return loaded
+
+
+# MODEL ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """The file or importable module in MODEL, and the name in it, if any."""
+
+    label: str
+    folder: Path
+    file: Path | None
+    name: str | None
+
+    def import_module(self) -> ModuleType:
+        """Run the user's file or import the user's module; raise `LoadError` if that fails."""
+        sys.argv[:] = [str(self.file or self.label)]
+        sys.dont_write_bytecode = True
+        put_first(self.folder)
+        with errors_of_user_code(f"{self.label} couldn't be loaded", self.folder):
+            return self._execute() if self.file else self._import()
+
+    def _import(self) -> ModuleType:
+        try:
+            return importlib.import_module(self.label)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.label}.".startswith(f"{error.name}."):
+                raise
+            raise LoadError(
+                f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
+                f"the package installed or in the current folder)."
+            ) from error
+
+    def _execute(self) -> ModuleType:
+        assert self.file is not None
+        name = self.file.stem
+        if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+            name = "user_model_" + re.sub(r"\W", "_", name)
+        spec = importlib.util.spec_from_file_location(name, self.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(name, None)
+            raise
+        return module
+
+
+def parse_target(spec: str, name: str | None = None) -> Target:
+    """Make a target from MODEL and from the name in `--model`; raise `LoadError` or `UsageError`."""
+    place, path, name = split_target(spec, name)
+    if path is None:
+        return Target(place, Path.cwd(), None, name)
+    return Target(path.name, path.resolve().parent, path.resolve(), name)
+
+
+# The contents of the user's module ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Finder:
+    module: ModuleType
+    target: Target
+
+    def model(self) -> tuple[nn.Module, str]:
+        name = self.target.name or self._chosen_name()
+        value = self._attribute(name)
+        return self._instance(value, name), name
+
+    def inputs(self) -> tuple[ExampleInputs | None, dict[str, Any]]:
+        names = ("example_inputs", "get_example_inputs")
+        name = next((name for name in names if self._held(name) is not _ABSENT), None)
+        kwargs = self._keyword_inputs()
+        if name is None:
+            return None, kwargs
+        value = self._held(name)
+        if not callable(value) or isinstance(value, torch.Tensor | Mapping):
+            return self._merged(value, name, kwargs)
+        if _takes_two(value):
+            return self._drawn_by(value, name), kwargs
+        return self._merged(self._call(value, name), f"{name}()", kwargs)
+
+    def _chosen_name(self) -> str:
+        if self._held("model") is not _ABSENT:
+            return "model"
+        factories = [name for name in FACTORY_NAMES if callable(self._held(name))]
+        if factories:
+            return self._only(factories, "factories")
+        classes = [value for value in vars(self.module).values() if self._defines(value)]
+        free = list(dict.fromkeys(cls.__name__ for cls in classes if not _required_arguments(cls)))
+        if free:
+            return self._only(free, "nn.Module subclasses without arguments")
+        demanding = [f"{cls.__name__} needs {listed(_required_arguments(cls))}" for cls in classes]
+        found = f" ({'; '.join(demanding[:5])})" if demanding else ""
+        raise LoadError(
+            f"{self.target.label} has no model: there is no `model`, no {' / '.join(FACTORY_NAMES)} and no nn.Module "
+            f"subclass that needs no arguments{found}; add one of them, or name the model as {self.target.label}:NAME."
+        )
+
+    def _only(self, names: list[str], kind: str) -> str:
+        if len(names) > 1:
+            raise LoadError(
+                f"{self.target.label} has {len(names)} {kind}: {listed(names)}; choose one, "
+                f"such as {self.target.label}:{names[0]}."
+            )
+        return names[0]
+
+    def _defines(self, value: object) -> bool:
+        return (
+            isinstance(value, type)
+            and issubclass(value, nn.Module)
+            and value.__module__ == self.module.__name__
+            and value.forward is not nn.Module.forward
+            and not inspect.isabstract(value)
+        )
+
+    def _attribute(self, name: str) -> Any:
+        value: Any = self.module
+        for part in name.split("."):
+            value = self._held(part, value)
+            if value is _ABSENT:
+                raise LoadError(f"{self.target.label} has no {name}{self._where_else(part)}")
+        return value
+
+    def _where_else(self, name: str) -> str:
+        """The end of the message about a missing name: where the name is, or what the user can do."""
+        label = self.target.label
+        below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
+        homes = [path for path in below if name in vars(sys.modules[path])]
+        if self.target.file is None and homes:
+            return f" at its top level: give {min(homes, key=lambda path: (len(path), path))}:{name}."
+        near = difflib.get_close_matches(name, [other for other in vars(self.module) if not other.startswith("_")], 1)
+        if near:
+            return f"; did you mean {near[0]}?"
+        factory = next((factory for factory in FACTORY_NAMES if callable(self._held(factory))), None)
+        if self.target.file is None and factory:
+            return (
+                f" at its top level; if {label}.{factory}({name!r}) makes the model, write a file with"
+                f" `model = {label}.{factory}({name!r})` and give that."
+            )
+        return "."
+
+    def _held(self, name: str, holder: Any = None) -> Any:
+        """An attribute of the user's module, or of an object in it; `_ABSENT` if there is none.
+
+        A `__getattr__` may raise anything, so errors become a `LoadError`.
+        """
+        with errors_of_user_code(f"{name} in {self.target.label} couldn't be read", self.target.folder):
+            return getattr(self.module if holder is None else holder, name, _ABSENT)
+
+    def _instance(self, value: Any, name: str) -> nn.Module:
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, type) and not issubclass(value, nn.Module):
+            raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which is no nn.Module.")
+        if not callable(value):
+            raise LoadError(f"{name} in {self.target.label} is no nn.Module but a {type_name(value)}.")
+        required = _required_arguments(value)
+        if required:
+            kind = f"the class {value.__name__}" if isinstance(value, type) else "a function"
+            raise LoadError(
+                f"{name} in {self.target.label} is {kind} that needs arguments ({listed(required)}); "
+                f"add a function build_model() that gives them and returns the model."
+            )
+        built = self._call(value, name)
+        if isinstance(built, nn.Module):
+            return built
+        hint = "; return the model only" if isinstance(built, tuple) else ""
+        raise LoadError(f"{name}() in {self.target.label} returned a {type_name(built)} and no nn.Module{hint}.")
+
+    def _call(self, function: Callable[[], Any], name: str) -> Any:
+        with errors_of_user_code(f"{name}() in {self.target.label} failed", self.target.folder):
+            value = function()
+        self._refuse_coroutine(value, f"{name}()")
+        return value
+
+    def _refuse_coroutine(self, value: Any, called: str) -> None:
+        if inspect.iscoroutine(value):
+            value.close()  # otherwise Python warns that it was never awaited
+            raise LoadError(f"{called} in {self.target.label} is an async function; write def in place of async def.")
+
+    def _keyword_inputs(self) -> dict[str, Any]:
+        value = self._held("example_kwargs")
+        if value is _ABSENT:
+            return {}
+        if callable(value) and not isinstance(value, Mapping):
+            value = self._call(value, "example_kwargs")
+        if not isinstance(value, Mapping):
+            raise LoadError(f"example_kwargs in {self.target.label} is no dict but a {type_name(value)}.")
+        return self._keywords(value, "example_kwargs")
+
+    def _keywords(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise LoadError(f"{name} in {self.target.label} has the key {wrong[0]!r}, which names no argument.")
+        return dict(value)
+
+    def _merged(self, value: Any, name: str, kwargs: dict[str, Any]) -> tuple[ExampleInputs | None, dict[str, Any]]:
+        if not isinstance(value, Mapping):
+            return self._positional(value, name), kwargs
+        twice = [key for key in value if key in kwargs]
+        if twice:
+            raise LoadError(f"{twice[0]} stands in {name} and in example_kwargs of {self.target.label}; give it once.")
+        return (), {**self._keywords(value, name), **kwargs}
+
+    def _positional(self, value: Any, name: str) -> tuple[Any, ...]:
+        if isinstance(value, torch.Tensor):
+            return (value,)
+        if isinstance(value, tuple | list):
+            return tuple(value)
+        hint = "; torch.from_numpy makes a tensor of it" if isinstance(value, numpy.ndarray) else ""
+        raise LoadError(
+            f"{name} in {self.target.label} is a {type_name(value)}; it has to be a tensor, a tuple or a list of "
+            f"arguments, or a dict of keyword arguments{hint}."
+        )
+
+    def _drawn_by(self, function: Callable[..., Any], name: str) -> Callable[[int, torch.Generator], Call]:
+        def draw(batch_size: int, generator: torch.Generator) -> Call:
+            called = f"{name}({batch_size}, generator)"
+            with errors_of_user_code(f"{called} in {self.target.label} failed", self.target.folder):
+                value = function(batch_size, generator)
+            self._refuse_coroutine(value, called)
+            if isinstance(value, Mapping):
+                return Call((), self._keywords(value, called))
+            return Call(self._positional(value, called), {})
+
+        return draw
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function requires two arguments, a batch size and a generator."""
+    return len(_required_arguments(function)) == 2
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+
+
+def _alike(path: Path, first: Call, call: Call, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a further call as a pair, after a check that it differs from the first call only in its rows."""
+    pair = (call.args, call.kwargs)
+    try:
+        Samples(first.args, first.kwargs, further_inputs=(pair,), seed=seed)
+    except UsageError as error:
+        raise LoadError(f"{path.name}: {error}") from error
+    return pair
+
+
+def _check_inputs(loaded: Loaded, seed: int) -> None:
+    try:
+        call = loaded.first_call(seed)
+    except UsageError as error:
+        # The file is wrong here, not an option.
+        raise LoadError(f"{loaded.source}: {error}") from error
+    leaves = leaves_of((call.args, call.kwargs)).values
+    arrays = [leaf for leaf in leaves if isinstance(leaf, numpy.ndarray)]
+    if arrays:
+        raise LoadError(
+            f"The example inputs of {loaded.source} hold a numpy array; torch.from_numpy makes a tensor of it."
+        )
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise LoadError(f"The example inputs of {loaded.source} hold no tensor.")
+
+
+def _seed_everything(seed: int) -> None:
+    """Seed all random generators, so that random weights are the same in every run."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,407 @@
+"""Render the command's JSON document as text for people."""
+
+import io
+import math
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from exporters.errors import ExporterError
+from exporters.registry import exporter_named
+from optimizer.parity import FACTOR, SLICE_FACTOR
+from optimizer.report import reason_shown, remark_lines
+
+# Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
+_WIDE = 4096
+# The minimum width of a wrapped last column. In less space, each row of the table becomes a paragraph.
+_NARROWEST = 24
+_INDENT = 4
+_STYLES = {
+    "applied": "green",
+    "ok": "green",
+    "rolled-back": "yellow",
+    "vacuous": "yellow",
+    "failed": "red",
+    "missing": "red",
+}
+
+# Prefix of the metadata that this program writes into every file (`exporters.metadata`).
+_OURS = "optimize_export."
+
+Document = Mapping[str, Any]
+Row = Sequence[str]
+
+
+def as_text(document: Document, *, terminal: bool, details: bool = False) -> str:
+    """Render the result as lines, with colours and the screen's width only on a terminal.
+
+    Args:
+        details: also show routes, tensors, and the errors of every output and call.
+    """
+    stream = io.StringIO()
+    width = shutil.get_terminal_size().columns if terminal else _WIDE
+    # On a dumb terminal, rich uses the width only if a height is given too.
+    console = Console(
+        file=stream, force_terminal=terminal, width=width, height=25, highlight=False, emoji=False, markup=False
+    )
+    for line in _lines(document, width, details=details):
+        for part in [line] if isinstance(line, Text) else _wrapped(line, width) or [""]:
+            console.print(part, soft_wrap=True)  # a path broken over two lines can't be copied
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
+
+
+def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | str]:
+    if "available_passes" in document:
+        yield from _available(document["available_passes"], width)
+        return
+    report = document.get("report", {})
+    if document.get("passes"):
+        yield from _passes(document["passes"], width, details=details)
+        for each in document["passes"]:
+            yield from remark_lines(each)
+        if could := report.get("could_apply"):
+            yield _could_apply(could)
+        yield ""
+    artifacts = document.get("artifacts", ())
+    missing = document.get("missing") or {}
+    if artifacts or missing:
+        yield from _files(artifacts, missing, width)
+        yield ""
+    if details and any("route" in artifact for artifact in artifacts):
+        yield from _artifacts(artifacts, width)
+        yield ""
+    elif details and any("calls" in artifact for artifact in artifacts):
+        yield from _ran(artifacts, width)
+        yield ""
+    outputs = [
+        (artifact, output)
+        for artifact in artifacts
+        for output in (artifact.get("parity") or artifact).get("outputs", ())
+        if "max_error" in output and (details or output.get("problem"))
+    ]
+    if outputs:
+        yield from _parity(outputs, width)
+        yield ""
+    if details and any(output.get("calls") for _, output in outputs):
+        yield from _every_call(outputs, width)
+        yield ""
+    for artifact in artifacts:
+        if rows := (artifact.get("parity") or {}).get("rows"):
+            yield _rows(artifact["format"], rows)
+    for artifact in artifacts:
+        if given := [item for item in artifact.get("metadata", {}).items() if not item[0].startswith(_OURS)]:
+            yield _metadata(artifact["format"], given)
+    for artifact in artifacts:
+        if (place := artifact.get("divergence")) is not None:
+            yield _differs(artifact["format"], place)
+    warnings = report.get("warnings", ())
+    for warning in warnings:
+        yield from (Text(line, style="yellow") for line in _wrapped(f"warning: {warning}", width))
+    for note in document.get("notes", ()):
+        if note not in warnings:
+            yield f"note: {note}"
+    if "before" in report:
+        yield from _gained(report)
+    if "sha256sums" in document:
+        yield f"SHA-256 for --verify --expect: {document['sha256sums']}"
+    if "bundle" in document:
+        yield Text(f"bundle: {document['bundle']}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Wrap a sentence without breaking its words or numbers."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False)
+
+
+# One line per file ----------------------------------------------------------------------------------------------------
+
+
+def _files(artifacts: Sequence[Document], missing: Mapping[str, str], width: int) -> Iterable[Text]:
+    rows = [(each.get("path", each["format"]), _bytes(each), *_verdict(each)) for each in artifacts]
+    rows += [(_file_of(format), "", "missing", f": {sentence}") for format, sentence in missing.items()]
+    first = max(cell_len(row[0]) for row in rows)
+    second = max(cell_len(row[1]) for row in rows)
+    for path, size, word, rest in rows:
+        start = f"{_padded(path, first)}  " + (f"{size:>{second}}  " if second else "")
+        style = _STYLES.get(word, "")
+        if cell_len(start) + len(word) + len(rest) <= width:
+            yield Text.assemble(start, (word, style), rest)
+            continue
+        yield Text(start.rstrip())
+        top, *more = _folded(word + rest, max(width - _INDENT, 1))
+        yield Text.assemble(" " * _INDENT, (word, style), top.removeprefix(word))
+        yield from (Text(" " * _INDENT + line) for line in more)
+
+
+def _file_of(format: str) -> str:
+    try:
+        return getattr(exporter_named(format), "file_name", format)
+    except ExporterError:
+        return format  # another package's format; the document has the reason why it is missing
+
+
+def _bytes(artifact: Document) -> str:
+    return _size(artifact["bytes"]) if "bytes" in artifact else ""
+
+
+def _verdict(artifact: Document) -> tuple[str, str]:
+    """The verdict on a file: one word, and the text after it."""
+    parity = artifact.get("parity")
+    if parity is None:
+        return ("failed", "") if artifact.get("problem") else ("not checked", "")
+    verdict = parity["verdict"]
+    if verdict == "vacuous":
+        return verdict, ": the outputs prove nothing"
+    judged = [output for output in parity["outputs"] if output.get("judged", True)]
+    if verdict != "ok" or not judged:
+        return verdict, ""
+    if any(output.get("by_user") for output in judged):
+        return verdict, ", within your tolerance"
+    share = max(_share(output, parity.get("factor", FACTOR)) for output in judged)
+    if share == 0:
+        return verdict, ", no error"
+    return verdict, f", {'under 1' if share < 0.01 else f'{100 * share:.0f}'} % of the allowed error"
+
+
+def _share(output: Document, factor: float) -> float:
+    """The error of an output as a share of the allowed error.
+
+    This is the larger share of two: that of the whole output, and that of its worst channel, column or band.
+    """
+    whole, part = (float(output.get(name) or 0) for name in ("ratio", "slice_ratio"))
+    return max(whole / factor, part / (factor / FACTOR * SLICE_FACTOR))
+
+
+def _metadata(format: str, given: Sequence[tuple[str, str]]) -> str:
+    texts = (f"{key}={' '.join(value.split())}" for key, value in given)
+    return f"metadata of {format}: {', '.join(texts)}"
+
+
+def _rows(format: str, rows: Document) -> str:
+    if not rows["ok"]:
+        return f"rows of {format}: {rows['problem']}"
+    otherwise = (
+        "alone, in other places and among other rows" if rows["alone"] else "in other places and among other rows"
+    )
+    lacking = (
+        f"; not looked at, as they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""
+    )
+    sizes = ", ".join(map(str, rows["batch_sizes"]))
+    return f"rows of {format}: none depends on the others, of batches of {sizes}, run {otherwise}{lacking}"
+
+
+def _gained(report: Document) -> Iterable[str]:
+    before, after, coverage = report["before"], report["after"], report["coverage"]
+    parameters = f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
+    if before["operations"] is None or after["operations"] is None:
+        yield parameters
+    else:
+        yield f"operations: {before['operations']:,} -> {after['operations']:,}; {parameters}"
+    if unreached := coverage["unreached"]:
+        others = f" and {len(unreached) - 1:,} more" if unreached[1:] else ""
+        yield (
+            f"the example inputs don't reach {len(unreached):,} of {coverage['parameterised']:,} modules with weights:"
+            f" {unreached[0] or 'the root'}{others}"
+        )
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _table(columns: Row, rows: Sequence[Row], width: int, *, wraps: bool = False) -> Iterable[Text]:
+    """Align the rows in columns if they fit; otherwise write one paragraph per row.
+
+    Only the last cell may be broken, at its spaces.
+
+    Args:
+        wraps: whether the last column contains sentences, which may be wrapped.
+    """
+    widths = [max(cell_len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
+    start = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = min(widths[-1], max(width - start, _NARROWEST)) if wraps else widths[-1]
+    if start + room > width:
+        yield from _paragraphs(columns, rows, width)
+        return
+    for row in (columns, *rows):
+        cells = [_padded(cell, size) for cell, size in zip(row[:-1], widths, strict=False)]
+        first, *more = (_folded(row[-1], room) if wraps else [row[-1]]) or [""]
+        line = Text("  ").join([Text(cell, style=_STYLES.get(cell.rstrip(), "")) for cell in cells])
+        line = Text("  ").join([line, Text(first, style=_STYLES.get(first, ""))])
+        if row is columns:
+            line.stylize("bold")
+        yield line
+        yield from (Text(" " * start + text) for text in more)
+
+
+def _paragraphs(columns: Row, rows: Sequence[Row], width: int) -> Iterable[Text]:
+    for first, *cells in rows:
+        pieces = [f"{name} {cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell]
+        line = first
+        for number, piece in enumerate(pieces):
+            joined = f"{line}{',' if number else ':'} {piece}"
+            # Leave room for a comma.
+            if cell_len(joined) < width:
+                line = joined
+                continue
+            yield Text(line + ("," if number else ":"))
+            *full, last = [" " * _INDENT + text for text in _folded(piece, max(width - _INDENT, 1))]
+            yield from map(Text, full)
+            line = last
+        yield Text(line)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - cell_len(text))
+
+
+def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterable[Text]:
+    columns = ["pass", "status", "changes", "skips", "reason"]
+    rows = [
+        [each["name"], each["status"], _count(each.get("changes", 0)), _count(each.get("skips", 0)), reason_shown(each)]
+        for each in passes
+    ]
+    if details:
+        columns.insert(4, "seconds")
+        for row, each in zip(rows, passes, strict=True):
+            row.insert(4, f"{each.get('seconds') or 0:.2f}")
+    yield from _table(columns, rows, width, wraps=True)
+
+
+def _could_apply(names: Sequence[str]) -> str:
+    return f"no pass changed the model; {' and '.join(names)} could: --passes {','.join(names)}"
+
+
+def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
+    columns = ("file", "route", "inputs", "outputs", "nodes on")
+    rows = [
+        (
+            each["path"],
+            each["route"],
+            _tensors(each["inputs"]),
+            _tensors(each["outputs"]),
+            _placement(each.get("placement")),
+        )
+        for each in artifacts
+    ]
+    yield from _table(columns, rows, width)
+
+
+def _ran(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
+    """The table of the artifacts that ran when the bundle was verified."""
+    rows = [(each["path"], each["device"], str(each["calls"]), _placement(each.get("placement"))) for each in artifacts]
+    yield from _table(("file", "run on", "calls", "nodes on"), rows, width)
+
+
+def _placement(counts: Mapping[str, int] | None) -> str:
+    """The number of nodes that ran on each provider of the runtime."""
+    if not counts:
+        return "-"
+    return ", ".join(f"{name.removesuffix('ExecutionProvider')} {count}" for name, count in counts.items())
+
+
+_FIGURES = ("mean", "99.9 %", "cosine", "top-1")
+
+
+def _parity(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
+    """One row per output: its error, the allowed error, and the worst of its other figures over all calls."""
+    columns = ("parity of", "output", "error", "allowed", *_FIGURES, "result")
+    rows = []
+    for artifact, output in outputs:
+        # An artifact fails because of a single output, but a vacuous verdict applies to all outputs.
+        overall = (artifact.get("parity") or artifact).get("verdict", "ok")
+        verdict = "failed" if output.get("problem") else "ok" if overall == "failed" else overall
+        error, allowed = _judged(output)
+        figures = _figures(output)
+        rows.append((artifact["format"], str(output["name"]), error, allowed, *figures, verdict))
+    yield from _table(columns, rows, width)
+
+
+def _judged(output: Document) -> tuple[str, str]:
+    """The error of an output and the allowed error.
+
+    The error is measured from the reference, or with a user's tolerance from the original itself.
+    """
+    allowed = _number(output.get("tolerance"))
+    if output.get("by_user") and output.get("max_difference") is not None:
+        return _number(output["max_difference"]), f"{allowed} (yours)"
+    return _number(output["max_error"]), allowed
+
+
+def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
+    columns = ("parity of", "output", "batch", "draw", "error", *_FIGURES)
+    table = []
+    for artifact, output in outputs:
+        for call in output.get("calls", ()):
+            rows = "-" if call["batch_size"] is None else str(call["batch_size"])
+            size = ", ".join([rows, *(f"{name} {size}" for name, size in call.get("sizes", {}).items())])
+            error, figures = _number(call["max_error"]), _figures(call)
+            table.append((artifact["format"], str(output["name"]), size, str(call["draw"]), error, *figures))
+    yield from _table(columns, table, width)
+
+
+def _figures(of: Document) -> tuple[str, ...]:
+    cosine = of.get("cosine")
+    return (
+        _number(of.get("mean_error")),
+        _number(of.get("p999_error")),
+        "-" if cosine is None else f"{cosine:.6f}",
+        _agreement(of.get("agreement"), of.get("undecided", 0)),
+    )
+
+
+def _agreement(share: float | None, undecided: int) -> str:
+    # Rounded down, so that 100 % means agreement everywhere.
+    shown = "-" if share is None else "100 %" if share == 1 else f"{math.floor(1000 * share) / 10:.1f} %"
+    return f"{shown} ({undecided} left out)" if undecided else shown
+
+
+def _available(passes: Sequence[Document], width: int) -> Iterable[Text]:
+    rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
+    yield from _table(("pass", "what it does", "options"), rows, width)
+
+
+def _options(options: Any) -> str:
+    if isinstance(options, Mapping):
+        return ", ".join(f"{name}={value}" for name, value in options.items())
+    return ", ".join(map(str, options))
+
+
+def _count(value: int | Sequence[Any]) -> str:
+    return str(value if isinstance(value, int) else len(value))
+
+
+def _tensors(tensors: Sequence[Document]) -> str:
+    return " ".join(f"{each['name']}[{','.join(map(str, each['shape']))}]" for each in tensors)
+
+
+def _number(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.2g}"
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, bigger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 9.95 else f"{size:.1f} {unit}"
+
+
+def _differs(name: str, place: Mapping[str, Any]) -> str:
+    """The place where an artifact first differs from the model, with other possible places."""
+    places = (place, *place["also"])
+    named = " or ".join(
+        f"{each['module'] or 'the model itself'} ({each['line']}, {each['operation']})" for each in places
+    )
+    return f"{name} first differs at {named}: {place['problem']}"

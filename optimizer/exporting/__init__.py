@@ -1,0 +1,23 @@
+"""The stages of an export: measure the original, write and prove each file, and build the manifest."""
+
+from optimizer.exporting.arguments import check_folders, exporters_of, opened
+from optimizer.exporting.job import ExportJob
+from optimizer.exporting.measuring import MeasuredExport, measure
+from optimizer.exporting.references import measured_reference, sizes_of
+from optimizer.exporting.vacuous import is_vacuous
+from optimizer.exporting.writing import WrittenFiles, write_data, write_files
+
+__all__ = [
+    "ExportJob",
+    "MeasuredExport",
+    "WrittenFiles",
+    "check_folders",
+    "exporters_of",
+    "is_vacuous",
+    "measure",
+    "measured_reference",
+    "opened",
+    "sizes_of",
+    "write_data",
+    "write_files",
+]

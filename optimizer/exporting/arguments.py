@@ -1,0 +1,70 @@
+"""Check the arguments of `export`: formats, folders, dynamic shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from exporters.base import Exporter, named_inputs
+from exporters.metadata import refuse_metadata
+from exporters.opset import refuse_opset
+from exporters.registry import exporter_named
+from optimizer.bundle import check_target
+from optimizer.errors import UsageError
+from optimizer.model import Dynamic, OpenDims, Samples, open_dims
+from optimizer.options import check_debug_folder
+
+
+def exporters_of(formats: Sequence[str], opset: int | None, metadata: Mapping[str, str]) -> list[Exporter]:
+    """Look up the exporters of the formats, each once.
+
+    Raises:
+        UsageError: `formats` is empty.
+        ExporterError: a format or the opset is unknown, or no file can store the metadata.
+    """
+    names = [formats] if isinstance(formats, str) else list(formats or ())
+    if not names:
+        raise UsageError("formats names no format: give one at least, such as 'onnx'.")
+    exporters = [exporter_named(name) for name in dict.fromkeys(names)]
+    refuse_opset(opset, [exporter.name for exporter in exporters])
+    refuse_metadata(metadata)
+    return exporters
+
+
+def check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> tuple[Path, Path | None]:
+    """Check that both folders can be written, and return their absolute paths.
+
+    Raises:
+        UsageError: `output` isn't a path, or `debug_dir` can't be used or is the same folder.
+        BundleError: a bundle can't be written to `output`.
+    """
+    if not isinstance(output, str | os.PathLike) or not str(output).strip():
+        raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
+    check_target(output, force=force)
+    check_debug_folder(debug_dir)
+    if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
+        raise UsageError(f"{debug_dir} is the folder of the bundle: name another one for debugging.")
+    return Path(output).absolute(), None if debug_dir is None else Path(debug_dir).absolute()
+
+
+def opened(
+    model: nn.Module,
+    samples: Samples,
+    dynamic: Dynamic | None,
+    input_names: Sequence[str] | None,
+    static_batch: bool,
+) -> tuple[Samples, OpenDims]:
+    """Open the dims that `dynamic` declares, and return the samples with these dims.
+
+    Raises:
+        UsageError: `dynamic` names a dim that the inputs don't have, or contradicts another option.
+    """
+    if dynamic is None:
+        return samples, OpenDims()
+    call = samples.given
+    inputs = named_inputs(model, call.args, call.kwargs, input_names=input_names)
+    dims = open_dims(dynamic, inputs, first=samples.first, static_batch=static_batch)
+    return samples.opened(dims, inputs), dims

@@ -1,0 +1,159 @@
+"""Compare the artifacts of an export with the original, and explain the failure of an artifact."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from exporters.base import Artifact, Exporter, LoadedArtifact
+from optimizer.bundle import describe_device, factor_between, file_digest
+from optimizer.faults import Located, fault_of_runtime, located, named_first, write_reproduction
+from optimizer.parity import FACTOR, Flatten, Measurement, ParityReport, Reference, Rows, Tolerance, golden_entry, judge
+
+Measured = tuple[Measurement, Mapping[str, int] | None]
+"""The measurement of a file against the original, and the number of its nodes that ran on each provider."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactParity:
+    """Compares artifacts with the original, and judges all of them by the same rule.
+
+    Attributes:
+        flatten: maps the arguments of a call to the input tensors of the files.
+        device: where artifacts are run.
+        atol, rtol, factor, names: as for `judge`.
+    """
+
+    reference: Reference
+    flatten: Flatten
+    device: torch.device
+    atol: Tolerance
+    rtol: Tolerance
+    factor: float
+    names: Mapping[str, str]
+
+    def judged(self, measurement: Measurement) -> ParityReport:
+        return judge(measurement, atol=self.atol, rtol=self.rtol, factor=self.factor, names=self.names)
+
+    def measured(self, artifact: Artifact, rows: Rows | None = None) -> Measured:
+        """Load an artifact and compare it with the original."""
+        # Loading raises if the session places nodes on another provider than requested.
+        return self.measured_of(artifact.load(self.device.type), rows)
+
+    def measured_of(self, loaded: LoadedArtifact, rows: Rows | None) -> Measured:
+        """Compare a file that is already loaded on `device` with the original."""
+        measurement = self.reference.compare(loaded, flatten=self._flatten_there, rows=rows)
+        if torch.device(measurement.device).type != self.device.type:
+            measurement = replace(measurement, device=self.device.type, reference_device=measurement.device)
+        measurement = replace(measurement, settings={**measurement.settings, **loaded.settings})
+        placement = loaded.placement
+        # A session maps the file into memory, so it must be closed before the folder is moved.
+        del loaded
+        gc.collect()
+        return measurement, placement
+
+    def is_wrong(self, module: nn.Module) -> bool:
+        """Whether the outputs of a module on the original's device are wrong."""
+        return self.judged(self.reference.compare(module)).verdict == "failed"
+
+    def is_right(self, artifact: Artifact) -> bool:
+        return self.judged(self.measured(artifact)[0]).verdict != "failed"
+
+    def _flatten_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+        # The calls are on the original's device.
+        return [tensor.to(self.device) for tensor in self.flatten(args, kwargs)]
+
+
+@dataclass
+class FileProof:
+    """The proof that an exporter calls for its files. Its comparison is reused for the judgement of the last file."""
+
+    by: ArtifactParity
+    rows: Rows | None
+    # The hashes of the last compared artifact's files, and its measurement.
+    _hashes: list[str] = field(default_factory=list)
+    _found: Measured | None = None
+
+    def __call__(self, loaded: LoadedArtifact, files: Sequence[Path]) -> bool:
+        """As `ExportRequest.proof`."""
+        self._found = None
+        if torch.device(loaded.device).type != self.by.device.type or not files:
+            return False
+        self._hashes, self._found = list(map(file_digest, files)), self.by.measured_of(loaded, self.rows)
+        return self.by.judged(self._found[0]).verdict != "failed"
+
+    def measured(self, artifact: Artifact, exporter: Exporter) -> Measured:
+        """The measurement of an artifact: the one of the proof if it is still valid, or a new one.
+
+        The proof is invalid if the exporter has changed a file since, or if the artifact has another loader.
+        """
+        is_known = artifact.loader == exporter.load and self._hashes == list(map(file_digest, artifact.files))
+        return self._found if self._found and is_known else self.by.measured(artifact, self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Explains why artifacts are wrong.
+
+    Attributes:
+        exported: the module that was exported.
+        pass_to_blame: returns a sentence about the pass that made that module wrong, or "".
+        debug_dir: the folder for a reproduction of each wrong artifact; None to write none.
+    """
+
+    parity: ArtifactParity
+    exported: nn.Module
+    pass_to_blame: Callable[[], str]
+    debug_dir: Path | None
+
+    def explained(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
+        """Find where the artifact first diverges, and explain it in sentences."""
+        by = self.parity
+        found = located(artifact, by.reference, measurement, self.exported, by.flatten, by.device.type)
+        # Write the reproduction now, because the rest takes longer and may be interrupted.
+        written = (
+            "" if self.debug_dir is None else self._reproduced(artifact, measurement, report, found, self.debug_dir)
+        )
+        told = (str(found), fault_of_runtime(artifact, by.is_right), self.pass_to_blame(), self._draws(), written)
+        return found, " ".join(filter(None, told))
+
+    def _draws(self) -> str:
+        if not self.parity.reference.draws_random_numbers:
+            return ""
+        return (
+            "The model draws random numbers, and a file that draws others can't give the same: take them as an input."
+        )
+
+    def _reproduced(
+        self, artifact: Artifact, measurement: Measurement, report: ParityReport, found: Located, folder: Path
+    ) -> str:
+        """Write the reproduction of a wrong artifact, and return a sentence about it."""
+        reference = self.parity.reference
+        where = named_first(reference, measurement)[0] if found.divergence is None else found.divergence.where
+        golden = golden_entry(reference, where)
+        inputs = self.parity.flatten(golden.call.args, golden.call.kwargs)
+        return write_reproduction(folder, artifact, inputs, golden, where, report, found)
+
+
+def factor_between_devices(reference: Reference, home: torch.device, target: torch.device) -> tuple[float, list[str]]:
+    """The allowed error of artifacts in units of the noise, with a note if different devices make it larger.
+
+    Args:
+        reference: gives the dtypes of the outputs.
+        home: the device of the original.
+        target: the device of the artifacts.
+    """
+    measured, here = describe_device(home), describe_device(target)
+    factor = FACTOR * factor_between(measured, here, (noise.dtype for noise in reference.noises.values()))
+    if factor == FACTOR:
+        return factor, []
+    return factor, [
+        f"the original was run on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) may be"
+        f" off by {factor:g} times its noise"
+    ]

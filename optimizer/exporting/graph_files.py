@@ -1,0 +1,154 @@
+"""Export the rewrites of graph passes: exporters try the rewritten graph first, and the plain forward if that fails."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, clones
+from exporters.errors import ExporterError, ExportError, StructureError
+from exporters.isolation import silent
+from optimizer.exporting.artifact_parity import FileProof
+from optimizer.model import pinned_settings, random_state
+from optimizer.parity import Measurement
+from optimizer.pipeline import Provenance, kind_of
+from optimizer.wording import listed, quote
+from passes.base import Pass
+from passes.program.graph_pass import GraphPass
+from passes.program.whole_graph import FlatCall, NoWholeGraph, Place, install_whole_graph, steps_for_files
+
+_MOST_NAMES = 4
+
+Measured = tuple[Artifact, Measurement, Mapping[str, int] | None]
+
+
+@dataclass
+class GraphFiles:
+    """The rewritten graph of one export, and the files that contain it.
+
+    Attributes:
+        module: has the rewritten graph as its forward; None if the model has no graph pass or isn't one graph.
+        asked: the names of the passes whose changes files can contain.
+        names: the names of the passes that changed this graph.
+        refused: by format, the reason why its file contains the plain forward; "" stands for all formats.
+    """
+
+    module: nn.Module | None = None
+    asked: Sequence[str] = ()
+    names: Sequence[str] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, result: nn.Module, fresh: Callable[[], nn.Module], adapter: Adapter, request: ExportRequest
+    ) -> GraphFiles:
+        """Capture and rewrite the forward, if the result has graph passes whose changes files can contain.
+
+        Args:
+            result: the result of `optimize`.
+            fresh: makes a copy of the result.
+            adapter: wraps another such copy.
+            request: gives the calls; the forward is captured at the first one.
+        """
+        asked = [step.item.name for step in steps_for_files(result)]
+        if not asked:
+            return cls()
+        module = fresh()
+        calls = [adapter.flatten_inputs(*call) for call in request.calls]
+        args, kwargs = adapter.call_arguments(clones(calls[0]))
+        call = FlatCall(
+            args, kwargs, adapter.flatten_inputs, adapter.flatten_outputs, adapter.outputs.rebuild, _open(calls)
+        )
+        try:
+            with silent(), random_state(0), pinned_settings():
+                return cls(module, asked, install_whole_graph(module, adapter.model, call))
+        except (NoWholeGraph, StructureError) as error:
+            return cls(None, asked, (), {"": quote(error)})
+
+    def measured(self, exporter: Exporter, request: ExportRequest, folder: Path, proof: FileProof) -> Measured | None:
+        """Export the rewritten graph and measure the file; None if there is no graph or the file isn't proven.
+
+        An unproven file is removed, and the reason is stored in `refused`.
+        """
+        if self.module is None:
+            return None
+        before = set(folder.iterdir())
+        try:
+            artifact = exporter.export(replace(request, model=self.module, place_of=None), folder)
+            measurement, placement = proof.measured(artifact, exporter)
+            parity = proof.by.judged(measurement)
+            if parity.ok:
+                return artifact, measurement, placement
+            why = parity.reason.rstrip(".")
+        except ExportError as error:
+            why = error.reasons or quote(error)
+        except ExporterError as error:
+            why = quote(error)
+        self.refused[exporter.name] = f"the file made of the rewritten graph was refused ({why})"
+        remove(set(folder.iterdir()) - before)
+        return None
+
+    def without(self, format: str, provenance: Provenance | None) -> list[dict[str, str]]:
+        """The applied passes whose changes a file of the format doesn't contain, each with the reason."""
+        applied = [] if provenance is None else [each for each in provenance.report.passes if each.status == "applied"]
+        why = self.refused.get(format) or self.refused.get("")
+        found = []
+        for record in applied:
+            reason = _why_never(kind_of(record.name, provenance))
+            if reason is None and record.name in self.asked:
+                reason = why or (None if record.name in self.names else "the graph of the whole has none of its places")
+            if reason is not None:
+                found.append({"name": record.name, "reason": reason})
+        return found
+
+    def notes(self, missing: Collection[str]) -> list[str]:
+        """A sentence for each reason why files don't contain the changes of graph passes.
+
+        Args:
+            missing: the formats without a file; they get no sentence.
+        """
+        names = listed(list(dict.fromkeys(self.asked)), _MOST_NAMES)
+        told = {format: why for format, why in self.refused.items() if format not in missing}
+        return [
+            f"{f'the {format} file does' if format else 'the files do'}n't hold what {names} did: {why}"
+            for format, why in told.items()
+        ]
+
+
+def _open(calls: Sequence[Sequence[torch.Tensor]]) -> dict[Place, Place]:
+    """The dynamic dims of the calls, as in `FlatCall.sizes`."""
+    first: dict[tuple[int, ...], Place] = {}
+    found = {}
+    for number, tensors in enumerate(zip(*calls, strict=True)):
+        # Exporters refuse calls with different ranks.
+        for dim, sizes in enumerate(zip(*(tensor.shape for tensor in tensors), strict=False)):
+            if len(set(sizes)) > 1:
+                found[number, dim] = first.setdefault(sizes, (number, dim))
+    return found
+
+
+def _why_never(kind: type[Pass] | None) -> str | None:
+    """The reason why no file contains the changes of a pass; None if files can."""
+    if kind is None:
+        return None
+    if kind.is_barrier:
+        return "files hold the module before its calls are compiled"
+    if kind.plans_calls:
+        return "files hold no backward pass"
+    if issubclass(kind, GraphPass) and not kind.in_files:
+        return "files hold the operations that its kernels are made of"
+    return None
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove files and folders."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,136 @@
+"""Measure the original for one export, and prepare the request for the exporters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from torch import nn
+
+from exporters.base import Adapter, ExportRequest, named_inputs
+from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor_between_devices
+from optimizer.exporting.blame import blamed
+from optimizer.exporting.copies import exportable
+from optimizer.exporting.fixed_dims import note_on_fixed_dims
+from optimizer.exporting.graph_files import GraphFiles
+from optimizer.exporting.job import ExportJob
+from optimizer.exporting.references import lowered_reference, measured_reference, sizes_of
+from optimizer.exporting.requests import (
+    names_in_files,
+    note_on_fixed_batch,
+    note_on_numbers,
+    refuse_sizes_not_taken,
+    request_for,
+)
+from optimizer.faults import place_in_refused, refuse_carried_state
+from optimizer.model import (
+    on_device,
+    trained_as,
+)
+from optimizer.parity import (
+    Reference,
+    Rows,
+    by_output,
+    independent_rows,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredExport:
+    """The measured original, which all files are compared with, and the request for the exporters.
+
+    Attributes:
+        original: the module that was measured.
+        fresh: makes a copy of the module to export.
+        absolute, relative: the user's tolerances, by the reference's output names.
+        rows: the rows for the check of row independence; None without that check.
+        exact: whether rounding is the only difference that files may have from the original.
+        notes: for the manifest.
+    """
+
+    original: nn.Module
+    reference: Reference
+    request: ExportRequest
+    adapter: Adapter
+    fresh: Callable[[], nn.Module]
+    graph: GraphFiles
+    parity: ArtifactParity
+    failures: Failures
+    absolute: Mapping[str, float]
+    relative: Mapping[str, float]
+    rows: Rows | None
+    exact: bool
+    notes: tuple[str, ...]
+
+
+def measure(job: ExportJob) -> MeasuredExport:
+    """Measure the original, and prepare the request for the exporters.
+
+    Raises:
+        ExportFailed: the original carries state from call to call, or accepts only one size of a dim that must be open.
+        VacuousError: the original's outputs prove nothing.
+        ParityError: rows of the original depend on each other, and the user asks for independent rows.
+        UsageError: an option contradicts the inputs or names an unknown output.
+    """
+    exported = exportable(job.model, job.target)
+    given = None if job.provenance is None else job.provenance.original
+    notes = [] if given is not None else ["the artifacts are compared with the exported module itself"]
+    original = on_device(exported if given is None else trained_as(exported, given), job.home)
+    job.progress("parity", 0, len(job.exporters) + 1, "running the original")
+    sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
+    at_home = job.samples if job.home.type == job.target.type else job.samples.to(job.home)
+    outputs = None if job.provenance is None else job.provenance.outputs
+    rounding = measured_reference(original, at_home, sizes, job.effort, outputs)
+    refuse_carried_state(original, rounding)
+    reference = lowered_reference(rounding, job.provenance)
+    refuse_sizes_not_taken(job, reference)
+    notes += note_on_fixed_batch(job, reference)
+    request = request_for(job, exported, reference)
+    if reference is not rounding or job.home.type != job.target.type:
+        # A less precise result, or one on another device, doesn't have the original's outputs.
+        request = replace(request, outputs=None)
+    fresh = partial(exportable, job.model, job.target, reference.written)
+    adapter = Adapter(fresh(), *request.calls[0], input_names=job.input_names, output_names=job.output_names)
+    notes += note_on_numbers(adapter)
+    if job.dynamic is None:
+        call = at_home.given
+        inputs = named_inputs(original, call.args, call.kwargs, input_names=job.input_names)
+        notes += note_on_fixed_dims(inputs, at_home, reference, open_batch=request.dynamic_batch)
+    flatten, device = adapter.flatten_inputs, job.target.type
+    place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
+    request = replace(request, place_of=place_of, output_structure=adapter.outputs)
+    names = names_in_files(reference, adapter)
+    absolute, relative = by_output("atol", job.atol, names), by_output("rtol", job.rtol, names)
+    factor, factor_notes = factor_between_devices(reference, job.home, job.target)
+    rows = independent_rows(rounding, atol=absolute, rtol=relative) if job.row_independence else None
+    parity = ArtifactParity(
+        reference=reference,
+        flatten=flatten,
+        device=job.target,
+        atol=job.atol,
+        rtol=job.rtol,
+        factor=factor,
+        names=names,
+    )
+    return MeasuredExport(
+        original=original,
+        reference=reference,
+        request=request,
+        adapter=adapter,
+        fresh=fresh,
+        graph=GraphFiles.of(job.model, fresh, adapter, request),
+        parity=parity,
+        failures=Failures(
+            parity=parity,
+            exported=exported,
+            pass_to_blame=cache(partial(blamed, job, exported, parity.is_wrong)),
+            debug_dir=job.debug_dir,
+        ),
+        absolute=absolute,
+        relative=relative,
+        rows=rows,
+        # Tolerances beyond rounding would also hide an exporter's errors.
+        exact=request.outputs is not None and job.atol is None and job.rtol is None,
+        notes=(*notes, *factor_notes),
+    )

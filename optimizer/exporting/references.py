@@ -1,0 +1,81 @@
+"""The reference that files are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from optimizer.errors import UsageError
+from optimizer.exporting.vacuous import refuse_vacuous
+from optimizer.model import Samples
+from optimizer.options import Effort
+from optimizer.parity import OriginalOutputs, Reference, measure_reference
+from optimizer.pipeline import Provenance
+
+# The number of batch sizes at which the rounding noise is measured; None for all of them.
+_MEASURED_SIZES: Mapping[Effort, int | None] = {"quick": 1, "normal": 2, "thorough": None}
+
+
+def measured_reference(
+    original: nn.Module,
+    samples: Samples,
+    batch_sizes: Sequence[int] | None,
+    effort: Effort,
+    known: OriginalOutputs | None = None,
+) -> Reference:
+    """Measure the reference for all files.
+
+    Args:
+        original: the module.
+        samples: the example inputs.
+        batch_sizes: from `sizes_of`.
+        effort: determines the number of draws and of measured batch sizes.
+        known: outputs of the original from `optimize`, which need not be computed again.
+
+    Raises:
+        VacuousError: the outputs prove nothing.
+    """
+    reference = measure_reference(
+        original,
+        samples,
+        batch_sizes=batch_sizes,
+        draws=3 if effort == "thorough" else None,
+        measured_sizes=_MEASURED_SIZES[effort],
+        known=known,
+    )
+    refuse_vacuous(reference)
+    return reference
+
+
+def sizes_of(samples: Samples, batch_sizes: Sequence[int], static: bool, effort: Effort) -> list[int] | None:
+    """The batch sizes at which files are compared; None if the inputs have no batch.
+
+    Raises:
+        UsageError: the batch is fixed, and further inputs have another batch size.
+    """
+    if static and (further := [size for size, _ in samples.further if size != samples.batch_size]):
+        raise UsageError(
+            f"static_batch fixes the batch at {samples.batch_size} rows, and there are further inputs of {further[0]}."
+        )
+    if static or not samples.dynamic:
+        return None if samples.batch_size is None else [samples.batch_size]
+    own: list[int] = [] if samples.batch_size is None else [samples.batch_size]
+    if effort == "quick":
+        others = sorted((size for size in batch_sizes if size != samples.batch_size), key=lambda size: size == 1)
+        return [*own, *others[:1]]
+    return list(dict.fromkeys([*own, *batch_sizes]))
+
+
+def lowered_reference(reference: Reference, provenance: Provenance | None) -> Reference:
+    """Adapt the reference to the precision of a result whose passes lower it.
+
+    Raises:
+        VacuousError: the outputs prove nothing at that precision.
+    """
+    if provenance is None or provenance.original is None:
+        return reference
+    for lowered in provenance.precisions:
+        reference = reference.less_precise(lowered)
+        refuse_vacuous(reference)
+    return reference

@@ -1,0 +1,224 @@
+"""Write and prove the files of one export, then write the golden data and build the manifest's body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from exporters.base import Artifact, Exporter
+from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
+from optimizer.bundle import (
+    artifact_entry,
+    describe_device,
+    is_to_be_repeated,
+    plain,
+    to_json_text,
+    weights_hash,
+    write_golden,
+)
+from optimizer.errors import ParityError
+from optimizer.exporting.artifact_parity import FileProof
+from optimizer.exporting.graph_files import remove
+from optimizer.exporting.job import ExportJob
+from optimizer.exporting.measuring import MeasuredExport
+from optimizer.parity import ParityReport, golden_entries
+from optimizer.report import Report
+
+_REPORT = "report.json"
+
+
+@dataclass
+class WrittenFiles:
+    """The proven files of an export, and the reasons why others are missing.
+
+    Attributes:
+        entries: the manifest's entries of the proven files.
+        reports: the judgements of the proven files, by format.
+        missing: by format, the error that keeps the file out of the bundle.
+        unproven: the entries of files that were written but not proven.
+        notes: for the manifest.
+    """
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    reports: dict[str, ParityReport] = field(default_factory=dict)
+    missing: dict[str, Exception] = field(default_factory=dict)
+    unproven: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def raise_missing(self) -> None:
+        """Raise the error of the missing formats; a wrong file takes precedence over one that couldn't be made.
+
+        Raises:
+            ParityError: a file isn't proven. It has the entries of all files.
+            ExporterError: files couldn't be made; one error for several formats joins their messages.
+        """
+        figures = [*(plain({**entry, "measurement": None}) for entry in self.entries), *self.unproven]
+        errors = list(self.missing.values())
+        if wrong := next((error for error in errors if isinstance(error, ParityError)), None):
+            raise ParityError(str(wrong), {"artifacts": figures, **wrong.figures})
+        if len(errors) == 1:
+            raise errors[0]
+        raise ExportError(" ".join(map(str, errors))) from errors[0]
+
+
+def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> WrittenFiles:
+    """Write a file in each format, and remove the files that aren't proven.
+
+    Raises:
+        ExporterError, ParityError: no file is proven, or the job is strict and a format is missing.
+        StructureError, MetadataError: no format can hold the structure of the calls, or the metadata.
+    """
+    written = WrittenFiles()
+    for number, exporter in enumerate(job.exporters):
+        job.progress("export", number, len(job.exporters), exporter.name, exporter.name)
+        _write(job, measured, exporter, folder, written, number)
+    job.progress("export", len(job.exporters), len(job.exporters), "")
+    written.notes.extend(measured.graph.notes(written.missing))
+    if written.missing and (job.strict or not written.entries):
+        written.raise_missing()
+    return written
+
+
+def _write(
+    job: ExportJob, measured: MeasuredExport, exporter: Exporter, folder: Path, written: WrittenFiles, number: int
+) -> None:
+    before = set(folder.iterdir())
+    proof = FileProof(measured.parity, measured.rows)
+    request = replace(measured.request, proof=proof if measured.exact else None)
+    rewritten = measured.graph.measured(exporter, request, folder, proof)
+    try:
+        # Each exporter gets a fresh copy, because it runs the model.
+        artifact = rewritten[0] if rewritten else exporter.export(replace(request, model=measured.fresh()), folder)
+    except (StructureError, MetadataError):
+        # The other formats would fail for the same reason.
+        raise
+    except ExporterError as error:
+        written.missing[exporter.name] = error
+        # A third-party exporter may leave an incomplete file.
+        remove(set(folder.iterdir()) - before)
+        return
+    artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
+    job.progress("parity", number + 1, len(job.exporters) + 1, exporter.name)
+    try:
+        measurement, placement = rewritten[1:] if rewritten else proof.measured(artifact, exporter)
+    except ExporterError as error:
+        written.missing[exporter.name] = error
+        remove(artifact.files)
+        return
+    parity = measured.parity.judged(measurement)
+    entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
+    entry["without_passes"] = measured.graph.without(exporter.name, job.provenance)
+    if parity.ok:
+        written.notes.extend(_note_on_metadata(artifact, job.metadata))
+        written.reports[exporter.name] = parity
+        written.entries.append(entry)
+        return
+    remark = ""
+    if parity.verdict == "failed":
+        found, remark = measured.failures.explained(artifact, measurement, parity)
+        entry |= found.to_json()
+    written.missing[exporter.name] = _not_proven(parity, exporter.name, remark)
+    written.unproven.append(plain({**entry, "measurement": None}))
+    remove(artifact.files)
+
+
+def write_data(job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> dict[str, Any]:
+    """Write the golden data and the report, and return the fields of the manifest."""
+    job.progress("bundle", 0, 1, str(job.output))
+    reference, adapter = measured.reference, measured.adapter
+    golden = write_golden(
+        folder,
+        golden_entries(reference),
+        reference.noises,
+        flatten=adapter.flatten_inputs,
+        input_names=adapter.input_names,
+        output_names=adapter.output_names,
+        device=job.home,
+        atol=measured.absolute,
+        rtol=measured.relative,
+        precision=reference.precision,
+    )
+    report = None if job.provenance is None else job.provenance.report
+    told = None if report is None else _told(report)
+    if told is not None:
+        (folder / _REPORT).write_text(to_json_text(plain(told)), encoding="utf-8")
+    return {
+        "device": describe_device(job.target),
+        "mode": "inference",
+        "seed": job.seed,
+        "model": _describe(measured.original, job.source),
+        "input_structure": adapter.input_structure,
+        "output_structure": adapter.output_structure,
+        **({"example_sizes": dict(job.dims.given)} if job.dims.given else {}),
+        "artifacts": written.entries,
+        "missing": {name: str(error) for name, error in written.missing.items()},
+        "parity": {
+            **_overall(written.reports, measured),
+            "effort": job.effort,
+            "reference_device": describe_device(job.home),
+        },
+        "golden": golden,
+        "coverage": None if report is None else report.coverage.to_json(),
+        "passes": [] if told is None else told["passes"],
+        "notes": _all_notes([*measured.notes, *written.notes], written.reports),
+    }
+
+
+def _note_on_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[str]:
+    """A note if a file lacks the user's metadata, because a third-party exporter may not write them."""
+    lacking = [key for key, text in own.items() if artifact.metadata.get(key) != text]
+    if not lacking:
+        return ()
+    return [f"the {artifact.format} file doesn't hold the metadata {', '.join(lacking)}: its exporter writes none"]
+
+
+def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
+    """The notes of the export and of its comparisons, without duplicates."""
+    return list(dict.fromkeys([*own, *(note for report in reports.values() for note in report.notes)]))
+
+
+def _not_proven(parity: ParityReport, name: str, remark: str) -> ParityError:
+    where = f" {remark}" if remark else ""
+    return ParityError(
+        f"The {name} artifact isn't shown to compute what the original does: {parity.reason}{where}",
+        {"notes": _all_notes((), {name: parity})},
+    )
+
+
+def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> dict[str, Any]:
+    worst = max(reports.values(), key=lambda report: report.ratio)
+    return {
+        "ok": all(report.ok for report in reports.values()),
+        "verdict": worst.verdict,
+        "reason": worst.reason,
+        "reference": worst.reference,
+        "precision": worst.precision,
+        "batch_sizes": list(measured.reference.batch_sizes),
+        "draws": worst.draws,
+        "factor": worst.factor,
+        "settings": dict(item for report in reports.values() for item in report.settings.items()),
+    }
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """The report for a bundle; without times if the bundle must be reproducible byte for byte."""
+    told = report.to_json()
+    if not is_to_be_repeated():
+        return told
+    return {**told, "seconds": None, "stages": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
+
+
+def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:
+    state = model.state_dict()
+    return {
+        "class": type(model).__name__,
+        "source": source or type(model).__module__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)),
+        "weights_sha256": weights_hash(state),
+    }

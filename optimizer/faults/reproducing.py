@@ -1,0 +1,201 @@
+"""Write a self-contained reproduction of a wrong file, which needs neither the model nor this project.
+
+The folder is written under a temporary name next to its target and renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from exporters.base import Artifact
+from optimizer.faults.locating import Located
+from optimizer.parity import GoldenEntry, ParityReport
+
+_README = """# What is wrong with {file}
+
+{reason}
+{place}
+
+`inputs.safetensors` has the inputs of the call at {where}, `expected.safetensors` what the original gives there, in float64
+rounded once. `python reproduce.py` runs the file on them and shows by how much each output is off; it needs {needs}
+and nothing else, and ends with 1 where one is off by more than is allowed.
+"""
+
+_SCRIPT = '''"""Run {file} on the inputs beside it, and show how far its outputs are from those that are expected."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+DEVICE = {device!r}
+INPUTS = {inputs!r}
+ALLOWED = {allowed!r}  # the largest error of each output, in the file's order
+
+
+DTYPES = {{
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+}}
+
+
+def read(name):
+    """The tensors of a safetensors file: the length of a header of JSON, the header, and the bytes that it speaks of."""
+    content = (HERE / name).read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    tensors = {{}}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            empty = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            raw = bytearray(content[first:last])
+            tensors[key] = torch.frombuffer(raw, dtype=empty.dtype).reshape(empty.shape).clone() if raw else empty
+    return tensors
+
+
+{run}
+
+def main():
+    given, expected = read("inputs.safetensors"), read("expected.safetensors")
+    wrong = False
+{seeded}    for (name, allowed), got in zip(ALLOWED.items(), run([given[name] for name in INPUTS]), strict=True):
+        want, got = expected[name], got.cpu()
+        same = got.shape == want.shape
+        wide = torch.complex128 if want.is_complex() else torch.float64
+        # Infinity less infinity is no number.
+        apart = (got != want) & ~(got.isnan() & want.isnan()) if same else None
+        error = float((got.to(wide) - want.to(wide))[apart].abs().max()) if same and apart.any() else 0.0
+        bad = not same or not error <= allowed
+        wrong = wrong or bad
+        shapes = "" if same else f", its shape is {{list(got.shape)}} in place of {{list(want.shape)}}"
+        print(f"{{name}}: off by {{error:.2e}}, {{allowed:.1e}} is allowed{{shapes}}: {{'wrong' if bad else 'right'}}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+
+_RUN = {
+    "onnx": """def run(tensors):
+    import onnxruntime
+
+    provider = "CPUExecutionProvider" if DEVICE == "cpu" else "CUDAExecutionProvider"
+    session = onnxruntime.InferenceSession(HERE / "{file}", providers=[provider])
+    names = [each.name for each in session.get_inputs()]
+    values = session.run(None, {{name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}})
+    return [torch.from_numpy(value) for value in values]
+""",
+    "torchscript": """def run(tensors):
+    with torch.no_grad():
+        outputs = torch.jit.load(HERE / "{file}", map_location=DEVICE)(*(tensor.to(DEVICE) for tensor in tensors))
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+""",
+    "pt2": """def run(tensors):
+    from torch.export.passes import move_to_device_pass
+
+    program = torch.export.load(HERE / "{file}")
+    if DEVICE != "cpu":
+        program = move_to_device_pass(program, DEVICE)
+    with torch.no_grad():
+        outputs = program.module()(*(tensor.to(DEVICE) for tensor in tensors))
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+""",
+    "aoti": """def run(tensors):
+    from torch._inductor import aoti_load_package
+
+    with torch.no_grad():
+        outputs = aoti_load_package(str(HERE / "{file}"))(*(tensor.to(DEVICE) for tensor in tensors))
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+""",
+}
+_NEEDS = {"onnx": "torch and onnxruntime", "torchscript": "torch", "pt2": "torch", "aoti": "torch"}
+
+
+def write_reproduction(
+    directory: Path,
+    artifact: Artifact,
+    inputs: Sequence[torch.Tensor],
+    golden: GoldenEntry,
+    where: str,
+    report: ParityReport,
+    located: Located,
+) -> str:
+    """Write the reproduction to the folder `directory`/FORMAT.
+
+    If the folder can't be written, nothing of it remains and no error is raised, because that would hide the failure of
+    the artifact.
+
+    Args:
+        inputs: the inputs of the file at the call `where`.
+        golden: the outputs of the original at that call.
+        where: the call, such as "batch size 3, draw 1".
+        report: the judgement of the artifact.
+        located: the place of the first divergence.
+
+    Returns:
+        A sentence that names the folder, or the reason why there is none.
+    """
+    if artifact.format not in _RUN:
+        return f"There is no program that shows it for {artifact.format} files."
+    file = artifact.path.name
+    given = dict(zip((spec.name for spec in artifact.inputs), inputs, strict=True))
+    # The file and the original have their outputs in the same order.
+    outputs = dict(zip((spec.name for spec in artifact.outputs), golden.outputs.values(), strict=True))
+    allowed = {name: judged.tolerance for name, judged in zip(outputs, report.outputs, strict=False)}
+    run = _RUN[artifact.format].format(file=file)
+    needs = _NEEDS[artifact.format]
+    seeded = "" if golden.seed is None else f"    torch.manual_seed({golden.seed})  # the model draws random numbers\n"
+    texts = {
+        "reproduce.py": _SCRIPT.format(
+            file=file,
+            device=torch.device(report.device).type,
+            inputs=list(given),
+            allowed=allowed,
+            run=run,
+            seeded=seeded,
+        ),
+        "README.md": _README.format(file=file, reason=report.reason, place=f"\n{located}", where=where, needs=needs),
+    }
+    try:
+        _write(directory / artifact.format, artifact.files, {"inputs": given, "expected": outputs}, texts)
+    except (OSError, SafetensorError) as error:
+        # Only the number: `write_bundle` would take the system's error text for a disk error of the bundle.
+        reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
+        return f"The folder {directory} couldn't be written ({reason})."
+    return f"{directory / artifact.format} has what it takes to see it: run reproduce.py there."
+
+
+def _write(
+    folder: Path, copied: Sequence[Path], tensors: Mapping[str, Mapping[str, torch.Tensor]], texts: Mapping[str, str]
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".debug-", dir=folder.parent))
+    try:
+        for path in copied:
+            shutil.copyfile(path, staging / path.name)
+        for name, values in tensors.items():
+            save_file(_plain(values), staging / f"{name}.safetensors")
+        for name, text in texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
+        staging.chmod(0o755)
+        staging.rename(folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors to separate CPU memory, because safetensors refuses tensors that share memory."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

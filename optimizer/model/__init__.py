@@ -1,0 +1,87 @@
+"""The user's module: its working copy, its inputs, and runs that leave no trace."""
+
+from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, open_dims
+from optimizer.model.garbage import rare_collection
+from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, Sizes, keeps_values
+from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
+from optimizer.model.preparation import check_model, on_device, resolved_device, samples_of, trained_as
+from optimizer.model.reentrant import gradients_by_backward, is_reentrant
+from optimizer.model.runs import AsItIs, Runs, RunsOfCopy
+from optimizer.model.settings import (
+    eager_only,
+    in_turn,
+    one_at_a_time,
+    outside_inference_mode,
+    pinned_settings,
+    random_state,
+    seed_torch,
+)
+from optimizer.model.sizes import ENOUGH, Taken, ladder, two_batch_sizes
+from optimizer.model.structure import clone, first_difference, leaves_of, rebuild
+from optimizer.model.weights import (
+    load_weights,
+    refuse_circular_modules,
+    refuse_empty_tensors,
+    refuse_lazy_modules,
+    refuse_unmade_module,
+    refuse_unrunnable,
+)
+from optimizer.model.working_copy import Mode, WorkingCopy, is_plain, private_state, working_copy
+from optimizer.model.written_parameters import Source, named_tensors
+
+__all__ = [
+    "BATCH",
+    "ENOUGH",
+    "REGISTRIES",
+    "AsItIs",
+    "Call",
+    "Dynamic",
+    "ExampleInputs",
+    "FurtherInputs",
+    "Mode",
+    "OpenDims",
+    "Runs",
+    "RunsOfCopy",
+    "Samples",
+    "Sizes",
+    "Source",
+    "Taken",
+    "WorkingCopy",
+    "check_model",
+    "clone",
+    "eager_only",
+    "first_difference",
+    "gradients_by_backward",
+    "in_turn",
+    "is_plain",
+    "is_reentrant",
+    "is_script",
+    "keeps_values",
+    "ladder",
+    "leaves_of",
+    "load_weights",
+    "modules_of",
+    "named_tensors",
+    "on_device",
+    "one_at_a_time",
+    "open_dims",
+    "outside_inference_mode",
+    "pinned_settings",
+    "private_state",
+    "random_state",
+    "rare_collection",
+    "reachable_modules",
+    "rebuild",
+    "refuse_circular_modules",
+    "refuse_empty_tensors",
+    "refuse_lazy_modules",
+    "refuse_unmade_module",
+    "refuse_unrunnable",
+    "resolved_device",
+    "samples_of",
+    "seed_torch",
+    "trained_as",
+    "two_batch_sizes",
+    "unregistered_modules",
+    "working_copy",
+]

@@ -1,0 +1,136 @@
+"""The open dims of the inputs in the files: `dynamic` and `--dynamic`, checked against the example inputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from optimizer.errors import UsageError
+from optimizer.wording import listed
+
+Dynamic = Mapping[str, Sequence[int] | Mapping[int, str | None]]
+
+BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class OpenDims:
+    """The open dims of a call's tensors.
+
+    A tensor that isn't named here has the default open dim: dim 0, if that is the batch.
+
+    Attributes:
+        of: by the name of an input in the files, its open dims, each with the name of its size.
+        batch: the name of the batch size, which is dim 0 of the first tensor.
+        given: the size of each name in the example inputs, except the batch.
+    """
+
+    of: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    batch: str = BATCH
+    given: Mapping[str, int] = field(default_factory=dict)
+
+    def places(self, size: str) -> str:
+        """The dims with this size, as text: "dim 1 of ids, dim 1 of mask"."""
+        return listed([f"dim {dim} of {name}" for name, dims in self.of.items() for dim in dims if dims[dim] == size])
+
+
+def open_dims(
+    dynamic: Dynamic | None,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    first: torch.Tensor | None,
+    static_batch: bool = False,
+) -> OpenDims:
+    """Check the declared dims, and name the dims that have no name.
+
+    Args:
+        inputs: the tensors of the example inputs by their names in the files.
+        first: the first tensor with dims; its dim 0 is the batch.
+        static_batch: whether the batch size is fixed; then no declared dim may be the batch.
+
+    Raises:
+        UsageError: the declaration is malformed, an input or dim doesn't exist, a dim is repeated or empty, or dims
+            with the same name have different sizes.
+    """
+    if dynamic is None:
+        return OpenDims()
+    declared = {name: _named_dims(name, dims) for name, dims in _mapping(dynamic).items()}
+    if unknown := [name for name in declared if name not in inputs]:
+        raise UsageError(f"dynamic names {unknown[0]}, and the inputs in the files are {listed(list(inputs))}.")
+    _refuse_one_tensor_for_two(declared, inputs)
+    for name, dims in declared.items():
+        _refuse_absent(name, dims, inputs[name])
+    batch_size = None if first is None else first.shape[0]
+    batch = next((dims.get(0) for name, dims in declared.items() if inputs[name] is first), None) or BATCH
+    named: dict[str, dict[int, str]] = {}
+    for name, dims in declared.items():
+        own = batch if inputs[name].shape[:1] == (batch_size,) else f"{name}_dim_0"
+        named[name] = {dim: symbol or (f"{name}_dim_{dim}" if dim else own) for dim, symbol in dims.items()}
+    sizes: dict[str, tuple[int, str]] = {} if batch_size is None else {batch: (batch_size, f"the {BATCH}")}
+    for name, named_dims in named.items():
+        for dim, size_name in named_dims.items():
+            size, place = inputs[name].shape[dim], f"dim {dim} of {name}"
+            if static_batch and size_name == batch:
+                raise UsageError(f"static_batch fixes the batch, and dynamic opens {place}: give one of the two.")
+            known, elsewhere = sizes.setdefault(size_name, (size, place))
+            if known != size:
+                raise UsageError(
+                    f"dynamic calls the size of {place} {size_name}, which is {size} there and {known} in {elsewhere} of the"
+                    " example inputs."
+                )
+    return OpenDims(named, batch, {symbol: size for symbol, (size, _) in sizes.items() if symbol != batch})
+
+
+def _mapping(dynamic: Dynamic) -> Dynamic:
+    if not isinstance(dynamic, Mapping):
+        raise UsageError(
+            f"dynamic is a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
+        )
+    if not dynamic:
+        raise UsageError("dynamic opens nothing: name the dims of an input, such as {'x': (0, 2)}, or leave it out.")
+    return dynamic
+
+
+def _named_dims(name: object, dims: object) -> dict[int, str | None]:
+    listed_dims = isinstance(dims, Sequence) and not isinstance(dims, str)
+    if not isinstance(name, str) or not (listed_dims or isinstance(dims, Mapping)):
+        raise UsageError(f"dynamic gives each input a tuple of dims, or a dict of dims with names, not {dims!r}.")
+    assert isinstance(dims, Sequence | Mapping)
+    if not dims:
+        raise UsageError(f"dynamic names no dim of {name}: name one such as 0, or leave {name} out.")
+    found: dict[int, str | None] = {}
+    for dim in dims:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise UsageError(f"dynamic names a dim of {name} by {dim!r}: dims are whole numbers from 0 on.")
+        if dim < 0:
+            raise UsageError(f"dynamic names dim {dim} of {name}: dims are counted from 0, the first one, on.")
+        if dim in found:
+            raise UsageError(f"dynamic names dim {dim} of {name} twice.")
+        symbol = dims[dim] if isinstance(dims, Mapping) else None
+        if symbol is not None and (not isinstance(symbol, str) or not symbol.isidentifier()):
+            raise UsageError(f"dynamic names the size of dim {dim} of {name} {symbol!r}: give a word such as time.")
+        found[dim] = symbol
+    return found
+
+
+def _refuse_absent(name: str, dims: Mapping[int, str | None], tensor: torch.Tensor) -> None:
+    shape = list(tensor.shape)
+    for dim in dims:
+        if dim >= len(shape):
+            last = f"its dims are 0 to {len(shape) - 1}" if shape else "it has none"
+            raise UsageError(f"dynamic names dim {dim} of {name}, which is {shape} in the example inputs: {last}.")
+        if shape[dim] == 0:
+            raise UsageError(f"dynamic names dim {dim} of {name}, which is empty in the example inputs: {shape}.")
+
+
+def _refuse_one_tensor_for_two(
+    declared: Mapping[str, Mapping[int, str | None]], inputs: Mapping[str, torch.Tensor]
+) -> None:
+    by_tensor: dict[int, str] = {}
+    for name, tensor in inputs.items():
+        other = by_tensor.setdefault(id(tensor), name)
+        if declared.get(other) != declared.get(name):
+            raise UsageError(
+                f"{other} and {name} are one tensor in the example inputs, and dynamic opens other dims of the two: give"
+                " each a tensor of its own, or the same dims with the same names."
+            )

@@ -1,0 +1,450 @@
+"""Example inputs at any batch size, in any number of draws.
+
+A check on one input alone proves little. A loop over the batch that a trace unrolled, or a branch on a value, only
+shows at another batch size or on other data. From the user's one call, this module makes more:
+
+- Each tensor whose dim 0 equals that of the first tensor gets the new batch size there.
+- Floats are drawn from the distribution of the observed values, so mean, spread, sign and range stay.
+- Integers, booleans and float masks (infinite or huge values, or at most two different ones) keep the observed rows,
+  permuted and repeated. One permutation applies to the whole call, so rows that belong together stay together.
+- Sparse tensors keep their rows in the same way, so they stay as sparse.
+
+Other dims that are declared open (`optimizer.model.dynamic`) get other sizes in the same way. Floats are drawn in the
+new shape. Tensors that keep their rows keep their slices, permuted and repeated by one permutation for all dims of the
+same size.
+
+Everything follows from (seed, batch size, draw, sizes). The global random state is neither used nor changed.
+"""
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from optimizer.errors import LoadError, UsageError
+from optimizer.model.dynamic import OpenDims
+from optimizer.model.settings import random_state
+from optimizer.model.structure import first_difference, leaves_of, rebuild
+from optimizer.wording import dtype_name, quote
+from passes.program.storage import has_strides
+
+FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+# Sizes of open dims except the batch, by name, as a hashable key: (("time", 17),).
+Sizes = tuple[tuple[str, int], ...]
+ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
+
+_FUNCTION_BATCH = 2
+# Maximum number of rows of a call that run alone.
+_ROWS_ALONE = 4
+# Maximum number of observed values that describe a distribution; more don't describe it better.
+_QUANTILES = 1 << 16
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Samples:
+    """Example inputs at any batch size and draw.
+
+    Args:
+        example_inputs: a tuple of the positional arguments, a single tensor, or a function
+            `f(batch_size, generator) -> tuple`.
+        example_kwargs: the keyword arguments. Like the positional ones, they may be nested in any way.
+        further_inputs: more calls of the user, each a pair (args, kwargs) that differs from the first only in its rows.
+            They replace the next draws at their batch sizes.
+
+    Attributes:
+        given: the user's own call; for a function, its call at batch size 2, draw 0.
+        batch_size: the size of dim 0 of the first tensor with dims; None if there is none.
+        dynamic: False if no other batch size can be made.
+        further: the batch size and draw of each further call.
+        sizes: the given size of each open dim except the batch, by name; empty before `opened`.
+
+    Raises:
+        UsageError: the example inputs are none of the above, or contain a tensor that is nested, has no values, has an
+            unsupported layout, or is quantized per channel.
+        LoadError: the function raises.
+    """
+
+    given: Call
+    batch_size: int | None
+    dynamic: bool
+    further: tuple[tuple[int | None, int], ...]
+
+    def __init__(
+        self,
+        example_inputs: ExampleInputs,
+        example_kwargs: dict[str, Any] | None = None,
+        *,
+        further_inputs: FurtherInputs = (),
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if example_kwargs is not None and not isinstance(example_kwargs, dict):
+            raise UsageError(
+                f"example_kwargs must be a dict of the model's keyword arguments, not {_kind(example_kwargs)}."
+            )
+        self.seed = seed
+        self.device = None if device is None else torch.device(device)
+        self._kwargs = dict(example_kwargs or {})
+        self._function: Callable[[int, torch.Generator], Any] | None = None
+        if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor | tuple):
+            self._function = example_inputs
+            self.given = self._from_function(_FUNCTION_BATCH, 0)
+        else:
+            self.given = self._placed(Call(_positional(example_inputs, "example_inputs"), self._kwargs))
+        self.batch_size = _batch_size(self.given)
+        if self.batch_size == 0:
+            raise UsageError("The example inputs are a batch of no rows: give one row at least.")
+        self.dynamic = self._function is not None or bool(self.batch_size)
+        self.sizes: dict[str, int] = {}
+        self._open: dict[int, Mapping[int, str]] = {}
+        self._batch = ""
+        self._further_inputs = tuple(further_inputs)
+        self._own: dict[tuple[int | None, int], Call] = {}
+        for number, item in enumerate(self._further_inputs, 1):
+            self._add_further(number, item)
+        self.further = tuple(self._own)
+
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first tensor with dims; its dim 0 is the batch."""
+        return next((tensor for tensor in _tensors(self.given) if tensor.dim() > 0), None)
+
+    def opened(self, dims: OpenDims, inputs: Mapping[str, torch.Tensor]) -> "Samples":
+        """Return the same samples with open dims, which can have other sizes.
+
+        Args:
+            inputs: the tensors of `given` by name.
+        """
+        tensors = _tensors(self.given)
+        places = {id(tensor): number for number, tensor in enumerate(tensors)}
+        opened = copy.copy(self)
+        opened.sizes = dict(dims.given)
+        opened._batch = dims.batch
+        opened._open = {places[id(inputs[name])]: declared for name, declared in dims.of.items()}
+        has_rows = [opened._has_open_rows(number, tensor) for number, tensor in enumerate(tensors)]
+        opened.dynamic = self.dynamic and any(has_rows)
+        return opened
+
+    def at(self, batch_size: int | None = None, draw: int = 0, sizes: Sizes = ()) -> Call:
+        """The call of this batch size and draw; draw 0 at the given batch size is the user's own data.
+
+        Args:
+            sizes: sizes of open dims except the batch; dims that aren't named keep their given size.
+
+        Raises:
+            UsageError: the batch size is below 1, or it differs from the given one and the batch can't change.
+        """
+        other = {name: size for name, size in sizes if size != self.sizes[name]}
+        call = self._at(batch_size, draw)
+        return self._resized(call, other, self._generator(batch_size, draw, other)) if other else call
+
+    def _at(self, batch_size: int | None, draw: int) -> Call:
+        if batch_size is None:
+            batch_size = _FUNCTION_BATCH if self._function is not None else self.batch_size
+        if (own := self._own.get((batch_size, draw))) is not None:
+            return own
+        if batch_size is not None and batch_size < 1 and batch_size != self.batch_size:
+            raise UsageError(f"A batch size must be at least 1, not {batch_size}.")
+        if self._function is not None:
+            return self._from_function(_FUNCTION_BATCH if batch_size is None else batch_size, draw)
+        if batch_size != self.batch_size and not self.dynamic:
+            raise UsageError(
+                f"The example inputs have no batch dimension to make {batch_size} from: no tensor in them has rows."
+            )
+        if draw == 0 and batch_size == self.batch_size:
+            return self.given
+        return self._drawn(batch_size, draw)
+
+    def rows_alone(self) -> Iterator[Call]:
+        """Yield the first rows of the user's own call, each alone.
+
+        There are none unless a tensor with rows carries more information than random numbers, as a mask does.
+        """
+        own = [tensor for number, tensor in enumerate(_tensors(self.given)) if self._has_open_rows(number, tensor)]
+        if self._function is not None or not self.batch_size or not any(map(keeps_values, own)):
+            return
+        for row in range(min(self.batch_size, _ROWS_ALONE)):
+            yield self._row_alone(row, set(map(id, own)))
+
+    def _row_alone(self, row: int, own: set[int]) -> Call:
+        taken = {0: torch.tensor([row])}
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in own:
+                return tensor
+            return _selected(tensor.detach(), taken).requires_grad_(tensor.requires_grad)
+
+        return Call(*rebuild((self.given.args, self.given.kwargs), cut))
+
+    def to(self, device: torch.device | str) -> "Samples":
+        """The same samples on another device, with equal values."""
+        there = Samples(
+            self.given.args if self._function is None else self._function,
+            self._kwargs,
+            further_inputs=self._further_inputs,
+            seed=self.seed,
+            device=device,
+        )
+        there.sizes, there.dynamic, there._open, there._batch = self.sizes, self.dynamic, self._open, self._batch
+        return there
+
+    def _add_further(self, number: int, item: Any) -> None:
+        which = f"The further inputs {number}"
+        pair = isinstance(item, tuple) and len(item) == 2
+        if not pair or not isinstance(item[0], tuple) or not isinstance(item[1], dict):
+            raise UsageError(f"{which} must be a pair of a tuple and a dict, such as ((x,), {{}}), not {_kind(item)}.")
+        call = self._placed(Call(*item))
+        size = _batch_size(call)
+        if size == 0:
+            raise UsageError(f"{which} are a batch of no rows: give one row at least.")
+        if size != self.batch_size and (size is None or self.batch_size is None):
+            raise UsageError(f"{which} have {_rows_of(size)}, and the example inputs {_rows_of(self.batch_size)}.")
+        if misfit := _other_than_rows(self.at(size), call):
+            raise UsageError(f"{which} differ from the example inputs in more than their rows: {misfit}.")
+        # The example inputs are draw 0 of their batch size.
+        taken = {(self.batch_size, 0), *self._own}
+        self._own[size, next(draw for draw in itertools.count() if (size, draw) not in taken)] = call
+
+    def _from_function(self, batch_size: int, draw: int) -> Call:
+        assert self._function is not None
+        generator = self._generator(batch_size, draw)
+        # A function that ignores its generator draws from the global ones, so these are seeded meanwhile.
+        with random_state(generator.initial_seed()):
+            made = self._ask(self._function, batch_size, generator)
+        if isinstance(made, Call):
+            return self._placed(Call(made.args, {**self._kwargs, **made.kwargs}))
+        args = _positional(made, "the function given as example_inputs")
+        return self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
+
+    def _ask(self, function: Callable[[int, torch.Generator], Any], batch_size: int, generator: torch.Generator) -> Any:
+        try:
+            return function(batch_size, generator)
+        except LoadError:
+            raise
+        except Exception as error:
+            raise LoadError(
+                f"The function given as example_inputs raises at batch size {batch_size}: {quote(error, with_type=True)}."
+            ) from error
+
+    def _resized_kwargs(self, args: tuple[Any, ...], batch_size: int, draw: int) -> dict[str, Any]:
+        kwargs_rows = _batch_size(Call((), self._kwargs))
+        rows = _batch_size(Call(args, {}))
+        if not kwargs_rows or rows is None or kwargs_rows == rows:
+            return self._kwargs
+        before = len(_tensors(Call(args)))
+        return self._redraw(Call((), self._kwargs), kwargs_rows, batch_size, draw, before).kwargs
+
+    def _drawn(self, batch_size: int | None, draw: int) -> Call:
+        if batch_size is None or self.batch_size is None:
+            # No tensor has rows, so every draw is the given call.
+            return self.given
+        return self._redraw(self.given, self.batch_size, batch_size, draw)
+
+    def _redraw(self, call: Call, observed: int, batch_size: int, draw: int, before: int = 0) -> Call:
+        """Draw other rows.
+
+        Args:
+            observed: the batch size of the call.
+            before: the number of tensors that come before those of the call.
+        """
+        generator = self._generator(batch_size, draw)
+        rows = _rows(observed, batch_size, generator)
+        # A dim 0 that isn't open keeps its size.
+        closed = {
+            id(tensor): _rows(observed, observed, generator)
+            for number, tensor in enumerate(_tensors(call), before)
+            if number in self._open and not self._has_open_rows(number, tensor)
+        }
+
+        def redraw(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != observed:
+                return tensor
+            taken = {0: closed.get(id(tensor), rows)}
+            return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = rebuild((call.args, call.kwargs), redraw)
+        return Call(args, kwargs)
+
+    def _has_open_rows(self, number: int, tensor: torch.Tensor) -> bool:
+        if number in self._open:
+            return self._open[number].get(0) == self._batch
+        return tensor.dim() > 0 and tensor.shape[0] == self.batch_size
+
+    def _resized(self, call: Call, sizes: Mapping[str, int], generator: torch.Generator) -> Call:
+        """The call with other sizes of its open dims."""
+        slices = {name: _rows(self.sizes[name], size, generator) for name, size in sizes.items()}
+        dims_of = {id(tensor): self._open.get(number, {}) for number, tensor in enumerate(_tensors(call))}
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            dims = {dim: name for dim, name in dims_of[id(tensor)].items() if name in sizes}
+            for dim, name in dims.items():
+                if tensor.shape[dim] != self.sizes[name]:
+                    raise UsageError(
+                        f"The function given as example_inputs gives {name} the size {tensor.shape[dim]} at one batch size"
+                        f" and {self.sizes[name]} at another: nothing but the rows may change."
+                    )
+            if not dims:
+                return tensor
+            taken = {dim: slices[name] for dim, name in dims.items()}
+            return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = rebuild((call.args, call.kwargs), resize)
+        return Call(args, kwargs)
+
+    def _placed(self, call: Call) -> Call:
+        _refuse_unusable(call)
+        if self.device is None:
+            return call
+        device = self.device
+        args, kwargs = rebuild(
+            (call.args, call.kwargs),
+            lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad),
+        )
+        return Call(args, kwargs)
+
+    def _generator(self, batch_size: int | None, draw: int, sizes: Mapping[str, int] | None = None) -> torch.Generator:
+        others = "".join(f"/{name}={size}" for name, size in (sizes or {}).items())
+        digest = hashlib.sha256(f"{self.seed}/{batch_size}/{draw}{others}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _rows_of(batch_size: int | None) -> str:
+    return "no rows" if batch_size is None else f"{batch_size} rows"
+
+
+def _other_than_rows(expected: Call, call: Call) -> str | None:
+    """The first difference between two calls of the same batch size, except for the values of tensors."""
+    wanted_args, args = (leaves_of(one.args).structure for one in (expected, call))
+    wanted_kwargs, kwargs = (leaves_of(one.kwargs).structure for one in (expected, call))
+    if difference := first_difference(wanted_args, args, "positional") or first_difference(wanted_kwargs, kwargs):
+        return difference
+    for (name, wanted), (_, tensor) in zip(_named_tensors(expected), _named_tensors(call), strict=True):
+        if (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):
+            return f"{name} is {_described(tensor)} and should be {_described(wanted)}"
+    return None
+
+
+def _named_tensors(call: Call) -> tuple[tuple[str, torch.Tensor], ...]:
+    return (*leaves_of(call.args, "argument").tensors(), *leaves_of(call.kwargs).tensors())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
+    if inputs is None:
+        return ()
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if isinstance(inputs, tuple):
+        return inputs
+    if isinstance(inputs, dict):
+        raise UsageError(f"{what} must give a tuple of positional arguments; give a dict as example_kwargs.")
+    raise UsageError(
+        f"{what} must give a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}."
+    )
+
+
+def _refuse_unusable(call: Call) -> None:
+    for name, tensor in _named_tensors(call):
+        if tensor.is_nested:
+            raise UsageError(
+                f"The example inputs hold a nested tensor ({name}), which has no rows to make other batches from: give a"
+                " padded tensor, or a module that makes the nested one of it."
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"The example inputs hold a tensor without values ({name} is on the meta device): make it on the CPU."
+            )
+        if tensor.layout not in _LAYOUTS:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise UsageError(f"The example inputs hold a tensor in the layout {layout} ({name}): give a dense one.")
+        if tensor.is_quantized and not has_strides(tensor):
+            raise UsageError(
+                f"The example inputs hold a tensor that is quantized per channel ({name}), of which torch takes no rows:"
+                " give one that is quantized as a whole, or a dense one."
+            )
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _batch_size(call: Call) -> int | None:
+    return next((tensor.shape[0] for tensor in _tensors(call) if tensor.dim() > 0), None)
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors()]
+
+
+def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    """The observed row for each row of the new batch; each one is used once before any is repeated."""
+    rounds = -(-batch_size // observed)
+    return torch.cat([torch.randperm(observed, generator=generator) for _ in range(rounds)])[:batch_size]
+
+
+def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:
+    """Draw another tensor of the same kind.
+
+    Args:
+        slices: for some dims, the observed slice at each position of the new tensor.
+    """
+    source = tensor.detach()
+    if source.layout is not torch.strided or keeps_values(source):
+        return _selected(source, slices)
+    if source.is_complex():
+        parts = [_redrawn(part, slices, generator) for part in (source.real, source.imag)]
+        return torch.complex(*parts).to(source.dtype)
+    observed, _ = source.to("cpu", torch.float64).flatten().sort()
+    if len(observed) > _QUANTILES:
+        observed = observed[torch.linspace(0, len(observed) - 1, _QUANTILES, dtype=torch.float64).long()]
+    shape = [len(slices[dim]) if dim in slices else size for dim, size in enumerate(source.shape)]
+    place = torch.rand(shape, generator=generator, dtype=torch.float64) * (len(observed) - 1)
+    below = place.long().clamp_(max=len(observed) - 2)
+    drawn = torch.lerp(observed[below], observed[below + 1], place - below)
+    return _in_layout_of(source, drawn.to(source.device, source.dtype))
+
+
+def _selected(source: torch.Tensor, slices: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    cut = source if source.layout is torch.strided else source.to_sparse_coo()
+    for dim, taken in slices.items():
+        cut = cut.index_select(dim, taken.to(cut.device))
+    return cut if cut.layout is source.layout else cut.to_sparse(layout=source.layout)
+
+
+def _in_layout_of(source: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    if source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last) and not source.is_contiguous():
+        return drawn.contiguous(memory_format=torch.channels_last)
+    return drawn
+
+
+def keeps_values(source: torch.Tensor) -> bool:
+    """Whether the values carry information that random numbers wouldn't: tokens, flags, masks."""
+    if source.layout is not torch.strided or source.is_complex():
+        return False
+    return not source.is_floating_point() or _is_mask(source.detach())
+
+
+def _is_mask(source: torch.Tensor) -> bool:
+    """Whether the values are constant, two-valued, or contain stand-ins for infinity."""
+    if source.numel() < 2:
+        return True
+    values = source.to("cpu", torch.float64)
+    if not torch.isfinite(values).all() or values.abs().max() > torch.finfo(source.dtype).max / 16:
+        return True
+    low, high = values.min(), values.max()
+    return bool(((values == low) | (values == high)).all()) and source.numel() > 2

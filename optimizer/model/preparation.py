@@ -1,0 +1,139 @@
+"""Check the user's module and inputs, and copy the module if another device or state is needed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.errors import DeviceError, UsageError
+from optimizer.model.inputs import ExampleInputs, FurtherInputs, Samples
+from optimizer.model.weights import (
+    refuse_circular_modules,
+    refuse_lazy_modules,
+    refuse_unmade_module,
+    refuse_unrunnable,
+)
+from optimizer.model.working_copy import working_copy
+from passes.base import device_of
+from passes.program.interception import is_compiled
+from passes.program.moved_bias import moved_biases
+
+
+def check_model(model: object, *, runs: bool) -> None:
+    """Raise `UsageError` or `LoadError` if the model can't be optimized.
+
+    Args:
+        runs: whether the model has to run.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"The model must be an nn.Module, not {type(model).__name__}.")
+    if is_compiled(model):
+        raise UsageError(
+            "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
+            " pass."
+        )
+    if runs:
+        refuse_unrunnable(model)
+    else:
+        refuse_unmade_module(model)
+        refuse_circular_modules(model)
+        refuse_lazy_modules(model)
+    _refuse_distributed(model)
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    """Refuse distributed models.
+
+    Their steps wait for other processes, which may not run one, and a sharded model can't be copied.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "The model is wrapped in DistributedDataParallel: give its .module, and wrap the result of optimize()."
+        )
+    # A process that hasn't imported this module has no sharded modules.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for path, module in model.named_modules():
+        if isinstance(module, kinds):
+            where = f"{path} of the model" if path else "The model"
+            raise UsageError(f"{where} is sharded by FSDP: call optimize() first, and shard its result.")
+
+
+def samples_of(
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
+    seed: int,
+    device: torch.device,
+) -> Samples | None:
+    """The samples of the example inputs; None if there are none.
+
+    Raises:
+        UsageError: there are only further inputs.
+    """
+    if example_inputs is None and not example_kwargs:
+        if further_inputs:
+            raise UsageError("further_inputs are calls beside that of example_inputs: give the first one there.")
+        return None
+    first = () if example_inputs is None else example_inputs
+    return Samples(first, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
+
+
+def resolved_device(device: str, *, require_gpu: bool) -> torch.device:
+    """The device for "auto", "cpu" or "cuda".
+
+    Raises:
+        UsageError: the device is unknown.
+        DeviceError: a GPU is required, and there is none, or the device is another one.
+    """
+    available = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if available else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise UsageError(f"There is no device {device!r}: it is auto, cpu or cuda.")
+    if (require_gpu or resolved.type == "cuda") and not available:
+        raise DeviceError("A GPU is required, and torch finds none here: use device='cpu', or a machine that has one.")
+    if require_gpu and resolved.type != "cuda":
+        raise DeviceError(f"A GPU is required, and the device asked for is {resolved}: use device='cuda'.")
+    return resolved
+
+
+def on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model itself if it is on this kind of device, else a copy on the device."""
+    if device_of(model).type == device.type:
+        return model
+    return working_copy(model, "inference").root.to(device)
+
+
+def trained_as(result: nn.Module, original: nn.Module) -> nn.Module:
+    """The original in the state that it would have after training instead of the result.
+
+    The two share their weights. A running mean that a bias was moved into belongs to the result alone, so training the
+    result doesn't update the mean of the original.
+    """
+    moved = list(moved_biases(result))
+    if original is result or not moved:
+        return original
+    twin = working_copy(original, "inference").root
+    trained = dict(result.named_buffers())
+    for bias_path, mean_path in moved:
+        owner, name = _owner_of(twin, bias_path)
+        # An original that is itself a result may have no bias there either.
+        if (bias := owner._parameters.get(name)) is not None:
+            owner._parameters[name] = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+        if mean_path is not None:
+            owner, name = _owner_of(twin, mean_path)
+            owner._buffers[name] = trained[mean_path]
+    return twin
+
+
+def _owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, name = path.rpartition(".")
+    return root.get_submodule(owner), name

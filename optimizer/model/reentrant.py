@@ -1,0 +1,96 @@
+"""Gradients of a computation with a reentrant checkpoint, which `torch.autograd.grad` refuses.
+
+`torch.utils.checkpoint(…, use_reentrant=True)` recomputes its part during the backward pass and calls `backward` there.
+So the gradients go to `.grad` of the parameters, which belong to a copy of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from optimizer.errors import LoadError
+
+# The graph node of torch's `CheckpointFunction`. Those of Megatron and DeepSpeed do the same and have the same name.
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def is_reentrant(edges: Sequence[GradientEdge]) -> bool:
+    """Whether the graph of these outputs contains a reentrant checkpoint."""
+    return any(node.name() == _REENTRANT for node in _nodes_behind(edges))
+
+
+def gradients_by_backward(
+    edges: Sequence[GradientEdge],
+    leaves: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor] | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute gradients as `torch.autograd.grad` with `allow_unused` does, by a `backward`, and restore every `.grad`.
+
+    Args:
+        edges: the gradient edges of the outputs. With edges, an active function mode stays active for recomputed parts.
+        leaves: the tensors to compute gradients for.
+        cotangents: one per output.
+        parameters: those of the module that ran; None for a callable, whose parameters are unknown.
+
+    Raises:
+        LoadError: a callable ran, or a tensor has a hook that runs once its gradient is accumulated, as an optimizer in
+            the backward pass has.
+    """
+    if parameters is None:
+        raise LoadError(
+            "The function has a reentrant checkpoint, which writes gradients to tensors that nothing here knows of: give the"
+            " module itself, or make the checkpoint with use_reentrant=False."
+        )
+    # Otherwise active function modes would intercept the access to `.grad`.
+    with torch._C.DisableTorchFunction():
+        kept = [(leaf, leaf.grad) for leaf in (*leaves, *parameters) if leaf.is_leaf and leaf.requires_grad]
+        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf, _ in kept):
+            raise LoadError(
+                "The model has a reentrant checkpoint and a hook that runs when a gradient is there, as an optimizer in the"
+                " backward pass has: a comparison of gradients would run it, so take the hook off first, or make the"
+                " checkpoint with use_reentrant=False."
+            )
+    try:
+        with torch._C.DisableTorchFunction():
+            for leaf, _ in kept:
+                leaf.grad = None
+        with _NestedBackward():
+            torch.autograd.backward(edges, cotangents)
+        with torch._C.DisableTorchFunction():
+            return tuple(leaf.grad for leaf in leaves)
+    finally:
+        with torch._C.DisableTorchFunction():
+            for leaf, gradient in kept:
+                leaf.grad = gradient
+
+
+class _NestedBackward(TorchFunctionMode):
+    """Keeps the surrounding modes active in the `backward` of a checkpoint, which may contain another checkpoint.
+
+    A function mode is off inside the functions that it intercepts, and it doesn't intercept a `backward` of edges.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.autograd.backward:
+            outputs, *others = args
+            args = ([get_gradient_edge(output) for output in outputs], *others)
+        return func(*args, **(kwargs or {}))
+
+
+def _nodes_behind(edges: Sequence[GradientEdge]) -> Iterator[Node]:
+    waiting = [edge.node for edge in edges]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new

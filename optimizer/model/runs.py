@@ -1,0 +1,201 @@
+"""Runs of a model, each on a fresh copy: every run starts from the same state, and nothing must be restored."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from optimizer.errors import LoadError
+from optimizer.model.held_modules import functions_over_modules
+from optimizer.model.module_tree import reachable_modules
+from optimizer.model.working_copy import is_plain, private_state, working_copy
+from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
+from optimizer.wording import listed
+from passes.program.interception import is_compiled
+from passes.program.storage import storages_of
+
+_T = TypeVar("_T")
+
+
+class Runs:
+    """Provides a fresh copy of the model for each run.
+
+    A module with compiled parts runs itself, with copies of its attributes, because a copy would compile again. The
+    same holds for a module that keeps functions over its own modules, because in a copy these would still use the
+    original's modules. A callable that isn't a module runs as it is.
+
+    Attributes:
+        target: the model; it never runs itself, except as described above.
+        in_eval: whether it runs in eval mode.
+        written: names of the parameters that forward writes to. Each copy has its own of these, and shares the others.
+        watch: makes a context around each run from the module that runs; None if no calls are watched.
+    """
+
+    def __init__(self, target: Callable[..., Any], *, in_eval: bool, written: frozenset[str] = frozenset()) -> None:
+        self.target = target
+        self.in_eval = in_eval
+        self.written = written
+        self.watch: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+
+    @functools.cached_property
+    def is_run_itself(self) -> bool:
+        """Whether the model itself runs instead of a copy."""
+        modules = reachable_modules(self.target) if isinstance(self.target, nn.Module) else []
+        return any(map(_is_compiled, modules)) or any(
+            functions_over_modules([module for module in modules if is_plain(module)], modules)
+        )
+
+    @contextmanager
+    def fresh(self) -> Iterator[Callable[..., Any]]:
+        """Yield the module for one run, in the current state of the model.
+
+        Raises:
+            LoadError: the model can't be copied, or the run wrote to weights of the model, which its first run didn't.
+        """
+        with ExitStack() as stack:
+            if not isinstance(self.target, nn.Module):
+                yield self.target
+                return
+            module = self.target
+            if self.is_run_itself:
+                stack.enter_context(private_state(module, self._written_here()))
+                if self.in_eval:
+                    stack.enter_context(_evaluated(module))
+            else:
+                module = self._copy(module)
+            if self.watch is not None:
+                stack.enter_context(self.watch(module))
+            # A copy shares the version counters of its weights with the model, and so shows writes to them.
+            before = _versions(self.target)
+            yield module
+            _refuse_writes(before, self.target)
+
+    def _copy(self, target: nn.Module) -> nn.Module:
+        copied = working_copy(target, private=self._written_here(), check_functions=False).root
+        # A frozen TorchScript module has no `training` flag.
+        if self.in_eval and any(hasattr(module, "training") for module in copied.modules()):
+            copied.eval()
+        return copied
+
+    def _written_here(self) -> list[str]:
+        """The names that the target has; a result may have folded a parameter away."""
+        if not self.written or not isinstance(self.target, nn.Module):
+            return []
+        own = {name for name, _ in self.target.named_parameters(remove_duplicate=False)}
+        return sorted(self.written & own)
+
+    def first(self, run: Callable[[Callable[..., Any]], _T]) -> _T:
+        """Run once, and find the parameters that forward writes to.
+
+        Each attempt ends before the first write to a shared weight. The next attempt gets its own copy of that weight.
+
+        Raises:
+            LoadError: forward bypasses the copy, and writes to tensors of the model itself or runs its modules in
+                training mode. Or it writes to weights in TorchScript, which a copy shares.
+        """
+        if not isinstance(self.target, nn.Module):
+            return run(self.target)
+        shared = list(named_tensors(self.target))
+        while True:
+            with self.fresh() as module:
+                assert isinstance(module, nn.Module)
+                guard, before = WriteGuard(shared, self.target, module), layouts_of(module)
+                result: Any = None
+                try:
+                    with guard:
+                        result = run(module)
+                except WritesToWeights:
+                    pass
+                except Exception:
+                    # Foreign code may have caught the guard's exception and raised another one.
+                    if not guard.found:
+                        raise
+                now = layouts_of(module)
+                found = (
+                    guard.found or frozenset(name for name in before if before[name] != now.get(name)) - self.written
+                )
+            if not found:
+                return result
+            if found <= self.written:
+                raise LoadError(
+                    f"Forward writes to {listed(sorted(found))} in TorchScript, whose weights a copy shares: leave them as"
+                    " they are in forward."
+                )
+            self.written |= found
+
+
+class RunsOfCopy(Runs):
+    """Runs of one working copy of a model, whose modules are told apart by identity; each run restores its state.
+
+    Args:
+        copy: a copy that computes the same as the target.
+    """
+
+    def __init__(self, target: nn.Module, copy: nn.Module) -> None:
+        super().__init__(target, in_eval=False)
+        self._copied = copy
+
+    @contextmanager
+    def fresh(self) -> Iterator[Callable[..., Any]]:
+        assert isinstance(self.target, nn.Module)
+        before = _versions(self.target)
+        try:
+            with private_state(self._copied, {*self._written_here(), *self._its_own()}):
+                yield self._copied
+        finally:
+            _refuse_writes(before, self.target)
+
+    def _its_own(self) -> Iterator[str]:
+        """The parameters that have their own memory in the copy, so that the guard doesn't stop writes to them."""
+        assert isinstance(self.target, nn.Module)
+        shared = {place for one in self.target.parameters() if not is_lazy(one) for place in storages_of(one)}
+        for name, parameter in self._copied.named_parameters(remove_duplicate=False):
+            if not is_lazy(parameter) and shared.isdisjoint(storages_of(parameter)):
+                yield name
+
+
+class AsItIs(Runs):
+    """Runs of one module, each in the state that the earlier runs left."""
+
+    @contextmanager
+    def fresh(self) -> Iterator[Callable[..., Any]]:
+        with ExitStack() as stack:
+            if self.watch is not None:
+                assert isinstance(self.target, nn.Module)
+                stack.enter_context(self.watch(self.target))
+            yield self.target
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return is_compiled(module) or getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
+
+
+@contextmanager
+def _evaluated(target: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in target.modules() if hasattr(module, "training")]
+    try:
+        target.eval()
+        yield
+    finally:
+        for module, training in flags:
+            # Not `.train()`: a module may override it, and it would change the children too.
+            module.training = training
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    named = module.named_parameters()
+    return {name: one._version for name, one in named if not (is_lazy(one) or one.is_inference())}
+
+
+def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
+    written = [name for name, version in _versions(module).items() if before.get(name, version) != version]
+    if written:
+        raise LoadError(
+            f"Forward wrote to {listed(written)} of the model, which it doesn't do at its first call: load the weights again,"
+            " and leave them as they are in forward."
+        )

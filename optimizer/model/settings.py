@@ -1,0 +1,273 @@
+"""Run foreign code and restore the process: random state, numeric settings, one thread at a time."""
+
+import functools
+import os
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+# Numeric settings, random state and the patches of a recorded run belong to the process, so threads that measure or
+# optimize take turns.
+one_at_a_time = threading.RLock()
+# Seconds that a fork waits for the turn of another thread to end.
+_LONGEST_WAIT = 600.0
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def in_turn(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let only one thread at a time call the function."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with one_at_a_time:
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Fork(threading.local):
+    """Allows forks only between turns.
+
+    A child process inherits the settings and patches of another thread's turn, and the flags and buffers of the module
+    that runs in it. It has no thread that restores them. So a fork waits until that turn ends. The forking thread's own
+    turn doesn't block it, and goes on in the child. After the longest wait the fork happens anyway, because the turn
+    may itself wait for the fork. The child can then take its own turns, and patches let its threads through, but
+    settings stay changed.
+    """
+
+    has_turn = False
+
+    def before(self) -> None:
+        self.has_turn = one_at_a_time.acquire(timeout=_LONGEST_WAIT)
+
+    def after(self) -> None:
+        if self.has_turn:
+            one_at_a_time.release()
+
+    def after_in_child(self) -> None:
+        if not self.has_turn:
+            one_at_a_time._at_fork_reinit()  # type: ignore[attr-defined]
+        self.after()
+
+
+_fork = _Fork()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.after_in_child)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave inference mode for the block.
+
+    Unlike inference tensors, tensors made inside have version counters and can become part of an autograd graph.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch on the CPU and on the devices in use.
+
+    `torch.manual_seed` would also give this seed, instead of the user's own, to every other device at its first use.
+    """
+    torch.default_generator.manual_seed(seed)
+    for device in _started():
+        device.seed(seed)
+
+
+class _Random(NamedTuple):
+    """The functions that read, restore and seed the random state of one kind of device."""
+
+    state: Callable[[], Any]
+    put_back: Callable[[Any], None]
+    seed: Callable[[int], Any]
+
+
+def _started() -> list[_Random]:
+    """The functions for the kinds of devices in use.
+
+    To read or seed the random state of another kind would start it.
+    """
+    kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available() and kind.is_initialized()]
+    found = [_Random(kind.get_rng_state_all, kind.set_rng_state_all, kind.manual_seed_all) for kind in kinds]
+    if torch.backends.mps.is_available():
+        found.append(_Random(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed))
+    return found
+
+
+@contextmanager
+def random_state(seed: int | None = None) -> Iterator[Callable[[], bool]]:
+    """Restore the random state of torch (on the CPU and on devices in use), numpy and Python after the block.
+
+    Inside, all generators start from `seed`, if it is given. The yielded function tells whether any number was drawn
+    since.
+    """
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    cpu_state = torch.get_rng_state()
+    states = [(device, device.state()) for device in _started()]
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    python_state = random.getstate()
+    try:
+        if seed is not None:
+            seed_torch(seed)
+            random.seed(seed)
+            if numpy_random is not None:
+                numpy_random.seed(seed % (1 << 32))
+        before = _fingerprint()
+        yield lambda: _fingerprint() != before
+    finally:
+        torch.set_rng_state(cpu_state)
+        for device, state in states:
+            device.put_back(state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    """The state of all generators, for comparison."""
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    kept = [torch.get_rng_state(), *(device.state() for device in _started())]
+    states = [state.numpy().tobytes() for one in kept for state in (one if isinstance(one, list) else [one])]
+    numpy_state = None if numpy_random is None else pickle.dumps(numpy_random.get_state())
+    return (*states, numpy_state, random.getstate())
+
+
+@contextmanager
+def pinned_settings() -> Iterator[dict[str, str]]:
+    """Turn off TF32, bfloat16 matrix products and the fused attention layers of `nn`, and restore the settings.
+
+    So float32 means float32. The fused layers (`torch.backends.mha`) leave zeros at padded positions where the plain
+    layers leave numbers, and no export contains them. So both sides of a comparison run the plain layers. A
+    SyncBatchNorm doesn't wait for other processes.
+
+    Yields:
+        The pinned settings, for the record.
+    """
+    with ExitStack() as stack:
+        apart = {"sync_batch_norm": "this process alone"} if stack.enter_context(unsynchronised()) else {}
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        _pin_float32(stack)
+        yield {"float32_precision": "ieee", "torch_tf32": _tf32(), "mha_fastpath": "off", **apart}
+
+
+def _tf32() -> str:
+    """Whether torch may currently compute float32 products in TF32: "on" or "off"."""
+    backends = torch.backends
+    try:
+        used = backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32
+    except RuntimeError:
+        used = any(node.fp32_precision == "tf32" for node in _float32_nodes())
+    return "on" if used else "off"
+
+
+def _float32_nodes() -> list[Any]:
+    """The objects in which torch keeps `fp32_precision`."""
+    backends = torch.backends
+    owners: list[tuple[Any, tuple[str, ...]]] = [
+        (backends.cuda, ("matmul",)),
+        (backends.cudnn, ("conv", "rnn")),
+        (backends.mkldnn, ("matmul", "conv", "rnn")),
+    ]
+    return [getattr(owner, part) for owner, parts in owners for part in parts]
+
+
+def _pin_float32(stack: ExitStack) -> None:
+    backends = torch.backends
+    try:
+        matmul, cudnn = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # torch refuses to read these attributes after the settings were made through `fp32_precision`.
+        for node in _float32_nodes():
+            stack.callback(setattr, node, "fp32_precision", node.fp32_precision)
+            node.fp32_precision = "ieee"
+        return
+    stack.callback(setattr, backends.cudnn, "allow_tf32", cudnn)
+    stack.callback(setattr, backends.cuda.matmul, "allow_tf32", matmul)
+    stack.callback(torch.set_float32_matmul_precision, precision)
+    torch.set_float32_matmul_precision("highest")
+    backends.cuda.matmul.allow_tf32 = False
+    backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def unsynchronised() -> Iterator[bool]:
+    """Let SyncBatchNorm use the statistics of this process's batch, even if there is a process group.
+
+    With a process group it would wait for processes that may have nothing to measure, include batches that this process
+    doesn't know, and raise on a CPU. The forward is replaced for all threads: on a GPU the backward pass has its own
+    thread, in which checkpoints run the forward again.
+
+    Yields:
+        Whether there is a process group.
+    """
+    _apart.enter()
+    try:
+        yield torch.distributed.is_available() and torch.distributed.is_initialized()
+    finally:
+        _apart.leave()
+
+
+class _Apart:
+    """Turns off the synchronization of SyncBatchNorm from the first `enter` to the last `leave`, in all threads."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._count = 0
+        self._lock = threading.Lock()
+        self._forward = nn.SyncBatchNorm.forward
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self.on, self._forward = True, nn.SyncBatchNorm.forward
+                nn.SyncBatchNorm.forward = _forward_apart  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self.on = False
+                nn.SyncBatchNorm.forward = self._forward  # type: ignore[method-assign]
+
+
+_apart = _Apart()
+_synchronised_forward = nn.SyncBatchNorm.forward
+
+
+# With `wraps`, code that checks which module a forward comes from finds torch.
+@functools.wraps(nn.SyncBatchNorm.forward)
+def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """Replacement for `nn.SyncBatchNorm.forward`."""
+    # torch.compile guards on this flag. It has no guard on the process group, whose existence the original forward
+    # checks once, and code that was compiled for a comparison is also called later.
+    if not _apart.on:
+        return _synchronised_forward(self, input)
+    # The forward of every BatchNorm, to which SyncBatchNorm reduces if there is nothing to synchronize.
+    return _BatchNorm.forward(self, input)
+
+
+@contextmanager
+def eager_only() -> Iterator[None]:
+    """Run compiled functions eagerly inside the block, because function modes don't reach into compiled code."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,456 @@
+"""A deep copy of a module over the caller's weights: passes edit one, and every run uses one.
+
+`copy.deepcopy` makes it, with a memo that maps each parameter to a new `Parameter` over the same storage. Buffers and
+all other state are copied. So nothing that a run or a pass does to the copy reaches the caller's module.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from optimizer.errors import LoadError
+from optimizer.model.held_modules import functions_over_modules
+from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
+from optimizer.model.torch_private import copied_script
+from optimizer.wording import lack_of_memory, listed, quote, type_name
+from passes.program.forwards import unbound_forward
+from passes.program.weights import FoldedParameter, bare, over_values, sealed_like
+
+Mode = Literal["inference", "training"]
+
+# Values of these types can't change in place, so both trees may contain the same one.
+_CONSTANT = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    type,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    torch.jit.ScriptFunction,
+)
+_EMPTY = (dict, OrderedDict, list, set)
+# The methods, in addition to `__deepcopy__`, by which a class defines how it is copied.
+_WAYS = ("__getstate__", "__setstate__", "__reduce_ex__", "__reduce__")
+
+
+@dataclass
+class WorkingCopy:
+    """The copy of one module.
+
+    Attributes:
+        root: the copy, an instance of the caller's class.
+        mode: in "inference", the parameters are new `Parameter`s over the caller's storage, and the buffers are copies;
+            in "training", both are the caller's own objects.
+        originals: by `id` of each module of the copy, the caller's module that it was copied from.
+        notes: sentences about functions that still run the caller's modules.
+    """
+
+    root: nn.Module
+    mode: Mode
+    originals: dict[int, nn.Module]
+    notes: list[str] = field(default_factory=list)
+
+    def own_parameters(self, names: Collection[str]) -> None:
+        """Give these parameters, to which forward writes, their own storage.
+
+        In training mode they are the caller's, and nothing happens.
+        """
+        if self.mode == "training":
+            return
+        memo: dict[int, Any] = {}
+        for name in names:
+            (parameter,) = _named(self.root, [name])
+            with copying_tensors():
+                parameter.data = copy.deepcopy(bare(parameter), memo)
+
+    def unregistered(self) -> list[tuple[str, nn.Module]]:
+        """The modules in plain containers of the copy, outside its tree, each with its path."""
+        return [place for place in unregistered_modules(self.root) if id(place[1]) in self.originals]
+
+    def source_of(self, module: nn.Module, name: str) -> weakref.ref[torch.Tensor] | None:
+        """The caller's tensor behind parameter or buffer `name` of a module of the copy, as a weak reference."""
+        original = self.originals.get(id(module))
+        tensor = None if original is None else getattr(original, name, None)
+        return weakref.ref(tensor) if isinstance(tensor, torch.Tensor) else None
+
+
+def working_copy(
+    model: nn.Module, mode: Mode = "inference", *, private: Collection[str] = (), check_functions: bool = True
+) -> WorkingCopy:
+    """Copy a module without copying the memory of its weights.
+
+    Tied weights, shared modules and tensors over the same memory stay tied and shared in the copy. Modules in plain
+    containers are copied too. A function that the model keeps is not copied. If it holds modules of the model, it still
+    uses the caller's modules, and a note says so.
+
+    Args:
+        model: any module; it is only read.
+        mode: see `WorkingCopy.mode`.
+        private: names of parameters that get their own memory; only in inference mode.
+        check_functions: whether to search for functions that hold modules of the model; a second copy doesn't need it.
+
+    Raises:
+        LoadError: something in the model can't be copied. Or a function that it keeps holds modules of the model, and
+            the mode is "training" or these modules are in training mode.
+    """
+    modules = reachable_modules(model)
+    memo: dict[int, Any] = {}
+    plain = [module for module in modules if is_plain(module)]
+    notes = _notes_on_functions(plain, modules, mode) if check_functions else []
+    apart = _storages_of(_named(model, private))
+    shared = _memorize(model, modules, memo, mode, private)
+    # All plain modules get a copy before any attribute is copied: otherwise deepcopy would recurse along module chains.
+    for module in plain:
+        memo[id(module)] = object.__new__(type(module))
+    with copying_tensors(shared):
+        # Children first, so that a class that copies itself finds the modules inside it complete.
+        for module in reversed(modules):
+            if is_script(module):
+                _copy_script(module, memo, mode, apart)
+            elif is_plain(module):
+                memo[id(module)].__dict__.update(_copied_attributes(module, memo))
+            elif id(module) not in memo:
+                _copy_by_itself(module, memo)
+    for parameter in (one for module in plain for one in module._parameters.values() if one is not None):
+        sealed_like(parameter, memo[id(parameter)], memo)
+    originals = {id(memo[id(module)]): module for module in modules if id(module) in memo}
+    return WorkingCopy(memo[id(model)], mode, originals, notes)
+
+
+@contextmanager
+def private_state(root: nn.Module, written: Iterable[str] = ()) -> Iterator[None]:
+    """Run the modules of a working copy, the same objects, and restore their state afterwards.
+
+    For runs in which modules are told apart by identity. Inside, every attribute is a copy that refers to the same
+    modules and parameters. Afterwards, the attributes are the original objects again.
+
+    Args:
+        root: the module that runs inside.
+        written: names of parameters that forward writes to; inside, these are copies too.
+    """
+    modules = reachable_modules(root)
+    memo: dict[int, Any] = {id(module): module for module in modules}
+    shared = _memorize_parameters(modules, memo, [*_named(root, frozenset(written))], lambda one: one)
+    memo |= {id(one): one for module in modules for one in _installed(module)}
+    scripted = [buffer for module in modules if is_script(module) for buffer in module.buffers(recurse=False)]
+    values = [buffer.detach().clone() for buffer in scripted]
+    before = [(module, dict(module.__dict__)) for module in modules if not is_script(module)]
+    try:
+        with copying_tensors(shared):
+            for module, _ in before:
+                module.__dict__.update(_copied_attributes(module, memo, leave=("_compiled_call_impl",)))
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        with torch.no_grad():
+            for buffer, old in zip(scripted, values, strict=True):
+                if not torch.equal(buffer, old):
+                    buffer.copy_(old)
+
+
+def _installed(module: nn.Module) -> Iterator[Any]:
+    """The objects of passes in the attributes and hooks of a module.
+
+    They refer to each other by identity, and have no state.
+    """
+    for name, value in () if is_script(module) else vars(module).items():
+        for item in (value, *value.values()) if name.endswith("_hooks") and isinstance(value, dict) else (value,):
+            owner = getattr(item, "__self__", item)
+            if type(owner).__module__.partition(".")[0] in ("passes", "optimizer"):
+                yield owner
+                yield item
+
+
+class _CopiedTensors(TorchFunctionMode):
+    """Makes `copy.deepcopy` copy tensors of any kind while it is active.
+
+    Tensors with an autograd history, which torch refuses to copy, are copied without it. Tensors in a shared storage
+    stay in it.
+    """
+
+    def __init__(self, shared: frozenset[int]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._copied(tensor, memo)
+        return memo[id(tensor)]
+
+    def _copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if is_lazy(tensor):
+            return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
+        if _storage_of(tensor) in self.shared:
+            return bare(tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn or tensor.is_quantized:
+            return bare(tensor).clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        if tensor.is_leaf:
+            return tensor.__deepcopy__(memo)
+        # The memo keeps alive every object whose id it uses.
+        return copy.deepcopy(bare(tensor), memo)
+
+
+def copying_tensors(shared: frozenset[int] = frozenset()) -> _CopiedTensors:
+    """Make `copy.deepcopy` copy tensors of any kind, except the memory of shared storages."""
+    return _CopiedTensors(shared)
+
+
+def _notes_on_functions(owners: Sequence[nn.Module], modules: Sequence[nn.Module], mode: Mode) -> list[str]:
+    """Notes on functions that hold the caller's modules.
+
+    Raises:
+        LoadError: such a function would behave differently from one that holds the copy's modules.
+    """
+    notes = []
+    for owner, place, held in functions_over_modules(owners, modules):
+        where = f"{place} of {type(owner).__name__} is a function that holds modules of the model itself"
+        if mode == "training":
+            raise LoadError(
+                f"{where}, which would be trained beside the copy: make it a method that reaches them by self."
+            )
+        if any(module.training for module in held):
+            raise LoadError(
+                f"{where}, in training mode: call model.eval() first, or make it a method that reaches them by self."
+            )
+        kinds = listed(sorted({type(module).__name__ for module in held}))
+        notes.append(f"{where} ({kinds}): it goes on running the original's, which aren't optimized")
+    return notes
+
+
+def _memorize(
+    model: nn.Module, modules: Sequence[nn.Module], memo: dict[int, Any], mode: Mode, private: Collection[str]
+) -> frozenset[int]:
+    """Put the replacement of each parameter into the memo; in training mode, that of each tensor.
+
+    Returns:
+        The storages that stay shared.
+    """
+    if mode == "inference":
+        apart = [*_named(model, private), *_shortened(modules)]
+        return _memorize_parameters(modules, memo, apart, _same_storage)
+    python = [module for module in modules if not is_script(module)]
+    values = [value for module in python for value in (*module._parameters.values(), *module._buffers.values())]
+    values += (value for module in python for value in vars(module).values())
+    own = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    memo |= own
+    return _storages_of(own.values())
+
+
+def _memorize_parameters(
+    modules: Sequence[nn.Module],
+    memo: dict[int, Any],
+    apart: Sequence[torch.Tensor],
+    stand_in: Callable[[nn.Parameter], torch.Tensor],
+) -> frozenset[int]:
+    """Put the replacement of each parameter into the memo.
+
+    Args:
+        apart: tensors that aren't shared: parameters in their memory are copied.
+        stand_in: makes the replacement of every other parameter.
+
+    Returns:
+        The storages that stay shared.
+    """
+    python = [module for module in modules if not is_script(module)]
+    parameters = {id(one): one for module in python for one in module._parameters.values() if one is not None}
+    buffers = (one for module in python for one in module._buffers.values() if one is not None)
+    # If a buffer is in the memory of a weight, the weight is copied with it.
+    moved, copied = _storages_of((*buffers, *apart)), set(map(id, apart))
+    shared = set[int]()
+    for key, parameter in parameters.items():
+        place = _storage_of(parameter)
+        if key in copied or place in moved or is_lazy(parameter):
+            with copying_tensors():
+                own = copy.deepcopy(parameter if is_lazy(parameter) else bare(parameter), memo)
+            memo[key] = own if is_lazy(parameter) else _as_parameter(parameter, own)
+        else:
+            memo[key] = stand_in(parameter)
+            shared.add(place)
+    return frozenset(shared - {0})
+
+
+def _named(model: nn.Module, names: Collection[str]) -> Iterator[nn.Parameter]:
+    # A scripted module has no `get_parameter`.
+    return (one for name, one in model.named_parameters(remove_duplicate=False) if name in names)
+
+
+def _shortened(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """The weights of embeddings that shorten the rows that they look up, in place."""
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield module.weight
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is copied attribute by attribute.
+
+    This is the case if its class doesn't define how it is copied, as parametrized classes do. Torch's own copy of a
+    `GraphModule` makes another class and omits attributes that its graph doesn't name, so it isn't used.
+    """
+    cls = type(module)
+    if is_script(module):
+        return False
+    if isinstance(module, torch.fx.GraphModule):
+        return True
+    ways = ((getattr(cls, name), getattr(nn.Module, name)) for name in _WAYS)
+    # The methods of torch.nn's layers only support old checkpoints.
+    return not hasattr(cls, "__deepcopy__") and all(
+        way == common or getattr(way, "__module__", "").startswith("torch.nn.modules.") for way, common in ways
+    )
+
+
+def _copied_attributes(module: nn.Module, memo: dict[int, Any], *, leave: Collection[str] = ()) -> dict[str, Any]:
+    return {name: _copied(module, name, value, memo) for name, value in vars(module).items() if name not in leave}
+
+
+def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _CONSTANT):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) in _EMPTY and not value:
+        # Most dicts of a module are empty, and this is faster.
+        memo[id(value)] = type(value)()
+        return memo[id(value)]
+    if name in REGISTRIES:
+        copies = type(value)((key, _registered(item, memo)) for key, item in value.items())
+        memo[id(value)] = copies
+        return copies
+    if name == "_compiled_call_impl":
+        # It would run the caller's module.
+        return None
+    where = f"attribute {name!r} of {type(module).__name__}"
+    value = unbound_forward(value)
+    try:
+        copied = copy.deepcopy(value, memo)
+    except Exception as error:
+        if lack_of_memory(error):
+            raise
+        raise LoadError(
+            f"{where} can't be copied ({quote(error, with_type=True)}), and every run is made on a copy: {_remedy(value)}."
+        ) from error
+    if type(copied) is not type(value) and not hasattr(copied, "__next__") and not hasattr(type(value), "__deepcopy__"):
+        # An object whose `__getattr__` returns something for every name.
+        raise LoadError(
+            f"{where} can't be copied: copy.deepcopy gave {_a(type_name(copied))}, and every run is made on a copy; give"
+            f" {type_name(value)} a __deepcopy__."
+        )
+    return copied
+
+
+def _remedy(value: Any) -> str:
+    if hasattr(type(value), "__next__"):
+        return "hold a list and an index instead"
+    return f"make it in forward, or give {type_name(value)} a __deepcopy__"
+
+
+def _registered(item: Any, memo: dict[int, Any]) -> Any:
+    if item is None or id(item) in memo:
+        return None if item is None else memo[id(item)]
+    return copy.deepcopy(item, memo)
+
+
+def _copy_by_itself(module: nn.Module, memo: dict[int, Any]) -> None:
+    kind = type_name(module)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        if lack_of_memory(error):
+            raise
+        raise LoadError(
+            f"copy.deepcopy of the model's {kind} failed: {quote(error, with_type=True)}. Passes and exporters work on a"
+            " copy: fix its __deepcopy__."
+        ) from error
+    if not isinstance(copied, nn.Module):
+        raise LoadError(
+            f"copy.deepcopy of the model's {kind} gave a {type_name(copied)}. Passes and exporters work on a copy: fix its"
+            " __deepcopy__."
+        )
+    memo[id(module)] = copied
+
+
+def _copy_script(module: nn.Module, memo: dict[int, Any], mode: Mode, apart: frozenset[int]) -> None:
+    """Put the copies of a scripted module and its descendants into the memo.
+
+    Args:
+        apart: the storages of the parameters that the copy doesn't share; in inference mode it shares no buffer either.
+    """
+    if id(module) in memo:
+        return
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        is_shared = mode == "training" or (isinstance(tensor, nn.Parameter) and _storage_of(tensor) not in apart)
+        return tensor if is_shared else copy.deepcopy(tensor)
+
+    twin = copied_script(module, own)
+    memo |= {id(mine): theirs for mine, theirs in zip(module.modules(), twin.modules(), strict=True)}
+
+
+def _same_storage(parameter: nn.Parameter) -> torch.Tensor:
+    # `detach` shares the version counter with the caller's tensor, so a write is visible on both sides.
+    return _as_parameter(parameter, bare(parameter))
+
+
+def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+    """Make a parameter of `data`, with the class, flag and attributes of another parameter."""
+    if isinstance(parameter, FoldedParameter):
+        data = over_values(parameter, data)
+    elif type(data) is not type(parameter) and type(parameter) is not nn.Parameter:
+        data = data.as_subclass(type(parameter))
+    if not isinstance(data, nn.Parameter):
+        data = nn.Parameter(data, requires_grad=False)
+    if parameter.requires_grad and parameter.is_leaf:
+        # A tensor that was made in inference mode accepts the flag only in that mode.
+        with torch.inference_mode() if data.is_inference() else nullcontext():
+            data.requires_grad_()
+    data.__dict__.update(parameter.__dict__)
+    return data
+
+
+def _storages_of(values: Iterable[Any]) -> frozenset[int]:
+    found = (_storage_of(value) for value in values if isinstance(value, torch.Tensor))
+    return frozenset(place for place in found if place)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's values; 0 if they aren't in a single storage."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_mkldnn or tensor.is_nested:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # A subclass that wraps other tensors.
+        return 0
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

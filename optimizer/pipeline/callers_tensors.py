@@ -1,0 +1,52 @@
+"""The tensors of the caller's model, which no pass may write to."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from optimizer.errors import OptimizeFailed
+from optimizer.model import Source, WorkingCopy, is_script, reachable_modules
+from passes.base import Pass
+from passes.program.model_tree import ModelTree
+from passes.program.storage import same_values
+from passes.program.weights import bare
+
+
+class CallersTensors:
+    """The caller's tensors before a pass runs.
+
+    Where a run writes to a tensor and puts it back, which moves its version, the values are kept too.
+    """
+
+    def __init__(self, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> None:
+        named = [*original.named_parameters(), *original.named_buffers()]
+        for path, module in tree.unregistered:
+            own = copy.originals[id(module)]
+            tensors = (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False))
+            named += ((f"{path}.{name}", tensor) for name, tensor in tensors)
+        scripted = (module for module in reachable_modules(copy.root) if is_script(module))
+        put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
+        self._before: list[tuple[Source, torch.Tensor | None]] = [
+            (Source.of(name, tensor), bare(tensor).clone() if id(tensor) in put_back else None)
+            for name, tensor in named
+            if not is_lazy(tensor)
+        ]
+
+    def refuse_writes(self, item: Pass) -> None:
+        """Check that the pass wrote to none of them, as that can't be undone.
+
+        Raises:
+            OptimizeFailed: it did.
+        """
+        written = [
+            source.path
+            for source, values in self._before
+            if not source.unchanged and (values is None or not same_values(source.tensor, values))
+        ]
+        if written:
+            raise OptimizeFailed(
+                f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass has to"
+                " make a new tensor, so leave it out and load the model's weights again."
+            )

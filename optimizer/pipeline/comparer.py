@@ -1,0 +1,86 @@
+"""Compare the whole result with the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+
+from optimizer.errors import LoadError
+from optimizer.model import Mode, Samples
+from optimizer.parity import OriginalOutputs, ParityReport, Reference, judge, measure_reference
+from optimizer.pipeline.applied import AppliedPass, Lowered, lowered_by, with_changes
+from optimizer.wording import first_line
+
+
+class Comparer:
+    """Compares the result with the original. A training result is compared in eval too; that report is given if it failed.
+
+    Attributes:
+        outputs: of the original.
+        result: the working copy.
+        mode: "inference" or "training".
+        notes: of the report, to which this appends.
+    """
+
+    def __init__(
+        self,
+        outputs: OriginalOutputs,
+        original: nn.Module,
+        result: nn.Module,
+        samples: Samples,
+        mode: Mode,
+        batch_sizes: Sequence[int] | None,
+        notes: list[str],
+    ) -> None:
+        self.outputs = outputs
+        self.notes = notes
+        self._original = original
+        self.result = result
+        self._samples = samples
+        self.mode = mode
+        self._batch_sizes = batch_sizes
+        # False where the original doesn't run in eval.
+        self._in_eval: Reference | Literal[False] | None = None
+        self._less_precise: dict[tuple[int, tuple[Lowered, ...]], Reference] = {}
+
+    def report(self, applied: Sequence[AppliedPass]) -> ParityReport:
+        """The report of the result as it is now.
+
+        Args:
+            applied: the passes whose changes it has.
+        """
+        lowered = lowered_by(applied)
+        report = judge(self.reference(lowered).compare(self.result))
+        if self.mode != "training" or report.verdict == "failed" or not with_changes(applied):
+            return report
+        in_eval = self._report_in_eval(lowered)
+        return in_eval if in_eval is not None and in_eval.verdict == "failed" else report
+
+    def reference(self, lowered: tuple[Lowered, ...] = ()) -> Reference:
+        """The reference for a result that is less precise for these reasons."""
+        return self._judging(self.outputs.reference(), lowered)
+
+    def _judging(self, reference: Reference, lowered: tuple[Lowered, ...]) -> Reference:
+        if not lowered:
+            return reference
+        key = id(reference), lowered
+        if key not in self._less_precise:
+            *before, last = lowered
+            self._less_precise[key] = self._judging(reference, tuple(before)).less_precise(last)
+        return self._less_precise[key]
+
+    def _report_in_eval(self, lowered: tuple[Lowered, ...]) -> ParityReport | None:
+        """The report with both in eval; None where the original doesn't run in eval."""
+        if self._in_eval is None:
+            try:
+                self._in_eval = measure_reference(self._original, self._samples, batch_sizes=self._batch_sizes)
+            except LoadError as error:
+                self.notes.append(f"the result wasn't compared in eval: {first_line(error).rstrip('.')}")
+                self._in_eval = False
+        if self._in_eval is False:
+            return None
+        report = judge(self._judging(self._in_eval, lowered).compare(self.result))
+        return replace(report, reason=f"In eval: {report.reason}")

@@ -1,0 +1,158 @@
+"""Runs of the working copy on the example calls, for passes and for checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from optimizer.model import Call, Mode, eager_only, pinned_settings, private_state, random_state, seed_torch
+from optimizer.wording import first_line
+from passes.base import Context, rows_of
+from passes.errors import UnseenCall
+
+
+class CopyRuns:
+    """Runs the working copy itself, because passes know its modules by identity; each run leaves no trace.
+
+    Attributes:
+        root: the working copy.
+        calls: the example calls.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        calls: Sequence[Call] = (),
+        seeds: Sequence[int] = (),
+        written: frozenset[str] = frozenset(),
+    ) -> None:
+        self.calls = list(calls)
+        self.root = root
+        self._seeds: Mapping[int, int] = dict(enumerate(seeds))
+        self._written = written
+
+    def context(self, mode: Mode, device: torch.device) -> Context:
+        """The context of passes: the example calls, and ways to run the copy on them."""
+        calls = tuple((call.args, call.kwargs) for call in self.calls)
+        if not calls:
+            return Context(mode, device, calls)
+        return Context(
+            mode,
+            device,
+            calls,
+            run_inside=self.run_inside,
+            run_each=self.run_inside,
+            run_compiled=self._run_compiled,
+            apart=self._apart,
+        )
+
+    def run_inside(self, watch: AbstractContextManager[Any], number: int = 0) -> str | None:
+        """Run one call with `watch` entered; the error as text, None where there is none."""
+        call = fresh(self.calls[number])
+        try:
+            with self._quiet(self._seeds.get(number, 0)), watch:
+                self.root(*call.args, **call.kwargs)
+        except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    def refused(self, *, gradients: bool) -> list[UnseenCall]:
+        """The refusals of seals at the example calls."""
+        with self._quiet(), torch.set_grad_enabled(gradients):
+            outputs = [self._output(number, fresh(call)) for number, call in enumerate(self.calls)]
+        return [output for output in outputs if isinstance(output, UnseenCall)]
+
+    def refused_at(self, call: Call, *, gradients: bool) -> UnseenCall | None:
+        """The refusal of a seal at one call; None where the call runs, or raises something else."""
+        with ExitStack() as stack:
+            stack.enter_context(self._quiet())
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            if gradients:
+                # No backward pass follows: the tensors kept for it would only take memory.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
+            output = self._output(0, call)
+        return output if isinstance(output, UnseenCall) else None
+
+    def smallest(self) -> Call:
+        """A copy of the call with the fewest rows."""
+        return fresh(min(self.calls, key=lambda call: rows_of((call.args, call.kwargs))))
+
+    def batch_sizes(self) -> set[int]:
+        """The numbers of rows of the example calls."""
+        return {rows_of((call.args, call.kwargs)) for call in self.calls}
+
+    def _output(self, seed: int, call: Call) -> Any:
+        """The output of one call, or its error."""
+        seed_torch(seed)
+        try:
+            return self.root(*call.args, **call.kwargs)
+        except Exception as error:  # noqa: BLE001 - only the refusals of seals count here
+            return error
+
+    def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
+        """As `Context.run_compiled`."""
+        try:
+            with ExitStack() as stack:
+                for kept in (random_state(0), pinned_settings(), torch.no_grad(), self._private_state()):
+                    stack.enter_context(kept)
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                stack.enter_context(watch)
+                for number, call in enumerate(self.calls):
+                    copied = fresh(call)
+                    seed_torch(number)
+                    self.root(*copied.args, **copied.kwargs)
+        except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    @contextmanager
+    def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """As `Context.apart`."""
+        call = fresh(self.calls[0])
+        parameters = list(self.root.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            with self._quiet(), torch.enable_grad():
+                for parameter in parameters:
+                    parameter.grad = None
+                yield call.args, call.kwargs
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    @contextmanager
+    def _quiet(self, seed: int = 0) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(random_state(seed))
+            stack.enter_context(pinned_settings())
+            stack.enter_context(eager_only())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._private_state())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            yield
+
+    def _private_state(self) -> AbstractContextManager[None]:
+        own = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
+        return private_state(self.root, self._written & own)
+
+
+def fresh(call: Call) -> Call:
+    """A copy of the call, because a forward may write to its inputs."""
+    args, kwargs = pytree.tree_map(_cloned, (call.args, call.kwargs))
+    return Call(tuple(args), kwargs)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _forgotten(kept: Any) -> Any:
+    return None

@@ -1,0 +1,216 @@
+"""One `optimize` from the user's arguments to the result with its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.errors import UsageError
+from optimizer.model import (
+    ExampleInputs,
+    FurtherInputs,
+    Mode,
+    Source,
+    WorkingCopy,
+    check_model,
+    on_device,
+    one_at_a_time,
+    outside_inference_mode,
+    rare_collection,
+    resolved_device,
+    samples_of,
+    unregistered_modules,
+    working_copy,
+)
+from optimizer.options import check_numbers
+from optimizer.parity import OriginalOutputs, ParityReport, Reference
+from optimizer.pipeline.pipeline import Pipeline
+from optimizer.pipeline.provenance import Provenance, attach, detach
+from optimizer.pipeline.size import coverage_record, size_of
+from optimizer.report import ProgressFunction, Report
+from optimizer.wording import listed
+from passes.base import Context, Pass, PassResult, device_of
+from passes.program.moved_bias import moved_biases
+from passes.registry import make_passes
+
+# Bytes of the original's outputs that a result keeps for its export.
+_LARGEST_KEPT = 64 * 2**20
+# Modules that a note names.
+_NAMES_TOLD = 4
+
+
+def optimized(
+    model: nn.Module,
+    passes: Sequence[Pass | str] | None,
+    *,
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    further_inputs: FurtherInputs,
+    mode: Mode,
+    device: torch.device | str | None,
+    strict: bool,
+    batch_sizes: Sequence[int] | None,
+    seed: int,
+    progress: ProgressFunction,
+    check_reference: Callable[[Reference], None] | None = None,
+) -> nn.Module:
+    """As `optimizer.optimize`.
+
+    Args:
+        check_reference: called with the reference before any pass runs; it may raise.
+    """
+    with one_at_a_time, rare_collection(), outside_inference_mode():
+        started = time.perf_counter()
+        check_model(model, runs=example_inputs is not None or bool(example_kwargs))
+        check_numbers(seed, batch_sizes)
+        if mode not in ("inference", "training"):
+            raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
+        chosen = make_passes(passes, mode)
+        target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
+        samples = samples_of(example_inputs, example_kwargs, further_inputs, seed, target)
+        calls = () if samples is None else ((samples.given.args, samples.given.kwargs),)
+        for item in chosen:
+            item.check(Context(mode, target, calls))
+        original = on_device(model, target)
+        copy = _copy_of(original, mode)
+        pipeline = Pipeline(copy, original, samples, target, strict=strict, batch_sizes=batch_sizes, progress=progress)
+        report, outputs = _run_stages(pipeline, model, chosen, check_reference)
+        report.notes[:0] = copy.notes
+        _note_modes(report, model, copy.root, mode)
+        told = _notes_on_verification(copy.root, mode, report.parity)
+        report.notes.extend(note for note in told if note not in report.notes)
+        sources = _sources(copy, original, pipeline.kept)
+        report.seconds = time.perf_counter() - started
+        sizes = None if batch_sizes is None else tuple(batch_sizes)
+        if outputs is not None and (mode == "training" or outputs.kept_bytes > _LARGEST_KEPT):
+            # Exports are of inference.
+            outputs = None
+        provenance = Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs)
+        attach(copy.root, provenance, stays_in_eval=mode == "inference")
+        return copy.root
+
+
+def _run_stages(
+    pipeline: Pipeline,
+    model: nn.Module,
+    passes: Sequence[Pass],
+    check_reference: Callable[[Reference], None] | None,
+) -> tuple[Report, OriginalOutputs | None]:
+    """Record, run, prove; the report has the seconds of each stage."""
+    stages: dict[str, float] = {}
+    with _timed(stages, "original"):
+        outputs = pipeline.run_original()
+    if check_reference is not None and outputs is not None:
+        with _timed(stages, "comparison"):
+            check_reference(outputs.reference())
+    with _timed(stages, "original"):
+        pipeline.record()
+    tree, context = pipeline.tree, pipeline.context()
+    before, coverage = size_of(tree, context), coverage_record(tree, context)
+    with _timed(stages, "passes"):
+        pipeline.run(passes)
+        # Before the verification: further passes are tried on the result and undone.
+        could_apply = pipeline.could_apply()
+    with _timed(stages, "comparison"):
+        parity = pipeline.verify()
+    report = Report(
+        model=type(model).__name__,
+        mode=pipeline.mode,
+        device=str(context.device),
+        torch=torch.__version__,
+        coverage=coverage,
+        passes=pipeline.records,
+        parity=parity,
+        before=before,
+        after=size_of(tree, context),
+        notes=list(pipeline.notes),
+        could_apply=could_apply,
+        stages=stages,
+    )
+    return report, outputs
+
+
+@contextmanager
+def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of the block to those of a stage."""
+    started = time.perf_counter()
+    yield
+    stages[name] = stages.get(name, 0.0) + time.perf_counter() - started
+
+
+def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
+    copy = working_copy(model, mode)
+    detach(copy.root)
+    if mode == "inference":
+        copy.root.eval()
+    return copy
+
+
+def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode) -> None:
+    """Tell of modules in training mode that are in eval in the result."""
+    now = {path: module.training for path, module in result.named_modules()}
+    left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
+    if mode == "inference" and not model.training:
+        norms = [path for path in left if _takes_batch_statistics(model.get_submodule(path))]
+        left = [path for path in left if path not in norms]
+        report.warnings += _warning_on_norms(norms)
+        report.notes += report.warnings
+    if left and mode == "inference":
+        more = f" and {len(left) - 1} more are" if left[1:] else " is"
+        named = (
+            "the model is in training mode" if left[0] == "" else f"{left[0]}{more} in training mode, the model in eval"
+        )
+        report.notes.append(f"{named}; the result, and what it was compared with, is in eval")
+
+
+def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport | None) -> list[str]:
+    notes = []
+    means = [mean for _, mean in moved_biases(result) if mean is not None] if mode == "training" else []
+    if means:
+        more = f" ({len(means) - 1} more likewise)" if len(means) > 1 else ""
+        notes.append(
+            f"{means[0]} is the result's own{more}, and the model's stays behind when the result is trained: load the"
+            " result's state_dict into the model afterwards"
+        )
+    if parity is not None and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in result.modules()):
+        notes.append(
+            "what was compared is one process: there a SyncBatchNorm takes the statistics of its own batch, as a BatchNorm"
+            " does, and among several those of all"
+        )
+    return [*notes, *(["nothing was verified: give optimize() example inputs"] if parity is None else parity.notes)]
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    """Whether a normalization would compute something else in eval."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+
+
+def _warning_on_norms(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    one = len(paths) == 1
+    return [
+        f"{listed(paths, _NAMES_TOLD)} {'is' if one else 'are'} in training mode inside a model in eval mode: the model"
+        " normalizes with the statistics of each batch, the result with the running statistics, so their outputs differ."
+        " Call model.eval() first if that isn't intended"
+    ]
+
+
+def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult]) -> tuple[Source, ...]:
+    """The caller's tensors that passes folded into others."""
+    places = (*unregistered_modules(original), *original.named_modules())
+    paths = {id(module): path for path, module in places}
+    found: dict[int, Source] = {}
+    for result in kept:
+        for ref in (ref for change in result.changes for ref in change.sources):
+            reference = copy.source_of(ref.owner, ref.name)
+            tensor = None if reference is None else reference()
+            if tensor is not None:
+                path = paths.get(id(copy.originals[id(ref.owner)]), "")
+                found[id(tensor)] = Source.of(f"{path}.{ref.name}".lstrip("."), tensor)
+    return tuple(found.values())

@@ -1,0 +1,103 @@
+"""Pairs that a call parts: what one layer hands to the next is used on the way, which no recording showed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from optimizer.errors import LoadError
+from optimizer.model import Call, Samples
+from optimizer.pipeline.applied import with_changes
+from optimizer.pipeline.copy_runs import CopyRuns, fresh
+from optimizer.pipeline.transactions import Transactions
+from optimizer.wording import first_line
+from passes.errors import UnseenCall
+from passes.program.changes import Change, Place
+
+# A pass leaves at most so many pairs alone, each found in a run of its own; with more, all of it goes.
+_MOST_PARTED = 8
+
+
+class PartedPairs:
+    """Runs a pass again without the pairs that a call parts."""
+
+    def __init__(
+        self,
+        transactions: Transactions,
+        runs: CopyRuns,
+        samples: Samples,
+        batch_sizes: Sequence[int] | None,
+        *,
+        in_training: bool,
+    ) -> None:
+        self._transactions = transactions
+        self._runs = runs
+        self._samples = samples
+        self._batch_sizes = batch_sizes
+        self._in_training = in_training
+
+    def leave_alone(self) -> bool:
+        """Leave the pairs alone that the example calls part; whether there was one.
+
+        An autograd function of the user's may use the value between two layers.
+        """
+        return any(self._leave(error, "") for error in self._runs.refused(gradients=self._in_training))
+
+    def leave_alone_elsewhere(self) -> bool:
+        """Leave the pairs alone that other likely calls part: a batch of one row, and gradients that are on."""
+        if self._in_training or not with_changes(self._transactions.applied):
+            return False
+        for call, gradients, when in self._further_calls():
+            error = self._runs.refused_at(call, gradients=gradients)
+            if error is not None and self._leave(error, when):
+                return True
+        return False
+
+    def _further_calls(self) -> Iterator[tuple[Call, bool, str]]:
+        """Calls without a reference: each with whether gradients are on, and its words in a sentence."""
+        samples = self._samples
+        yield self._runs.smallest(), True, "where gradients are on"
+        if not samples.dynamic or samples.batch_size is None:
+            return
+        known = {samples.batch_size, *self._runs.batch_sizes()}
+        for size in dict.fromkeys((1, *(self._batch_sizes or ()))):
+            if size not in known:
+                with suppress(LoadError):  # the user's function makes no batch of that size, so the model meets none
+                    yield fresh(samples.at(size)), False, f"at a batch size of {size}"
+        if 1 not in known:
+            for call in samples.rows_alone():
+                yield fresh(call), False, "for a row that is alone"
+
+    def _leave(self, error: UnseenCall, when: str) -> bool:
+        """Run the pass again that changed this pair, without the pair; whether there is such a pass."""
+        transactions = self._transactions
+        for done in transactions.applied:
+            places = [change.place for change in done.result.changes if _is_about(change, error)]
+            if not places:
+                continue
+            left = transactions.left_alone.setdefault(done.number, {})
+            if len(left) >= _MOST_PARTED or not left.keys().isdisjoint(places):
+                # A pass that ignores `left_alone` is no better in another run.
+                line = first_line(error)
+                transactions.take_back(done, f"{when}: {line}" if when else line)
+            else:
+                left.update((place, _reason(place, error, when)) for place in places)
+                transactions.run_again(done)
+            return True
+        return False
+
+
+def _is_about(change: Change, error: UnseenCall) -> bool:
+    """Whether the call is refused because of this change."""
+    return error.pair is not None and change.between is not None and set(change.between) == set(error.pair)
+
+
+def _reason(place: Place, error: UnseenCall, when: str) -> str:
+    assert error.pair is not None
+    first, second = error.pair
+    if when:
+        return f"{place.what}, {when} what {first} gives out isn't what {second} takes, or isn't used by that alone"
+    return (
+        f"{place.what}, what {first} gives out is used on its way to {second}, as by a reentrant checkpoint or another"
+        " autograd function"
+    )

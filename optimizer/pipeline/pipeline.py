@@ -1,0 +1,188 @@
+"""One `optimize`, in stages: run the original, record, run the passes, verify the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from optimizer.model import (
+    Mode,
+    Runs,
+    RunsOfCopy,
+    Samples,
+    WorkingCopy,
+    is_plain,
+    is_script,
+    reachable_modules,
+    two_batch_sizes,
+)
+from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns
+from optimizer.pipeline.applied import Lowered, is_own, lowered_by
+from optimizer.pipeline.comparer import Comparer
+from optimizer.pipeline.copy_runs import CopyRuns
+from optimizer.pipeline.hints import passes_that_would_apply
+from optimizer.pipeline.size import record_runs
+from optimizer.pipeline.transactions import Transactions
+from optimizer.pipeline.verification import verified
+from optimizer.report import PassRecord, Progress, ProgressFunction
+from passes.base import Context, Pass, PassResult
+from passes.program.model_tree import ModelTree
+
+
+class Pipeline:
+    """From the working copy to the verified result; without samples nothing is run and nothing verified.
+
+    Call the stages in this order: `run_original`, `record`, `run`, `verify`.
+
+    Attributes:
+        tree: the working copy as passes see it.
+        notes: sentences for the report.
+    """
+
+    def __init__(
+        self,
+        copy: WorkingCopy,
+        original: nn.Module,
+        samples: Samples | None,
+        device: torch.device,
+        *,
+        strict: bool,
+        batch_sizes: Sequence[int] | None,
+        progress: ProgressFunction,
+    ) -> None:
+        self.tree = ModelTree(copy.root, copy.unregistered())
+        self.notes: list[str] = []
+        self._copy = copy
+        self._original = original
+        self._samples = samples
+        self._batch_sizes = batch_sizes
+        self._progress = progress
+        self._transactions = Transactions(copy, original, self.tree, device, strict=strict, progress=progress)
+
+    @property
+    def mode(self) -> Mode:
+        """ "inference" or "training"."""
+        return self._copy.mode
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """The records of the passes."""
+        return self._transactions.records
+
+    @property
+    def precisions(self) -> tuple[Lowered, ...]:
+        """The reasons why the result is less precise than the original."""
+        return lowered_by(self._transactions.applied)
+
+    @property
+    def kept(self) -> list[PassResult]:
+        """The results of the passes that stay."""
+        return [done.result for done in self._transactions.applied]
+
+    def context(self) -> Context:
+        """The context of passes."""
+        return self._transactions.context()
+
+    def run_original(self) -> OriginalOutputs | None:
+        """Run the original at the calls at which results are compared; None without samples.
+
+        These are the given batch size, another one where the batch can change, and the further inputs.
+
+        In inference these runs are recorded for the passes.
+
+        Raises:
+            LoadError: it raises on the example inputs.
+        """
+        samples = self._samples
+        if samples is None:
+            return None
+        self._tell("capture", 0, 3, "running the original")
+        sizes = two_batch_sizes(samples, self.mode, self._batch_sizes)
+        given: list[int | None] = [samples.batch_size]
+        keys = [(size, 0) for size in sizes or given] + list(samples.further)
+        recorded = None
+        if self.mode == "inference":
+            recorded = RecordedRuns(RunsOfCopy(self._original, self._copy.root), self.tree, keys)
+        outputs = OriginalOutputs.run(
+            self._original,
+            samples,
+            batch_sizes=sizes,
+            # A BatchNorm over the few rows of the example inputs rounds differently from draw to draw.
+            draws=2 if self.mode == "training" else None,
+            mode=self.mode,
+            measured_sizes=2 if self.mode == "training" else 1,
+            recorded=recorded,
+        )
+        self._copy.own_parameters(outputs.written)
+        # Passes see a branch that only one of the calls takes before anything is rewritten.
+        keys = [(size, draw) for size, draw in keys if size in outputs.batch_sizes or not outputs.batch_sizes]
+        calls = [samples.at(size, draw) for size, draw in keys]
+        seeds = [outputs.seed_of(*key) for key in keys]
+        self._transactions.runs = CopyRuns(self._copy.root, calls, seeds, outputs.written)
+        if len(calls) < 2:
+            self.notes.append("only one batch size could be run, so that constants of the batch size aren't found")
+        if recorded is not None:
+            self.tree.runs = self.tree.earlier_runs = recorded.as_runs(keys)
+        self._transactions.comparer = Comparer(
+            outputs, self._original, self._copy.root, samples, self.mode, sizes, self.notes
+        )
+        return outputs
+
+    def record(self) -> None:
+        """Record runs of the working copy, where those of the original weren't recorded."""
+        self._tell("capture", 1, 2, "recording what it does")
+        if failure := record_runs(self.tree, self.context()):
+            self.notes.append(f"its runs show nothing to the passes: {failure}")
+        self._tell("capture", 2, 2, "")
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run the passes in order; each is kept or rolled back.
+
+        Raises:
+            OptimizeFailed: a pass fails or is rolled back, with `strict` or where it is a guarantee.
+        """
+        transactions = self._transactions
+        transactions.passes = passes
+        if transactions.comparer is not None and not all(map(is_own, passes)):
+            # Another's pass may write to the caller's weights, which only earlier outputs show.
+            transactions.comparer.outputs.reference()
+        transactions.run_from(0)
+        self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
+
+    def verify(self) -> ParityReport | None:
+        """Compare the result with the original; roll back the pass that makes it wrong, as often as there is one.
+
+        Raises:
+            OptimizeFailed: a pass is rolled back, with `strict` or where it is a guarantee.
+            ParityError: the result is wrong without any pass.
+        """
+        comparer = self._transactions.comparer
+        if comparer is None or self._samples is None:
+            return None
+        if not self._may_differ():
+            return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
+        return verified(self._transactions, comparer, self._samples, self._batch_sizes)
+
+    def could_apply(self) -> list[str]:
+        """The passes that weren't named and would change something, where the named ones changed nothing."""
+        named = {item.name for item in self._transactions.passes}
+        if self.mode != "inference" or not named or any(record.status == "applied" for record in self.records):
+            return []
+        return passes_that_would_apply(self.tree, self.context(), but=named)
+
+    def _may_differ(self) -> bool:
+        """Whether the result may differ from the model.
+
+        Reports of others' passes aren't trusted, nor classes that copy their modules themselves.
+        """
+        return (
+            any(record.status != "unchanged" for record in self.records)
+            or not all(map(is_own, self._transactions.passes))
+            or not all(is_plain(module) or is_script(module) for module in reachable_modules(self._original))
+            or Runs(self._original, in_eval=True).is_run_itself
+        )
+
+    def _tell(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:
+        self._progress(Progress(stage, done, total, text, name))

@@ -1,0 +1,135 @@
+"""The provenance that a result of `optimize` carries: its original, its report, and the tensors it was computed from."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from optimizer.errors import ExportFailed, UsageError
+from optimizer.model import Source
+from optimizer.parity import OriginalOutputs
+from optimizer.report import Report
+from passes.base import DeclaredError, Pass, Precision
+from passes.errors import UnknownPass
+from passes.registry import pass_named
+
+_ATTRIBUTE = "_optimize_export"
+
+
+@dataclass
+class Provenance:
+    """Kept in the `__dict__` of a result.
+
+    Copies of the result share it. A pickle doesn't hold the original: a result that is read from one can be run and exported,
+    and its exports are compared with itself.
+
+    Attributes:
+        original: the caller's module; it shares all weights with the result that no pass changed.
+        report: the report of `optimize`.
+        sources: the caller's tensors that passes folded into others.
+        precisions: the reasons why the result is less precise than the original: half precisions, and declared errors.
+        passes: the passes in order, which can run again; none after a pickle was read.
+        batch_sizes: the argument of `optimize`.
+        outputs: of the original, for an export on the same inputs; None where they take much memory.
+    """
+
+    original: nn.Module | None
+    report: Report
+    sources: tuple[Source, ...] = field(default=(), repr=False)
+    precisions: tuple[Precision | DeclaredError, ...] = ()
+    passes: tuple[Pass, ...] = field(default=(), repr=False)
+    batch_sizes: tuple[int, ...] | None = None
+    outputs: OriginalOutputs | None = field(default=None, repr=False)
+
+    @property
+    def applied(self) -> tuple[Pass, ...]:
+        """The passes whose changes are exported; compiled calls aren't."""
+        pairs = zip(self.passes, self.report.passes, strict=True) if self.passes else ()
+        return tuple(item for item, record in pairs if record.status == "applied" and not item.is_barrier)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Provenance:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Provenance, (None, self.report)
+
+    def check_sources(self) -> None:
+        """Check that the original still has the values that the result was computed from.
+
+        Raises:
+            ExportFailed: the caller wrote to one of them since.
+        """
+        for source in self.sources:
+            if not source.unchanged:
+                raise ExportFailed(
+                    f"{source.path} was written to after optimize() folded it into other weights: the result has the old"
+                    " values, so optimize the model again before you export it."
+                )
+
+
+class StaysInEval:
+    """Replaces `train` in the `__dict__` of an inference result: the result stays in eval, and warns once."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        self.warned = False
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if mode and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"this {type(self.owner).__name__} was optimized for inference and stays in eval: train the original, or"
+                " use optimize(model, mode='training')",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self.owner
+
+
+def attach(module: nn.Module, provenance: Provenance, *, stays_in_eval: bool) -> None:
+    """Attach the provenance, and the report as `.report` where the model has no attribute of that name."""
+    module.__dict__[_ATTRIBUTE] = provenance
+    if not hasattr(module, "report"):
+        module.__dict__["report"] = provenance.report
+    if stays_in_eval:
+        module.__dict__["train"] = StaysInEval(module)
+
+
+def provenance_of(module: object) -> Provenance | None:
+    """The provenance of a result of `optimize`; None for any other module."""
+    found = getattr(module, "__dict__", {}).get(_ATTRIBUTE)
+    return found if isinstance(found, Provenance) else None
+
+
+def detach(module: nn.Module) -> None:
+    """Remove everything that `attach` added."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+    if isinstance(module.__dict__.get("train"), StaysInEval):
+        del module.__dict__["train"]
+    if isinstance(module.__dict__.get("report"), Report):
+        del module.__dict__["report"]
+
+
+def report_of(model: nn.Module) -> Report:
+    """The report of a module that `optimize` returned.
+
+    Raises:
+        UsageError: it didn't.
+    """
+    provenance = provenance_of(model)
+    if provenance is None:
+        raise UsageError(f"This {type(model).__name__} has no report: it doesn't come from optimize().")
+    return provenance.report
+
+
+def kind_of(name: str, provenance: Provenance | None) -> type[Pass] | None:
+    """The class of a pass by its name; None for a pass of a package that isn't installed here."""
+    known = {} if provenance is None else {item.name: type(item) for item in provenance.passes}
+    try:
+        return known.get(name) or pass_named(name)
+    except UnknownPass:
+        # A result that was read from a pickle has no passes.
+        return None

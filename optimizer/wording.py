@@ -1,0 +1,88 @@
+"""Short texts for messages: errors on one line, lists, and the names of types and dtypes."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+_MOST_NAMED = 5
+_LONGEST_QUOTE = 400
+# The message of torch's CPU allocator; the size is in bytes.
+_NO_MEMORY = re.compile(r"(?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if there is no message.
+
+    If memory ran out, the text says so instead.
+    """
+    if lack := lack_of_memory(error):
+        return lack
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def error_summary(error: BaseException) -> str:
+    """The type of an error and the first line of its message.
+
+    If memory ran out, the text says so instead.
+    """
+    if lack := lack_of_memory(error):
+        return lack
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # TorchScript puts the cause in the last line, after its own trace.
+    line = lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {line.rstrip('.')}"
+
+
+def one_line(error: BaseException) -> str:
+    """The whole message, without line breaks."""
+    return " ".join(str(error).split())
+
+
+def quote(error: BaseException, *, with_type: bool = False) -> str:
+    """The message on one line, without its final full stop, cut after 400 characters.
+
+    If memory ran out, the text says so, and how much was requested.
+    """
+    if lack := lack_of_memory(error):
+        return lack
+    text = " ".join(_message(error).split()).rstrip(".")
+    if len(text) > _LONGEST_QUOTE:
+        text = text[:_LONGEST_QUOTE].rstrip() + "…"
+    if with_type:
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text or type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the `__str__` of a user's error may raise anything
+        return ""
+
+
+def lack_of_memory(error: BaseException) -> str:
+    """Say that memory ran out, and how much was requested; empty for any other error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of GPU memory"
+    asked = _NO_MEMORY.search(_message(error)) if isinstance(error, RuntimeError) else None
+    if asked is not None:
+        return f"out of memory while allocating {int(asked[1]) / 2**30:,.1f} GiB"
+    return "out of memory" if isinstance(error, MemoryError) else ""
+
+
+def listed(names: Sequence[str], most: int = _MOST_NAMED) -> str:
+    """The first `most` names, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

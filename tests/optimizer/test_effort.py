@@ -1,0 +1,120 @@
+"""How many runs a proof takes: `effort=` in Python, `--quick` and `--thorough` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import enliven
+from torch import Tensor, nn
+
+from optimizer import export, optimize
+from optimizer.command import cli
+from optimizer.errors import UsageError
+from optimizer.exporting.references import measured_reference, sizes_of
+from optimizer.model import Samples
+from optimizer.parity import judge
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+RAN: list[tuple[torch.dtype, int]] = []
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        RAN.append((x.dtype, len(x)))
+        return torch.relu(self.fc(x))
+
+
+class WrongAbove(Net):
+    """Wrong where one feature is above its largest value in fewer samples of the inputs."""
+
+    feature, bound = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.where(x[:, self.feature, None] > self.bound, y * 1.01, y)
+
+
+def net(kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return enliven(kind()).eval()
+
+
+def reference(effort: Any) -> Any:
+    samples = Samples((X,))
+    return measured_reference(net(), samples, sizes_of(samples, (1, 2, 3, 5, 8), False, effort), effort)
+
+
+@pytest.mark.parametrize(
+    ("effort", "sizes", "measured"),
+    [("quick", {4, 2}, {4}), ("normal", {4, 1, 2, 3, 5, 8}, {4, 1}), ("thorough", *[{4, 1, 2, 3, 5, 8}] * 2)],
+)
+def test_the_sizes_of_each_effort(effort: str, sizes: set[int], measured: set[int]) -> None:
+    RAN.clear()
+    assert set(reference(effort).batch_sizes) == sizes
+    assert {size for dtype, size in RAN if dtype is torch.float64} == measured
+
+
+@pytest.mark.parametrize(("asked", "compared"), [((1,), [4, 1]), ((4,), [4]), ((1, 8, 3), [4, 8]), ((4, 1, 2), [4, 2])])
+def test_a_quick_proof_takes_no_size_that_wasnt_asked_for(asked: tuple[int, ...], compared: list[int]) -> None:
+    assert sizes_of(Samples((X,)), asked, False, "quick") == compared
+
+
+def test_a_thorough_proof_finds_what_fewer_inputs_dont_show() -> None:
+    wrong = net(WrongAbove)
+    normal, thorough = reference("normal"), reference("thorough")
+    few, many = (torch.cat([call.args[0] for _, call in each.calls()]).amax(0) for each in (normal, thorough))
+    wrong.feature = int((many - few).argmax())
+    wrong.bound = float(few[wrong.feature])
+    assert many[wrong.feature] > wrong.bound, "it would prove nothing"
+    assert judge(normal.compare(wrong)).ok
+    assert judge(thorough.compare(wrong)).verdict == "failed"
+
+
+@pytest.mark.parametrize("effort", ["quick", "normal", "thorough"])
+def test_the_manifest_tells_the_effort(effort: Any, tmp_path: Path) -> None:
+    fast = optimize(net(), example_inputs=(X,))
+    bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"], effort=effort)
+    assert bundle.manifest["parity"]["effort"] == effort
+    assert bundle.parity.ok
+    assert sorted(bundle.manifest["parity"]["batch_sizes"]) == ([2, 4] if effort == "quick" else [1, 2, 3, 4, 5, 8])
+
+
+def test_an_unknown_effort_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^effort is 'quick', 'normal' or 'thorough', not 'fast'\.$"):
+        export(net(), example_inputs=(X,), output=tmp_path / "net", effort="fast")  # type: ignore[arg-type]
+
+
+MODEL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
+example_inputs = (torch.randn(4, 6),)
+"""
+
+
+@pytest.mark.parametrize(("options", "effort"), [([], "normal"), (["--quick"], "quick"), (["--thorough"], "thorough")])
+def test_the_command_takes_the_effort(
+    options: list[str], effort: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    arguments = [str(tmp_path / "model.py"), "--output", str(tmp_path / "net"), "--formats", "torchscript", "--json"]
+    assert cli.main([*arguments, *options]) == 0
+    capfd.readouterr()
+    manifest = json.loads((tmp_path / "net" / "manifest.json").read_text())
+    assert manifest["parity"]["effort"] == effort
+
+
+def test_quick_and_thorough_contradict_each_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    assert cli.main([str(tmp_path / "model.py"), "--quick", "--thorough"]) == 2
+    assert "--quick and --thorough contradict each other" in capfd.readouterr().err
