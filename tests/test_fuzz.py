@@ -114,6 +114,7 @@ def heap_left_out() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(-(-EXAMPLES // SHARE)))
 def test_a_random_module_computes_the_same(share: int, record_property: Callable[[str, object], None]) -> None:
     SEEN.clear()
@@ -129,6 +130,7 @@ def test_a_random_module_computes_the_same(share: int, record_property: Callable
         record_property("seen", dict(SEEN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(-(-EXAMPLES // 300)))
 def test_a_random_module_trains_the_same(share: int) -> None:
     @examples(TRAINED_SHARE, FIRST_SEED + share)
@@ -139,6 +141,7 @@ def test_a_random_module_trains_the_same(share: int) -> None:
     trains_the_same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(-(-EXAMPLES // 300)))
 def test_a_random_step_is_the_same_to_the_bit_in_less_memory(share: int) -> None:
     @examples(PLANNED_SHARE, FIRST_SEED + share)
@@ -149,6 +152,7 @@ def test_a_random_step_is_the_same_to_the_bit_in_less_memory(share: int) -> None
     is_the_same()
 
 
+@pytest.mark.slow
 def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property can fail: of random numbers that aren't drawn again, and of a budget that isn't kept to."""
     step = Step((("linear", 0, 0), ("dropout", 0, 0), ("tanh", 0, 0)) * 2)
@@ -163,6 +167,7 @@ def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
             check_plan(step, 0.6)
 
 
+@pytest.mark.slow
 def test_every_operation_of_a_random_step_is_planned() -> None:
     """Four at a time, each between two that are computed again."""
     names = sorted(OPERATIONS)
@@ -170,17 +175,20 @@ def test_every_operation_of_a_random_step_is_planned() -> None:
         check_plan(Step(tuple(each for name in some for each in (("tanh", 0, 0), (name, 0, 1)))), "min")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_left_of_a_sum_is_no_gradient() -> None:
     """In float64 nothing more exact tells how large rounding may get."""
     check_training(Description(blocks=(Pair(), Pair(Conv(dilation=2))), dims=3, dtype="float64"), [])
 
 
+@pytest.mark.slow
 def test_what_rounding_does_in_float64_is_measured_at_every_batch_size() -> None:
     """Over seven rows a feature may happen to vary less than over six: its BatchNorm makes more of what is rounded."""
     few = Pair(Conv(kernel=1, bias=False), Norm(running=False), act="relu")
     check_training(Description(blocks=(few,), dims=3, head="linear on 2-D", dtype="float64", seed=6), [])
 
 
+@pytest.mark.slow
 def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property can fail: by the fold that is missing then."""
     right = passes.fold_conv_bn.scale_of
@@ -190,6 +198,7 @@ def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         check(plain, ("fold-conv-bn",), True)
 
 
+@pytest.mark.slow
 def test_the_generator_makes_something_of_everything() -> None:
     kinds: set[str] = set()
 
@@ -205,6 +214,7 @@ def test_the_generator_makes_something_of_everything() -> None:
     assert not missing, f"no description has {missing}"
 
 
+@pytest.mark.slow
 def test_every_kind_of_fold_happens() -> None:
     wanted = {f"style {style}" for style in (*PLAIN_STYLES, *PLAIN_WAYS, "listed", "hidden", "over rows", "no grad")}
     wanted |= {"in front", "behind", "linear", "convolution", "transposed", "grouped", "a branch in the way", "frozen"}

@@ -18,6 +18,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_pair_is_folded(name):
     model, kwargs = timm_member(name)

@@ -35,6 +35,7 @@ def file_size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", EXPORTABLE)
 def test_the_file_computes_what_the_model_computes(name, format, tmp_path, capfd):

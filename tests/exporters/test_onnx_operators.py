@@ -56,6 +56,7 @@ def exported(model: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Any:
     return artifact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_float", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("rows", [1, QUERIES])

@@ -165,6 +165,7 @@ def test_losses_gradients_and_buffers_are_the_same_to_the_bit(name, budget):
     assert_equal(steps(copy.deepcopy(model), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "strategy", "selective"), [(0.6, "optimal", True), (0.7, "optimal", False), (0.7, "uniform", True)]
 )

@@ -552,6 +552,7 @@ def _saved(fast: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "count"),
     [
@@ -728,6 +729,7 @@ WAYS: list[Callable[..., Tensor]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_another_way_is_answered_as_by_the_model(way: Callable[..., Tensor]) -> None:
     model = Branching(way).eval()

@@ -115,6 +115,7 @@ def test_a_layer_computes_in_multiples_of_eight(name: str) -> None:
     assert all(mine is not None and mine.shape == model.get_parameter(n).shape for n, mine in fast.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_sums_are_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:

@@ -229,6 +229,7 @@ def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
     assert not list(pairs_behind(recorded(model, image())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
 def test_every_pair_that_a_run_shows_is_found(name):
     """Counted apart, by what uses each value."""
