@@ -118,6 +118,12 @@ class _LoadedProgram:
         # The precision is that of torch's global settings.
         self.settings: dict[str, str] = {}
 
+    def __del__(self) -> None:
+        # A graph module is a reference cycle, which would keep its weights until Python's collector runs.
+        for module in self._module.modules() if hasattr(self, "_module") else ():
+            module._parameters.clear()
+            module._buffers.clear()
+
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_unfit(self._inputs, tensors)
         with torch.no_grad():

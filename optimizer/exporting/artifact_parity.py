@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +54,6 @@ class ArtifactParity:
         placement = loaded.placement
         # A session maps the file into memory, so it must be closed before the folder is moved.
         del loaded
-        gc.collect()
         return measurement, placement
 
     def is_wrong(self, module: nn.Module) -> bool:

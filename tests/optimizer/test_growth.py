@@ -14,7 +14,7 @@ from passes import JitFusion, MergeLinears, PadChannels, Simplify
 from passes.program.graph_pass import GraphPass
 from passes.registry import pass_names
 
-FEW, MANY = 40, 320
+FEW, MANY = 20, 160
 # Compiling and capturing graphs is torch's own work; the others are for training.
 OTHERS = {
     "torch-compile",
