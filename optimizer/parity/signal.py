@@ -33,7 +33,11 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
         return "all zero"
     if not exact and lost_in_noise(rms, noise_rms):
         return "hardly larger than its rounding noise"
-    if not original.inputs_vary or len(original.calls) < 2 or original.calls[0].own.kinds.get(name) not in ("output", "number"):
+    if (
+        not original.inputs_vary
+        or len(original.calls) < 2
+        or original.calls[0].own.kinds.get(name) not in ("output", "number")
+    ):
         return None
     changed = _change(original, name)
     if changed is None:
