@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from optimizer.model import Call, Mode, eager_only, pinned_settings, private_state, random_state, seed_torch
+from optimizer.model import Call, Mode, clone, eager_only, pinned_settings, private_state, random_state, seed_torch
 from optimizer.wording import first_line
 from passes.base import Context, rows_of
 from passes.errors import UnseenCall
@@ -146,12 +145,8 @@ class CopyRuns:
 
 def fresh(call: Call) -> Call:
     """A copy of the call, because a forward may write to its inputs."""
-    args, kwargs = pytree.tree_map(_cloned, (call.args, call.kwargs))
-    return Call(tuple(args), kwargs)
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    args, kwargs = clone((call.args, call.kwargs))
+    return Call(args, kwargs)
 
 
 def _forgotten(kept: Any) -> Any:

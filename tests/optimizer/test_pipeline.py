@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Literal
@@ -792,3 +793,37 @@ def test_a_batch_of_one_that_cannot_be_had_parts_nothing() -> None:
     for example in ((X,), inputs):
         fast = optimize(enliven(Pairwise()).eval(), ["fold-conv-bn"], example_inputs=example)
         assert statuses(fast) == [("fold-conv-bn", "applied")]
+
+
+class Keys:
+    """A cache of a user's own class, which pytree doesn't open."""
+
+    def __init__(self) -> None:
+        self.kept = torch.randn(2, 4, 8)
+        self.calls = 0
+
+    def push(self, x: Tensor) -> Tensor:
+        if self.calls:
+            raise ValueError("a second call fills the cache beyond its end")
+        self.calls += 1
+        self.kept = torch.cat((self.kept, x[:, None]), 1)
+        return self.kept
+
+
+class AddsKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        y: Tensor = self.last(self.norm(self.first(x)) + keys.push(x).sum(1))
+        return y
+
+
+def test_a_cache_is_as_it_was_given_in_every_run_for_the_passes() -> None:
+    x, model = torch.randn(2, 8), enliven(AddsKeys()).eval()
+    fast = optimize(model, ["fold-conv-bn", "merge-linears"], example_inputs=(x, given := Keys()), strict=True)
+    assert statuses(fast) == [("fold-conv-bn", "applied"), ("merge-linears", "unchanged")]
+    assert report_of(fast).parity.ok
+    assert given.calls == 0
+    torch.testing.assert_close(fast(x, copy.deepcopy(given)), model(x, given))
