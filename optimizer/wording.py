@@ -80,6 +80,12 @@ def listed(names: Sequence[str], most: int = _MOST_NAMED) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def append_once(sentences: list[str], sentence: str) -> None:
+    """Append a sentence that isn't there yet."""
+    if sentence not in sentences:
+        sentences.append(sentence)
+
+
 def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 

@@ -19,6 +19,7 @@ from optimizer.bundle.manifest import GOLDEN, SCHEMA_NAME, describe_device, numb
 from optimizer.bundle.regular_files import open_regular
 from optimizer.errors import BundleError
 from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
+from optimizer.wording import dtype_name
 
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
 
@@ -189,7 +190,7 @@ def read_golden(
 
     def checked(key: str, kind: str, name: str) -> torch.Tensor:
         tensor = tensors[key]
-        dtype, wanted = str(tensor.dtype).removeprefix("torch."), dtypes[kind].get(name)
+        dtype, wanted = dtype_name(tensor.dtype), dtypes[kind].get(name)
         if wanted not in (None, dtype):
             raise BundleError(f"{path} can't be used: {key} has dtype {dtype}, and the manifest says {wanted}.")
         return tensor

@@ -23,6 +23,7 @@ import torch
 
 from optimizer.bundle.regular_files import read_text_bytes
 from optimizer.errors import BundleError, printable
+from optimizer.wording import dtype_name
 from passes.program.weights import bare
 
 MANIFEST = "manifest.json"
@@ -541,7 +542,7 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
         if not isinstance(value, torch.Tensor):
             _hash_extra(digest, name, value)
             continue
-        _hash_line(digest, [name, str(value.dtype).removeprefix("torch."), list(value.shape), str(value.layout)])
+        _hash_line(digest, [name, dtype_name(value.dtype), list(value.shape), str(value.layout)])
         try:
             for piece in _pieces(bare(value)):
                 digest.update(piece)

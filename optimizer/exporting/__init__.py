@@ -2,14 +2,13 @@
 
 from optimizer.exporting.arguments import check_folders, exporters_of, opened
 from optimizer.exporting.job import ExportJob
-from optimizer.exporting.measuring import MeasuredExport, measure
+from optimizer.exporting.measuring import measure
 from optimizer.exporting.references import measured_reference, sizes_of
 from optimizer.exporting.vacuous import is_vacuous
 from optimizer.exporting.writing import WrittenFiles, write_data, write_files
 
 __all__ = [
     "ExportJob",
-    "MeasuredExport",
     "WrittenFiles",
     "check_folders",
     "exporters_of",

@@ -22,7 +22,6 @@ from optimizer.model.weights import (
     load_weights,
     refuse_circular_modules,
     refuse_empty_tensors,
-    refuse_lazy_modules,
     refuse_unmade_module,
     refuse_unrunnable,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "rebuild",
     "refuse_circular_modules",
     "refuse_empty_tensors",
-    "refuse_lazy_modules",
     "refuse_unmade_module",
     "refuse_unrunnable",
     "resolved_device",

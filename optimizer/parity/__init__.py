@@ -11,7 +11,7 @@ over all batch sizes and draws. There is no other tolerance unless the user give
 """
 
 from optimizer.parity.check import check_parity
-from optimizer.parity.float64 import float64_mode, raised
+from optimizer.parity.float64 import raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
 from optimizer.parity.observe import Flatten, input_names
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_reference
@@ -51,7 +51,6 @@ __all__ = [
     "check_region",
     "compare_golden",
     "distance",
-    "float64_mode",
     "floors",
     "golden_entries",
     "golden_entry",

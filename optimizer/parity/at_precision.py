@@ -20,7 +20,7 @@ from optimizer.parity.pools import Pool, Slices
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, distance, is_exact
-from optimizer.wording import error_summary
+from optimizer.wording import append_once, error_summary
 from passes.base import Precision
 
 
@@ -97,7 +97,7 @@ def _outputs_at(
                 return seen
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             reason = f"The original couldn't be run in {precision.name}: {error_summary(error)}"
-    noise.notes += [] if reason in noise.notes else [reason]
+    append_once(noise.notes, reason)
     return {}
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from optimizer.errors import UsageError
-from optimizer.model import ExampleInputs, FurtherInputs, Samples, in_turn, refuse_unrunnable
+from optimizer.model import ExampleInputs, FurtherInputs, Mode, Samples, in_turn, refuse_unrunnable
 from optimizer.options import check_numbers
-from optimizer.parity.original import Mode
 from optimizer.parity.outputs import measure_reference
 from optimizer.parity.results import ParityReport
 from optimizer.parity.row_runs import independent_rows

@@ -20,7 +20,7 @@ from optimizer.parity.results import CallErrors, Measurement, OutputDifference, 
 from optimizer.parity.statistics import error_statistics, has_classes, integer_agreement, top1_agreement
 from optimizer.parity.tensors import all_finite, distance, is_exact, lost_in_noise, special, unit, wide
 from optimizer.parity.verdict import FACTOR, in_units_of
-from optimizer.wording import dtype_name, error_summary
+from optimizer.wording import append_once, dtype_name, error_summary
 
 # An error beyond what is allowed, but by less than this factor, may be rounding that further samples show.
 DOUBTFUL = 64.0
@@ -105,7 +105,7 @@ class Comparison:
             self._compare(one, name, value)
         for name in got.of_kind("input"):
             if one.own.kinds.get(name) != "input":
-                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by {self.who} only")
+                self._problem(f"{_changed(name)} by {self.who} only")
 
     def is_doubtful(self) -> bool:
         """Whether further samples of rounding may explain everything that is wrong."""
@@ -167,8 +167,9 @@ class Comparison:
         if self._lacking:
             self.notes.append(f"The candidate lacks, not compared: {', '.join(self._lacking)}.")
         for name in self._unmatched:
-            written = name.replace(" (changed", " is changed").rstrip(")")
-            self.notes.append(f"{written} by the original; files are compared by their outputs alone: use those.")
+            self.notes.append(
+                f"{_changed(name)} by the original; files are compared by their outputs alone: use those."
+            )
         return replace(
             blank,
             outputs=tuple(self._difference(name, one) for name, one in self._compared.items()),
@@ -237,7 +238,7 @@ class Comparison:
             elif name in got.values:
                 yield name, got.values[name]
             elif kind == "input":
-                self._problem(f"{name.replace(' (changed', ' is changed').rstrip(')')} by the original only")
+                self._problem(f"{_changed(name)} by the original only")
             elif name in self.moved.gradients:
                 self._without[name] = None
             else:
@@ -248,7 +249,7 @@ class Comparison:
         compared = self._compared.setdefault(name, _Compared(Pool(slices=slices)))
         own, truth = one.own.values[name], one.truth.values[name]
         if problem := _incomparable(own, value):
-            _append_once(compared.problems, f"{problem} at {one.where}")
+            append_once(compared.problems, f"{problem} at {one.where}")
             return
         if (bias := self.moved.means.get(name)) is not None:
             own, truth = (wide(own) - bias).to(own.dtype), wide(truth) - bias
@@ -261,7 +262,7 @@ class Comparison:
             odd_own, odd_value = special(own), special(value)
             if count := int(((odd_own != odd_value) & ~one.unstable[name]).sum()):
                 where = f"({count} at {one.where})"
-                _append_once(compared.problems, f"NaN or inf in other places than the original {where}")
+                append_once(compared.problems, f"NaN or inf in other places than the original {where}")
             plain = (odd_own == 0) & (odd_value == 0)
             # Where float64 alone isn't finite, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
@@ -294,7 +295,7 @@ class Comparison:
             )
 
     def _problem(self, sentence: str) -> None:
-        _append_once(self.problems, sentence)
+        append_once(self.problems, sentence)
 
 
 def is_beyond(error: Pool, noise: OutputNoise) -> bool:
@@ -311,6 +312,6 @@ def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
     return None
 
 
-def _append_once(sentences: list[str], sentence: str) -> None:
-    if sentence not in sentences:
-        sentences.append(sentence)
+def _changed(name: str) -> str:
+    """The start of a sentence about an input: "x (changed in place)" gives "x is changed in place"."""
+    return name.replace(" (changed", " is changed").rstrip(")")

@@ -78,21 +78,8 @@ def raised(dtype: torch.dtype) -> torch.dtype:
     return _RAISED.get(dtype, dtype)
 
 
-@contextmanager
-def float64_mode(*, own_dtype: torch.dtype = torch.float32, leaf_parameters: bool = False) -> Iterator[Float64Mode]:
-    """Inside, every torch call of this thread computes in float64.
-
-    Args:
-        own_dtype: the dtype in which the model draws its random numbers.
-        leaf_parameters: keep a float64 leaf for every parameter that is used (twice the memory of the parameters), so
-            that gradients are float64 too: `mode.shadow(parameter)` is the leaf.
-    """
-    with Float64Mode(own_dtype=own_dtype, leaf_parameters=leaf_parameters) as mode:
-        yield mode
-
-
 class Float64Mode(TorchFunctionMode):
-    """The mode that `float64_mode` enters.
+    """Inside, every torch call of this thread computes in float64.
 
     Attributes:
         lowered: the names of the functions whose floating-point results were not float64.
@@ -114,7 +101,8 @@ class Float64Mode(TorchFunctionMode):
 
         Args:
             own_dtype: the dtype in which the model draws its random numbers.
-            leaf_parameters: keep a float64 leaf for every parameter that is used.
+            leaf_parameters: keep a float64 leaf for every parameter that is used (twice the memory of the parameters),
+                so that gradients are float64 too: `mode.shadow(parameter)` is the leaf.
             written: parameters that the model writes to; each gets a shadow, like a buffer.
             together: groups of other tensors that share memory (`passes.program.shared_memory.groups_of`); the shadows
                 of a group share memory too.

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
+from optimizer.parity.tensors import half_as_float32
 from optimizer.parity.torch_functions import is_question, mapped, written_ids
 from passes.base import Precision
 from passes.casting.forwards import Loan, takes_one_dtype
@@ -76,7 +77,7 @@ def computing_in(
 
     def call_in_float32(path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with mode.paused(), torch.autocast(_device_of(target), enabled=False):
-            outputs = Loan(_to_float32).call(call, args, kwargs)
+            outputs = Loan(half_as_float32).call(call, args, kwargs)
         is_rounded = precision.everywhere and path not in precision.bare
         return pytree.tree_map(mode.round, outputs) if is_rounded else outputs
 
@@ -168,11 +169,6 @@ def _is_float32_parameter(leaf: Any) -> bool:
 def _float_dtypes(tree: Any) -> set[torch.dtype]:
     leaves = pytree.tree_leaves(tree)
     return {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
-
-
-def _to_float32(leaf: Any) -> Any:
-    is_half = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
-    return leaf.to(torch.float32) if is_half else leaf
 
 
 def _device_of(target: nn.Module) -> str:

@@ -13,7 +13,7 @@ from optimizer.parity.observe import own_name
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import OutputNoise
-from optimizer.parity.tensors import all_finite, distance, least_noise, special, unit, wide
+from optimizer.parity.tensors import distance, least_noise, unit, where_finite, wide
 from passes.program.moved_bias import moved_biases
 from passes.program.weights import bare
 
@@ -70,7 +70,7 @@ def noises_with(
 def _noise_of(name: str, bias: torch.Tensor, noise: OutputNoise, calls: list[OriginalCall]) -> OutputNoise:
     pool = Pool()
     for values in (wide(one.truth.values[name]) - bias for one in calls if name in one.truth.values):
-        pool.add(values.abs(), (special(values) == 0) if not all_finite(values) else None, of=values)
+        pool.add(values.abs(), where_finite(values), of=values)
     dtype: torch.dtype = getattr(torch, noise.dtype)
     step = least_noise(dtype) * unit(dtype)
     return replace(

@@ -18,7 +18,7 @@ from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit, wide
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
-from optimizer.wording import error_summary
+from optimizer.wording import append_once, dtype_name, error_summary
 
 # An observation of fewer numbers is perturbed twice.
 _FEW = 1 << 14
@@ -304,7 +304,7 @@ class RoundingNoise:
                     count, other = rounded(self.original, one, call, number)
             except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
                 note = f"The response to rounding inside couldn't be measured: {error_summary(error)}"
-                self.notes += [] if note in self.notes else [note]
+                append_once(self.notes, note)
                 continue
             for name, own in one.own.values.items() if count else ():
                 value = other.values.get(name)
@@ -332,7 +332,7 @@ class RoundingNoise:
         return OutputNoise(
             name=name,
             kind=sample.own.kinds[name],
-            dtype=str(own.dtype).removeprefix("torch."),
+            dtype=dtype_name(own.dtype),
             scale=scale,
             rms=rms,
             own_error=gathered.own_error.largest,

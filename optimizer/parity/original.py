@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from passes.program.storage import same_values
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["inference", "training"]
 CallKey = tuple[int | None, int]
 """Batch size and draw."""
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from optimizer.errors import UsageError
-from optimizer.model import Samples, Taken, one_at_a_time, pinned_settings
+from optimizer.model import Mode, Samples, Taken, one_at_a_time, pinned_settings
 from optimizer.parity.noise import RoundingNoise
-from optimizer.parity.original import CallKey, Mode, Original, same_inputs
+from optimizer.parity.original import CallKey, Original, same_inputs
 from optimizer.parity.other_sizes import run_other_sizes
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.reference import Reference

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from optimizer.parity.tensors import all_finite, distance, least_noise, special, unit, wide
+from optimizer.parity.tensors import distance, least_noise, unit, where_finite, wide
 
 # The key of the bands of magnitude among the dims: numbers below 2**8, from 2**8 to 2**16, and so on without end.
 _BANDS = -1
@@ -110,8 +110,7 @@ class Pool:
 
     def add_distance(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the distances between two tensors of one shape, where both are finite; `a` is the original's."""
-        plain = None if all_finite(a, b) else (special(a) == 0) & (special(b) == 0)
-        self.add(distance(a, b), plain, of=a)
+        self.add(distance(a, b), where_finite(a, b), of=a)
 
     @property
     def rms(self) -> float:

@@ -11,20 +11,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 from optimizer.errors import LoadError, UsageError
-from optimizer.model import Call, one_at_a_time, pinned_settings
-from optimizer.parity.float64 import float64_mode
+from optimizer.model import Call, clone, one_at_a_time, pinned_settings
+from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import Original
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import OutputNoise, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
-from optimizer.parity.tensors import floors
+from optimizer.parity.tensors import HALF, floors, half_as_float32
 from optimizer.parity.verdict import FACTOR, judge
 from passes.base import DeclaredError
 
 Region = Callable[..., Any]
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
 # A region with fewer numbers in its outputs runs again, to show its rounding; at most `_MOST_NEIGHBORS` times.
 _ENOUGH_NUMBERS = 128
 _MOST_NEIGHBORS = 32
@@ -150,9 +149,9 @@ def check_change(
     """
     given = values
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    if torch.float32 in dtypes and dtypes & _HALF and not _runs(old, values):
+    if torch.float32 in dtypes and dtypes & HALF and not _runs(old, values):
         # Under autocast the region casts what it reads; by itself it computes in float32.
-        values = tuple(_raised(value) for value in values)
+        values = tuple(map(half_as_float32, values))
     with pinned_settings():
         found = [_check(old, new, values, declared)]
         if autocast is not None and found[0][0].ok:
@@ -166,13 +165,13 @@ def _check(
 ) -> tuple[RegionParity, RegionParity | None]:
     def in_float64(*values: Any) -> Any:
         # The region may write to its inputs.
-        copies = tuple(map(_cloned, values))
-        with float64_mode():
+        copies = clone(values)
+        with Float64Mode():
             outputs = new(*values)
         # In the dtypes of its own outputs, which may differ from those of its inputs.
         return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
 
-    is_half = any(isinstance(value, torch.Tensor) and value.dtype in _HALF for value in values)
+    is_half = any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values)
     reference = _reference_in_half(old, values) if is_half else RegionReference.measure(old, [values])
     reference = _allowing(reference, declared)
     if not reference.in_float64:
@@ -221,7 +220,7 @@ def _under(autocast: torch.dtype, region: Region) -> Region:
 def _runs(region: Region, values: tuple[Any, ...]) -> bool:
     try:
         with torch.no_grad():
-            region(*map(_cloned, values))
+            region(*clone(values))
     except RuntimeError:
         return False
     return True
@@ -234,13 +233,5 @@ def _own_error_alone(noise: OutputNoise) -> OutputNoise:
     return replace(noise, noise=largest, noise_rms=rms)
 
 
-def _raised(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
-
-
 def _as_dtype_of(leaf: Any, other: Any) -> Any:
     return leaf.to(other.dtype) if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) else leaf
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -18,7 +18,7 @@ from optimizer.model import Call, leaves_of, rebuild
 from optimizer.parity.frontier import frontier
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import RowDifference, RowMeasurement
-from optimizer.parity.tensors import all_finite, distance, is_exact, special, wide
+from optimizer.parity.tensors import distance, is_exact, special, where_finite, wide
 
 # Number of rows of a larger batch that are run alone, the first and the last included. All are run in other places.
 _ALONE = 8
@@ -165,7 +165,7 @@ class Rows:
             moved.mismatches += int(wrong.sum())
         if is_exact(own):
             return
-        plain = None if all_finite(own, other) else (special(own) == 0) & (special(other) == 0)
+        plain = where_finite(own, other)
         apart = distance(own, other)
         if plain is not None:
             apart = torch.where(plain, apart, 0.0)

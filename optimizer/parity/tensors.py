@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from typing import Any
 
 import torch
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+"""The dtypes of 16-bit floats."""
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -34,7 +40,7 @@ def least_noise(dtype: torch.dtype) -> float:
     products, and not after them, had an error of 6 ulps, which the original's own rounding doesn't show. The half
     precisions accumulate in float32 and round once.
     """
-    return 1.0 if dtype in (torch.float16, torch.bfloat16) else 4.0
+    return 1.0 if dtype in HALF else 4.0
 
 
 def floors(dtype: torch.dtype, scale: float, rms: float) -> tuple[float, float]:
@@ -68,6 +74,18 @@ def special(tensor: torch.Tensor) -> torch.Tensor:
 def all_finite(*tensors: torch.Tensor) -> bool:
     """Whether every element of every tensor is finite."""
     return all(_finite(torch.view_as_real(t) if t.is_complex() else t) for t in tensors)
+
+
+def where_finite(*tensors: torch.Tensor) -> torch.Tensor | None:
+    """The elements at which every tensor is finite, as bools of their shape; None if these are all elements."""
+    if all_finite(*tensors):
+        return None
+    return functools.reduce(operator.and_, (special(tensor) == 0 for tensor in tensors))
+
+
+def half_as_float32(leaf: Any) -> Any:
+    """A tensor of 16-bit floats in float32; anything else itself."""
+    return leaf.to(torch.float32) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from allocations import LargestResult
 from tiny_models import enliven
 from torch import nn
 
-from optimizer.parity import float64, float64_mode
+from optimizer.parity import float64
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.rounding import PerturbedMode, RoundedMode
 
@@ -53,7 +53,7 @@ def test_of_a_large_weight_some_rows_at_a_time_are_cast(kind, monkeypatch):
     truth = double_copy(model)(x.double())
     row = model.weight[0].numel()
     monkeypatch.setattr(float64, "_LARGE", 2 * row)
-    with torch.no_grad(), LargestResult() as largest, float64_mode() as mode:
+    with torch.no_grad(), LargestResult() as largest, Float64Mode() as mode:
         result = model(x)
     torch.testing.assert_close(result, truth, rtol=1e-14, atol=1e-14)
     assert largest.of[torch.float64] == max(2 * row, x.numel(), result.numel(), _padded(model, x))
@@ -72,7 +72,7 @@ def test_a_layer_by_name_and_in_groups_is_cast_too(monkeypatch):
     monkeypatch.setattr(float64, "_LARGE", 4)
     wanted = F.conv1d(x.double(), weight.double(), groups=2)
     whole = nn.Parameter(torch.randn(6, 4, 3))
-    with torch.no_grad(), float64_mode():
+    with torch.no_grad(), Float64Mode():
         assert torch.equal(F.conv1d(x, weight, groups=2), wanted)
         assert torch.equal(F.conv1d(x, weight, None, 1, 0, 1, 2), wanted)
         result = F.conv1d(input=x, weight=whole, padding=1)
@@ -82,7 +82,7 @@ def test_a_layer_by_name_and_in_groups_is_cast_too(monkeypatch):
 def test_conversions_factories_and_dtype_questions_are_raised():
     model = enliven(Conversions())
     x = torch.randn(3, 4)
-    with float64_mode() as mode:
+    with Float64Mode() as mode:
         truth = model(x.double())
     weight, bias = model.linear.weight.double(), model.linear.bias.double()
     expected = (
@@ -107,7 +107,7 @@ def test_conversions_factories_and_dtype_questions_are_raised():
 def test_equals_a_double_copy_where_that_works(model, shape):
     enliven(model).eval()
     x = torch.randn(shape)
-    with torch.no_grad(), float64_mode() as mode:
+    with torch.no_grad(), Float64Mode() as mode:
         truth = model(x.double())
     with torch.no_grad():
         expected = double_copy(model)(x.double())
@@ -130,7 +130,7 @@ def test_multi_head_attention_and_embedding():
 
     model = enliven(Attend()).eval()
     ids = torch.tensor([[1, 2, 3], [4, 5, 0]])
-    with torch.no_grad(), float64_mode():
+    with torch.no_grad(), Float64Mode():
         truth = model(ids)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -159,7 +159,7 @@ def test_writes_go_to_the_shadow_and_are_read_from_there():
     model = Counting()
     x = torch.rand(2, 3)
     buffer, version = model.total, model.total._version
-    with float64_mode() as mode:
+    with Float64Mode() as mode:
         truth = model(x.double())
     total = x.double().sum(0)
     total[0] *= 2
@@ -174,7 +174,7 @@ def test_batch_norm_statistics_of_the_model_stay():
     model = enliven(nn.BatchNorm1d(3)).train()
     before = model.running_mean.clone()
     x = torch.randn(4, 3)
-    with float64_mode() as mode:
+    with Float64Mode() as mode:
         model(x.double())
     assert torch.equal(model.running_mean, before)
     expected = 0.9 * before.double() + 0.1 * x.double().mean(0)
@@ -214,7 +214,7 @@ def test_random_numbers_come_from_the_same_stream(name):
     torch.manual_seed(3)
     own = forward(x)
     torch.manual_seed(3)
-    with float64_mode():
+    with Float64Mode():
         truth = forward(x.double())
     torch.manual_seed(4)
     other = forward(x)
@@ -226,7 +226,7 @@ def test_random_numbers_come_from_the_same_stream(name):
 
 def test_dropout_of_zero_and_in_eval_stays_exact():
     x = torch.randn(5)
-    with float64_mode() as mode:
+    with Float64Mode() as mode:
         assert torch.equal(F.dropout(x.double(), 0.5, training=False), x.double())
         assert torch.equal(F.dropout(x.double(), 0.0), x.double())
         assert not F.dropout(x.double(), 1.0).any()
@@ -236,7 +236,7 @@ def test_dropout_of_zero_and_in_eval_stays_exact():
 def test_autocast_has_no_effect():
     linear = enliven(nn.Linear(8, 8))
     x = torch.randn(2, 8)
-    with torch.no_grad(), float64_mode() as mode, torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), Float64Mode() as mode, torch.autocast("cpu", torch.bfloat16):
         truth = torch.cat([linear(x.double()), x.double()])
     expected = x.double() @ linear.weight.double().T + linear.bias.double()
     assert (truth[:2] - expected).abs().max() < 1e-14
@@ -287,7 +287,7 @@ TAKES_THE_DEFAULT = {
 @pytest.mark.parametrize("name", TAKES_THE_DEFAULT)
 def test_what_takes_the_default_dtype_is_float64(name):
     own = TAKES_THE_DEFAULT[name]()
-    with float64_mode() as mode:
+    with Float64Mode() as mode:
         truth = TAKES_THE_DEFAULT[name]()
     torch.set_default_dtype(torch.float64)
     try:
@@ -301,7 +301,7 @@ def test_what_takes_the_default_dtype_is_float64(name):
 
 
 def test_a_promoted_dtype_is_float64():
-    with float64_mode():
+    with Float64Mode():
         assert torch.promote_types(torch.int64, torch.float32) is torch.float64
         assert torch.result_type(INTS, 0.5) is torch.float64
         assert torch.result_type(INTS, 2) is torch.int64
@@ -309,7 +309,7 @@ def test_a_promoted_dtype_is_float64():
 
 def test_numbers_that_only_float64_holds():
     least = torch.finfo(torch.float64).min
-    with float64_mode():
+    with Float64Mode():
         assert torch.full((2,), least).min() == least
         assert torch.tensor(least) == least
         assert torch.where(MASK, 0.0, least).min() == least
@@ -319,7 +319,7 @@ def test_numbers_that_only_float64_holds():
 
 
 def test_the_default_dtype_of_the_process_stays():
-    with float64_mode():
+    with Float64Mode():
         assert torch.get_default_dtype() is torch.float32
         assert torch.zeros(1).dtype is torch.float64
     assert torch.zeros(1).dtype is torch.float32
@@ -331,7 +331,7 @@ def test_another_thread_makes_float32_tensors_meanwhile():
     def make():
         made.extend([torch.zeros(2), torch.tensor(0.5), torch.arange(3) / 2, torch.Tensor(2), nn.Linear(2, 2).weight])
 
-    with float64_mode():
+    with Float64Mode():
         thread = threading.Thread(target=make)
         thread.start()
         thread.join()
@@ -340,7 +340,7 @@ def test_another_thread_makes_float32_tensors_meanwhile():
 
 
 def test_integers_and_bits_stay():
-    with float64_mode():
+    with Float64Mode():
         x = torch.ones(2, 2)
         assert torch.arange(3).dtype is torch.int64
         assert x.argmax(1).dtype is torch.int64
@@ -352,7 +352,7 @@ def test_script_modules_are_not_seen_into():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
         script = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
-    with pytest.raises(RuntimeError), float64_mode():
+    with pytest.raises(RuntimeError), Float64Mode():
         script(torch.randn(2, 3))
 
 
