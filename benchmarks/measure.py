@@ -148,11 +148,13 @@ class PeakMemory:
     """How far the resident memory of this process rises above what it is when the block begins, in bytes.
 
     Attributes:
-        bytes: the peak, set at the end of the block.
+        before: the resident memory when the block begins, in bytes.
+        bytes: the rise to the peak, set at the end of the block.
         exact: False where the system can't set its high-water mark back: a rise that stays below an earlier peak is then
             not seen.
     """
 
+    before: int
     bytes: int
     exact: bool
 
@@ -165,14 +167,14 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self.exact = False
-            self._before = self._highest()
+            self.before = self._highest()
         else:
             self.exact = True
-            self._before = _status("VmRSS")
+            self.before = _status("VmRSS")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bytes = (_status("VmHWM") if self.exact else self._highest()) - self._before
+        self.bytes = (_status("VmHWM") if self.exact else self._highest()) - self.before
 
     @staticmethod
     def _highest() -> int:

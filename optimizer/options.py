@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar, get_args
 from optimizer.errors import LoadError, UsageError
 
 DEFAULT_FORMATS = ("torchscript", "onnx")
-DEFAULT_BATCH_SIZES = (1, 2, 3, 5, 8)
 # The command's own stage, which comes before the stages of the library.
 LOAD_STAGE = "load"
 
@@ -41,7 +40,7 @@ class ExportOptions:
     device: str = "auto"
     reference_device: str | None = None
     require_gpu: bool = False
-    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    batch_sizes: tuple[int, ...] | None = None
     static_batch: bool = False
     dynamic: dict[str, dict[int, str | None]] | None = None
     input_names: tuple[str, ...] | None = None

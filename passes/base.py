@@ -59,6 +59,11 @@ class Context:
     apart: Apart | None = None
     judge: Judge | None = None
 
+    @property
+    def smallest_call(self) -> int:
+        """The index of the example call with the fewest rows."""
+        return min(range(len(self.example_calls)), key=lambda number: rows_of(self.example_calls[number]))
+
 
 class Detail(Protocol):
     """The pass-specific part of a report; `str()` gives the text for the user."""

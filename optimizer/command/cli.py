@@ -27,7 +27,6 @@ from optimizer.command.early_checks import check_early
 from optimizer.command.user_code import import_own_packages
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
 from optimizer.options import (
-    DEFAULT_BATCH_SIZES,
     DEFAULT_FORMATS,
     Effort,
     ExportOptions,
@@ -227,9 +226,7 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--batch-sizes",
     metavar="LIST",
-    default=",".join(map(str, DEFAULT_BATCH_SIZES)),
-    show_default=True,
-    help="The batch sizes to check.",
+    help="The batch sizes to check.  [default: 1,2,3,5,8; for large inputs 1,2,3]",
 )
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
 @click.option(
@@ -388,8 +385,8 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         raise UsageError("--input and --inputs contradict each other: the tensors are drawn, or those of a file.")
     if "" in map(str.strip, values["input_files"]):
         raise UsageError("--inputs names no file: give one, or leave the option out.")
-    sizes_given = context.get_parameter_source("batch_sizes") is not ParameterSource.DEFAULT
-    if values["static_batch"] and sizes_given:
+    sizes = values["batch_sizes"]
+    if values["static_batch"] and sizes is not None:
         raise UsageError("--static-batch and --batch-sizes contradict each other.")
     passes = values["passes"]
     if passes is not None and not passes.strip():
@@ -409,7 +406,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         device=values["device"],
         reference_device=values["reference_device"],
         require_gpu=values["require_gpu"],
-        batch_sizes=parse_batch_sizes(values["batch_sizes"]),
+        batch_sizes=None if sizes is None else parse_batch_sizes(sizes),
         static_batch=values["static_batch"],
         dynamic=parse_dynamic(values["dynamic"]),
         input_names=_optional_names("--input-names", values["input_names"]),

@@ -47,7 +47,7 @@ class ExportJob:
     debug_dir: Path | None
     target: torch.device
     home: torch.device
-    batch_sizes: Sequence[int]
+    batch_sizes: Sequence[int] | None
     static_batch: bool
     dynamic: Dynamic | None
     input_names: Sequence[str] | None

@@ -10,11 +10,16 @@ from optimizer.errors import UsageError
 from optimizer.exporting.vacuous import refuse_vacuous
 from optimizer.model import Samples
 from optimizer.options import Effort
-from optimizer.parity import OriginalOutputs, Reference, measure_reference
+from optimizer.parity import BATCH_SIZES, OriginalOutputs, Reference, measure_reference
 from optimizer.pipeline import Provenance
 
 # The number of batch sizes at which the rounding noise is measured; None for all of them.
 _MEASURED_SIZES: Mapping[Effort, int | None] = {"quick": 1, "normal": 2, "thorough": None}
+
+# Elements of one row of an input above which files are compared at few rows: each row of such inputs, as of an image of
+# 224 x 224, makes maps that cost time and memory, and larger batches show nothing that these sizes don't.
+_LARGE_ROW = 100_000
+_FEW_ROWS = (1, 2, 3)
 
 
 def measured_reference(
@@ -48,8 +53,11 @@ def measured_reference(
     return reference
 
 
-def sizes_of(samples: Samples, batch_sizes: Sequence[int], static: bool, effort: Effort) -> list[int] | None:
+def sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, effort: Effort) -> list[int] | None:
     """The batch sizes at which files are compared; None if the inputs have no batch.
+
+    Args:
+        batch_sizes: those that the user chose; None to choose them here.
 
     Raises:
         UsageError: the batch is fixed, and further inputs have another batch size.
@@ -61,6 +69,9 @@ def sizes_of(samples: Samples, batch_sizes: Sequence[int], static: bool, effort:
     if static or not samples.dynamic:
         return None if samples.batch_size is None else [samples.batch_size]
     own: list[int] = [] if samples.batch_size is None else [samples.batch_size]
+    if batch_sizes is None:
+        is_large = effort != "thorough" and samples.elements_of_a_row > _LARGE_ROW
+        batch_sizes = _FEW_ROWS if is_large else BATCH_SIZES
     if effort == "quick":
         others = sorted((size for size in batch_sizes if size != samples.batch_size), key=lambda size: size == 1)
         return [*own, *others[:1]]

@@ -26,6 +26,7 @@ from optimizer.exporting.artifact_parity import FileProof
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
+from optimizer.model import release_memory
 from optimizer.parity import ParityReport, golden_entries
 from optimizer.report import Report
 
@@ -75,6 +76,7 @@ def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> Writt
     """
     written = WrittenFiles()
     for number, exporter in enumerate(job.exporters):
+        release_memory()
         job.progress("export", number, len(job.exporters), exporter.name, exporter.name)
         _write(job, measured, exporter, folder, written, number)
     job.progress("export", len(job.exporters), len(job.exporters), "")

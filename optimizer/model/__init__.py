@@ -1,7 +1,7 @@
 """The user's module: its working copy, its inputs, and runs that leave no trace."""
 
 from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, open_dims
-from optimizer.model.garbage import rare_collection
+from optimizer.model.garbage import rare_collection, release_memory
 from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, Sizes, keeps_values
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
 from optimizer.model.preparation import check_model, on_device, resolved_device, samples_of, trained_as
@@ -75,6 +75,7 @@ __all__ = [
     "refuse_empty_tensors",
     "refuse_unmade_module",
     "refuse_unrunnable",
+    "release_memory",
     "resolved_device",
     "samples_of",
     "seed_torch",

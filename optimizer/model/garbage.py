@@ -1,8 +1,10 @@
-"""Python's cyclic garbage collection while graphs are built."""
+"""Memory: rare garbage collection while graphs are built, and freed memory that goes back to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,3 +30,13 @@ def rare_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, where the C library keeps it.
+
+    After many tensors of many sizes, glibc keeps freed memory in pieces between those in use: 200 MB after the proof of a
+    ResNet-50. A runtime that loads a file next would take its memory beside that.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

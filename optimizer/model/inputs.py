@@ -167,6 +167,12 @@ class Samples:
             return self.given
         return self._drawn(batch_size, draw)
 
+    @property
+    def elements_of_a_row(self) -> int:
+        """The number of elements in one row of the largest input."""
+        tensors = (tensor for tensor in _tensors(self.given) if tensor.dim())
+        return max((tensor.numel() // max(1, len(tensor)) for tensor in tensors), default=0)
+
     def rows_alone(self) -> Iterator[Call]:
         """Yield the first rows of the user's own call, each alone.
 

@@ -53,7 +53,8 @@ class RoundingNoise:
     """What rounding does to each output of the original.
 
     Attributes:
-        measured_at: the batch sizes that are run in float64 and perturbed; None for all.
+        measured_at: the batch sizes that are run in float64 and perturbed; None for all. The first call is always
+            measured, unless this is empty: then the noise is the least of each dtype.
         refused: why the truth is the original in its own dtype and not in float64; "" for float64.
         lowered: functions that gave no float64 in the float64 runs.
         can_be_perturbed: whether it runs with inputs and weights off by one ulp.
@@ -119,7 +120,7 @@ class RoundingNoise:
             for name, own in one.own.values.items():
                 if is_exact(own):
                     one.unstable[name] |= own != one.truth.values[name]
-        if not self.refused and not self.coarsest:
+        if self.calls and not self.refused and not self.coarsest:
             self._inside = self._rounded_inside()
 
     def measure_the_rest(self) -> dict[str, OutputNoise]:
@@ -183,6 +184,8 @@ class RoundingNoise:
         return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(MORE_SAMPLES)
 
     def _is_to_be_measured(self, one: OriginalCall) -> bool:
+        if self.measured_at is not None and not self.measured_at:
+            return False
         if one.sizes or one.key in self.original.asked:
             return True
         if self.measured_at is None or one.batch_size in self.measured_at or not self.calls:

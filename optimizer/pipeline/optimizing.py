@@ -22,6 +22,7 @@ from optimizer.model import (
     one_at_a_time,
     outside_inference_mode,
     rare_collection,
+    release_memory,
     resolved_device,
     samples_of,
     unregistered_modules,
@@ -31,7 +32,7 @@ from optimizer.options import check_numbers
 from optimizer.parity import OriginalOutputs, ParityReport, Reference
 from optimizer.pipeline.pipeline import Pipeline
 from optimizer.pipeline.provenance import Provenance, attach, detach
-from optimizer.pipeline.size import coverage_record, size_of
+from optimizer.pipeline.size import coverage_record
 from optimizer.report import ProgressFunction, Report
 from optimizer.wording import listed
 from passes.base import Context, Pass, PassResult, device_of
@@ -92,6 +93,7 @@ def optimized(
             outputs = None
         provenance = Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs)
         attach(copy.root, provenance, stays_in_eval=mode == "inference")
+        release_memory()
         return copy.root
 
 
@@ -111,7 +113,7 @@ def _run_stages(
     with _timed(stages, "original"):
         pipeline.record()
     tree, context = pipeline.tree, pipeline.context()
-    before, coverage = size_of(tree, context), coverage_record(tree, context)
+    before, coverage = pipeline.size(), coverage_record(tree, context)
     with _timed(stages, "passes"):
         pipeline.run(passes)
         # Before the verification: further passes are tried on the result and undone.
@@ -127,7 +129,7 @@ def _run_stages(
         passes=pipeline.records,
         parity=parity,
         before=before,
-        after=size_of(tree, context),
+        after=pipeline.size(),
         notes=list(pipeline.notes),
         could_apply=could_apply,
         stages=stages,

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from optimizer.errors import LoadError
 from optimizer.model import Call, Samples
 from optimizer.pipeline.applied import with_changes
-from optimizer.pipeline.copy_runs import CopyRuns, fresh
+from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.pipeline.transactions import Transactions
 from optimizer.wording import first_line
 from passes.errors import UnseenCall
 from passes.program.changes import Change, Place
+from passes.program.recording import Recorder, Recording
 
 # A pass leaves at most so many pairs alone, each found in a run of its own; with more, all of it goes.
 _MOST_PARTED = 8
+_WITH_GRADIENTS = "where gradients are on"
 
 
 class PartedPairs:
-    """Runs a pass again without the pairs that a call parts."""
+    """Runs a pass again without the pairs that a call parts.
+
+    Attributes:
+        recording: of the last call that `leave_alone_elsewhere` ran; None before.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,7 @@ class PartedPairs:
         self._samples = samples
         self._batch_sizes = batch_sizes
         self._in_training = in_training
+        self.recording: Recording | None = None
 
     def leave_alone(self) -> bool:
         """Leave the pairs alone that the example calls part; whether there was one.
@@ -47,29 +54,44 @@ class PartedPairs:
         """Leave the pairs alone that other likely calls part: a batch of one row, and gradients that are on."""
         if self._in_training or not with_changes(self._transactions.applied):
             return False
-        for call, gradients, when in self._further_calls():
-            error = self._runs.refused_at(call, gradients=gradients)
-            if error is not None and self._leave(error, when):
+        has_run = False
+        for call, when in self._further_calls():
+            error = self._error_at(call, gradients=True)
+            if error is None:
+                has_run = True
+                continue
+            without_gradients = self._error_at(call, gradients=False)
+            if self._leave(without_gradients, when) or self._leave(error, _WITH_GRADIENTS):
                 return True
-        return False
+        return not has_run and self._leave(self._error_at(self._runs.smallest(), gradients=True), _WITH_GRADIENTS)
 
-    def _further_calls(self) -> Iterator[tuple[Call, bool, str]]:
-        """Calls without a reference: each with whether gradients are on, and its words in a sentence."""
+    def _error_at(self, call: Call, *, gradients: bool) -> Exception | None:
+        tree = self._transactions.tree
+        recorder = Recorder(tree.root, tree.modules)
+        error = self._runs.error_at(call, recorder, gradients=gradients)
+        if error is None:
+            self.recording = recorder.recording
+        return error
+
+    def _further_calls(self) -> list[tuple[Call, str]]:
+        """Calls without a reference at batch sizes that weren't run: each with its words in a sentence."""
         samples = self._samples
-        yield self._runs.smallest(), True, "where gradients are on"
+        found: list[tuple[Call, str]] = []
         if not samples.dynamic or samples.batch_size is None:
-            return
+            return found
         known = {samples.batch_size, *self._runs.batch_sizes()}
         for size in dict.fromkeys((1, *(self._batch_sizes or ()))):
             if size not in known:
                 with suppress(LoadError):  # the user's function makes no batch of that size, so the model meets none
-                    yield fresh(samples.at(size)), False, f"at a batch size of {size}"
+                    found.append((samples.at(size), f"at a batch size of {size}"))
         if 1 not in known:
-            for call in samples.rows_alone():
-                yield fresh(call), False, "for a row that is alone"
+            found += ((call, "for a row that is alone") for call in samples.rows_alone())
+        return found
 
-    def _leave(self, error: UnseenCall, when: str) -> bool:
-        """Run the pass again that changed this pair, without the pair; whether there is such a pass."""
+    def _leave(self, error: Exception | None, when: str) -> bool:
+        """Run the pass again that changed the pair of a refusal, without that pair; whether there is such a pass."""
+        if not isinstance(error, UnseenCall):
+            return False
         transactions = self._transactions
         for done in transactions.applied:
             places = [change.place for change in done.result.changes if _is_about(change, error)]

@@ -7,24 +7,28 @@ from torch.nn.parameter import is_lazy
 from optimizer.report import CoverageRecord, Size
 from passes.base import Context
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Node, Recorder, shape_of, tensor_of
+from passes.program.recording import Node, Recorder, Recording, shape_of, tensor_of
 from passes.program.runs import recorded_runs
 
 
-def size_of(tree: ModelTree, context: Context) -> Size:
-    """The parameters, bytes and operations of the model; None operations where no run shows them."""
+def size_of(tree: ModelTree, context: Context, recording: Recording | None = None) -> Size:
+    """The parameters, bytes and operations of the model; None operations where no run shows them.
+
+    Args:
+        recording: of a run of the model; without it, and without a recording that passes read, the model is run.
+    """
     parameters = [parameter for parameter in tree.root.parameters() if not is_lazy(parameter)]
     return Size(
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        _operations(tree, context),
+        _operations(tree, context, recording),
     )
 
 
-def _operations(tree: ModelTree, context: Context) -> int | None:
+def _operations(tree: ModelTree, context: Context, recording: Recording | None) -> int | None:
     if tree.runs is not None and tree.runs.runs:
         recording = tree.runs.runs[0].recording
-    else:
+    elif recording is None:
         recorder = Recorder(tree.root, tree.modules)
         if context.run_each is None or context.run_each(recorder, 0) is not None:
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from passes.base import Context, Pass, PassResult, rows_of
+from passes.base import Context, Pass, PassResult
 from passes.program.edits import in_place, taken_back
 from passes.program.model_tree import ModelTree, training_flags
 from passes.program.module_rewriting import ModuleChange, ModuleRewriter
@@ -63,11 +63,9 @@ def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleC
     changes = [change for change in writer.changes if change.module is not None]
     if context.judge is None or context.run_each is None or not changes:
         return
-    calls = context.example_calls
-    number = min(range(len(calls)), key=lambda number: rows_of(calls[number]))
     check = _Check(changes, context)
     with taken_back(writer.edits):
-        failure = context.run_each(check.watching(), number)
+        failure = context.run_each(check.watching(), context.smallest_call)
     if failure is not None:
         raise RuntimeError(f"the run in which its changes are checked raises ({failure})")
     yield from check.found
