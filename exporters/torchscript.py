@@ -22,12 +22,12 @@ from exporters.conditions import Condition
 from exporters.errors import RouteRefused, WrongFile
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
-from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
+from exporters.proof import Evidence, Route, first_right, gather, refusing
 from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
 from exporters.torchscript_names import ascii_name, readable
-from exporters.trace_conditions import conditions_at, conditions_of_trace, traced
+from exporters.trace_conditions import conditions_of_trace, prove_file, traced
 from exporters.writing import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be memory-mapped.
@@ -91,9 +91,7 @@ class TorchScriptExporter(Exporter):
         _save(checked, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
-        with undisturbed(evidence.adapter), silent():
-            errors = prove(evidence, loaded, [path])
-            prove_beyond(evidence, loaded, conditions, conditions_at, errors)
+        prove_file(evidence, loaded, [path], conditions)
         return (path,)
 
 
