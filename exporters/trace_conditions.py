@@ -7,12 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from exporters.base import Captures, LoadedArtifact
 from exporters.conditions import Condition
-from exporters.decisions import Watch, refuse_values, watching
-from exporters.decisions import traced as traced_and_watched
+from exporters.decisions import Watch, refuse_values, traced, watching
 from exporters.errors import RouteRefused
 from exporters.exported_program import conditions_of_program, shared_program
 from exporters.isolation import silent, undisturbed
@@ -24,15 +21,6 @@ def watched(evidence: Evidence) -> Iterator[Callable[[], tuple[Condition, ...]]]
     """Watch the trace of the first call made inside; yield a function that returns its conditions."""
     with watching(evidence.adapter) as watch:
         yield lambda: conditions_of_trace(evidence, watch)
-
-
-def traced(evidence: Evidence) -> tuple[torch.jit.ScriptModule, Watch]:
-    """Trace the first call, and record where Python reads traced values.
-
-    Raises:
-        RouteRefused: it can't be traced.
-    """
-    return traced_and_watched(evidence.adapter, evidence.inputs[0])
 
 
 def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ...]:
@@ -76,7 +64,7 @@ def _conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
     except RouteRefused:
         # File and model have already been compared at that batch.
         try:
-            _, watch = traced_and_watched(adapter, inputs)
+            _, watch = traced(adapter, inputs)
         except RouteRefused:
             return ()
         refuse_values(watch, f"at {evidence.at(batch)} ")
