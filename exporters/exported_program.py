@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -48,19 +49,12 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
         RouteRefused: the model can't be captured, or the capture specialized an open dim.
     """
     shared = shared_program(evidence, strict=strict)
+    tensors = pytree.tree_leaves((shared.state_dict, shared.constants, shared.example_inputs))
     with silent():
-        module = copy.deepcopy(shared.graph_module)
-        for node, original in zip(_nodes_of(module), _nodes_of(shared.graph_module), strict=True):
-            # A copied graph renames nodes that have the name of a Python function, such as `input`.
-            node.name = original.name
-            node.target = original.target
-        program = shared._update(
-            module,
-            copy.deepcopy(shared.graph_signature),
-            state_dict=dict(shared.state_dict),
-            constants=dict(shared.constants),
-        )
-    program._guards_code = list(shared._guards_code)
+        program = copy.deepcopy(shared, {id(tensor): tensor for tensor in tensors})
+    for node, original in zip(_nodes_of(program.graph_module), _nodes_of(shared.graph_module), strict=True):
+        # A copied graph renames nodes that have the name of a Python function, such as `input`.
+        node.name, node.target = original.name, original.target
     steps = program_of(program, evidence.captures.adapter.model)
     _drop_traces(program)
     return program, steps

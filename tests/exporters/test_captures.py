@@ -5,6 +5,7 @@ import torch
 from exportable_models import BatchLoop, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
+from torch.export.passes import move_to_device_pass
 
 from exporters import ExportRequest, RouteRefused
 from exporters.aoti import missing_compiler
@@ -98,10 +99,14 @@ def test_what_an_exporter_does_to_its_program_stays_there():
     assert not any("stack_trace" in node.meta for node in own.graph.nodes)
     take_guards(own)
     next(node for node in own.graph.nodes if node.op == "call_function").target = torch.ops.aten.neg.default
-    own.state_dict.clear()
+    # As a program of a GPU is moved before it is saved.
+    move_to_device_pass(own, "meta")
+    assert {tensor.device.type for tensor in own.state_dict.values()} == {"meta"}
 
     assert (shared._guards_code, shared.range_constraints, shared.graph_module.code) == (guards, ranges, code)
     assert any("stack_trace" in node.meta for node in shared.graph.nodes)
+    assert {tensor.device.type for tensor in shared.state_dict.values()} == {"cpu"}
+    assert {node.meta["val"].device.type for node in shared.graph.nodes if node.op == "placeholder"} == {"cpu"}
     again = captured(evidence, strict=False)[0]
     assert again._guards_code == guards
     weights = {tensor.data_ptr() for tensor in model.parameters()}
