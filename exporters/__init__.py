@@ -1,4 +1,9 @@
-"""Export models to files: formats, requests, artifacts and errors."""
+"""Export models to files: formats, requests, artifacts and errors.
+
+A format of another package is a subclass of `Exporter`. Its `export` gathers the evidence of the request (`gather`), takes
+the shared capture (`captured`), and writes and proves its files in routes (`Route`, `refusing`, `prove_file`), of which
+`first_right` returns the first one that holds. `examples/openvino_exporter` is a complete one.
+"""
 
 from exporters.aoti import AotiExporter
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
@@ -14,15 +19,20 @@ from exporters.errors import (
     UnknownOpset,
     WrongFile,
 )
+from exporters.exported_program import captured, conditions_of_program
+from exporters.isolation import silent
 from exporters.onnx import OnnxExporter
+from exporters.proof import Evidence, Route, first_right, gather, refusing
 from exporters.pt2 import Pt2Exporter
 from exporters.registry import exporter_named, exporter_names, load_artifact
 from exporters.torchscript import TorchScriptExporter
+from exporters.trace_conditions import prove_file
 
 __all__ = [
     "Adapter",
     "AotiExporter",
     "Artifact",
+    "Evidence",
     "ExportError",
     "ExportRequest",
     "Exporter",
@@ -33,6 +43,7 @@ __all__ = [
     "OtherMachine",
     "ProviderFallback",
     "Pt2Exporter",
+    "Route",
     "RouteRefused",
     "StructureError",
     "TensorSpec",
@@ -40,7 +51,14 @@ __all__ = [
     "UnknownFormat",
     "UnknownOpset",
     "WrongFile",
+    "captured",
+    "conditions_of_program",
     "exporter_named",
     "exporter_names",
+    "first_right",
+    "gather",
     "load_artifact",
+    "prove_file",
+    "refusing",
+    "silent",
 ]

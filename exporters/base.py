@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from exporters.errors import StructureError
+from exporters.errors import RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 from exporters.steps import FileParts, FileValues, Program
 from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
+
+T = TypeVar("T")
 
 
 class Adapter(nn.Module):
@@ -162,6 +164,36 @@ def clones(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
+class Captures:
+    """The captures of one model by torch.export, each made when it is first needed and shared by all formats.
+
+    Attributes:
+        adapter: wraps the copy of the model that is captured. Formats trace and run other copies.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The result of `make` at the first call with this key, which every later call returns too.
+
+        Raises:
+            RouteRefused: `make` raised it in this call or an earlier one.
+        """
+        if key not in self._made:
+            try:
+                self._made[key] = make()
+            except RouteRefused as refusal:
+                # Without its traceback, whose frames hold a capture that was given up.
+                self._made[key] = RouteRefused(str(refusal), size=refusal.size)
+                raise
+        made = self._made[key]
+        if isinstance(made, RouteRefused):
+            raise RouteRefused(str(made), size=made.size)
+        return made
+
+
 class Proof(Protocol):
     """The type of `ExportRequest.proof`."""
 
@@ -193,6 +225,8 @@ class ExportRequest:
         output_structure: the structure of the model's output, if the caller has it.
         proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
             whether it is right. None makes the exporter compare all calls itself.
+        captures: the captures that the formats of one export share: of `model` or of a copy of it, at the same calls. None
+            makes the exporter capture for itself.
         place_of: locates the first difference between a refused file and the model at the given inputs of the file, as
             a clause: "first differs at …"; "" if unknown. It is called if every route was refused.
     """
@@ -209,6 +243,7 @@ class ExportRequest:
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
     output_structure: Structure | None = None
     proof: Proof | None = None
+    captures: Captures | None = None
     place_of: Callable[[Artifact, tuple[torch.Tensor, ...]], str] | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -36,37 +38,66 @@ _FIXED = (
 
 
 def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program | None]:
-    """Capture the adapter with torch.export on the first call, without origin metadata in its nodes.
+    """The shared capture as a program of the caller's own, without origin metadata in its nodes; weights aren't copied.
 
     The second result holds the program's steps with their places; None where the steps can't be computed one by one.
 
     Args:
-        strict: analyze the model's byte code instead of running it. This supports `len(x)` of an open batch, which
-            Python requires to be an int, but less of everything else.
+        strict: as for `shared_program`.
 
     Raises:
         RouteRefused: the model can't be captured, or the capture specialized an open dim.
     """
+    shared = shared_program(evidence, strict=strict)
+    tensors = pytree.tree_leaves((shared.state_dict, shared.constants, shared.example_inputs))
+    with silent():
+        program = copy.deepcopy(shared, {id(tensor): tensor for tensor in tensors})
+    for node, original in zip(_nodes_of(program.graph_module), _nodes_of(shared.graph_module), strict=True):
+        # A copied graph renames nodes that have the name of a Python function, such as `input`.
+        node.name, node.target = original.name, original.target
+    steps = program_of(program, evidence.captures.adapter.model)
+    _drop_traces(program)
+    return program, steps
+
+
+def shared_program(evidence: Evidence, *, strict: bool | None = None) -> torch.export.ExportedProgram:
+    """The capture of the first call by torch.export, which all formats share: it must not be changed.
+
+    Args:
+        strict: analyze the model's byte code instead of running it. This supports `len(x)` of an open batch, which
+            Python requires to be an int, but less of everything else. None analyzes it where running it fails.
+
+    Raises:
+        RouteRefused: the model can't be captured, or the capture specialized an open dim.
+    """
+    if strict is not None:
+        return evidence.captures.once(("program", strict), lambda: _captured(evidence, strict=strict))
+    try:
+        return shared_program(evidence, strict=False)
+    except RouteRefused:
+        return shared_program(evidence, strict=True)
+
+
+def _captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgram:
+    adapter = evidence.captures.adapter
     # DYNAMIC raises if the capture specializes a dim; AUTO would specialize it silently.
     dynamic = torch.export.Dim.DYNAMIC
     shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
     try:
-        with fixed_dims_told(evidence), undisturbed(evidence.adapter), silent(), _lstm_in_one_piece():
+        with refusing(), undisturbed(adapter), silent(), _lstm_in_one_piece():
             if strict:
                 # Code that a model runs only in its first call (hooks that it installs under a lock) can't be analyzed.
-                evidence.adapter.run(inputs)
+                adapter.run(inputs)
             program = torch.export.export(
-                evidence.adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
+                adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
             )
-    except RouteRefused:
+    except RouteRefused as refusal:
         # A trace shows the line where Python reads an input value.
-        refuse_values(traced(evidence.adapter, evidence.inputs[0])[1])
-        raise
-    steps = program_of(program, evidence.adapter.model)
-    _drop_traces(program)
+        refuse_values(traced(adapter, evidence.inputs[0])[1])
+        raise _naming_the_fixed_dim(refusal, evidence, strict=strict) from refusal
     _plain_parameters(program)
-    return program, steps
+    return program
 
 
 def _plain_parameters(program: torch.export.ExportedProgram) -> None:
@@ -102,38 +133,27 @@ def _lstm_in_one_piece() -> Iterator[None]:
         decompositions.select_one_layer_lstm_function = select
 
 
-@contextmanager
-def fixed_dims_told(evidence: Evidence) -> Iterator[None]:
-    """Turn any exception of a capture into RouteRefused; if an open dim was specialized, name it and the location."""
-    try:
-        with refusing():
-            yield
-    except RouteRefused as refusal:
-        reason = str(refusal.__cause__)
-        names = parameter_names(evidence.adapter.input_names)
-        found = next(filter(None, (pattern.search(_by_input(reason, names)) for pattern in _FIXED)), None)
-        if found is None or found["name"] not in names:
-            raise
-        spec, dim = evidence.input_specs[names.index(found["name"])], int(found["dim"])
-        place = place_in_stack(reason, evidence.adapter.model) or _place_of_fixing(evidence)
-        raise RouteRefused(
-            f"the model fixes dim {dim} of input `{spec.name}` to {found['size']}, and it must be open"
-            f"{place and f'; it does so at {place}'}",
-            size=str(spec.shape[dim]),
-        ) from refusal
-
-
-def _place_of_fixing(evidence: Evidence) -> str:
-    """The location where an open dim is specialized, from the stack of a strict capture; empty if that has none."""
-    dynamic = torch.export.Dim.DYNAMIC
-    shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
-    inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
-    try:
-        with refusing(), undisturbed(evidence.adapter), silent():
-            torch.export.export(evidence.adapter, inputs, dynamic_shapes=shapes, strict=True)
-    except RouteRefused as refusal:
-        return place_in_stack(str(refusal.__cause__), evidence.adapter.model)
-    return ""
+def _naming_the_fixed_dim(refusal: RouteRefused, evidence: Evidence, *, strict: bool) -> RouteRefused:
+    """The refusal in terms of the open dim that the capture specialized, with the location; unchanged if none was."""
+    reason = str(refusal.__cause__)
+    names = parameter_names(evidence.adapter.input_names)
+    found = next(filter(None, (pattern.search(_by_input(reason, names)) for pattern in _FIXED)), None)
+    if found is None or found["name"] not in names:
+        return refusal
+    spec, dim = evidence.input_specs[names.index(found["name"])], int(found["dim"])
+    size, place = str(spec.shape[dim]), place_in_stack(reason, evidence.captures.adapter.model)
+    if not (place or strict):
+        # Only a strict capture has a stack.
+        try:
+            shared_program(evidence, strict=True)
+        except RouteRefused as other:
+            if other.size == size:
+                return other
+    return RouteRefused(
+        f"the model fixes dim {dim} of input `{spec.name}` to {found['size']}, and it must be open"
+        f"{place and f'; it does so at {place}'}",
+        size=size,
+    )
 
 
 def named_dims(spec: TensorSpec) -> dict[int, str]:
@@ -263,7 +283,12 @@ def _holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def _drop_traces(program: torch.export.ExportedProgram) -> None:
-    for module in program.graph_module.modules():
-        for node in getattr(getattr(module, "graph", None), "nodes", ()):
-            for name in _TRACES:
-                node.meta.pop(name, None)
+    for node in _nodes_of(program.graph_module):
+        for name in _TRACES:
+            node.meta.pop(name, None)
+
+
+def _nodes_of(module: nn.Module) -> Iterator[Any]:
+    """The nodes of a graph and of the graphs inside it."""
+    for inner in module.modules():
+        yield from getattr(getattr(inner, "graph", None), "nodes", ())

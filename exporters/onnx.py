@@ -21,17 +21,17 @@ from google.protobuf.message import DecodeError
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition
 from exporters.errors import MetadataError, ProviderFallback, RouteRefused
-from exporters.exported_program import conditions_of_program, fixed_dims_told, named_dims
+from exporters.exported_program import conditions_of_program, named_dims, shared_program
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
 from exporters.onnx_pads import keep_pads
 from exporters.onnx_runtime import ort
 from exporters.onnx_session import CUDA, providers_for, run_session
 from exporters.onnx_values import OnnxValues
-from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
+from exporters.proof import Evidence, Route, first_right, gather, refusing
 from exporters.steps import FileValues, Program, program_of
 from exporters.torchscript_deprecation import torchscript_allowed
-from exporters.trace_conditions import conditions_at, watched
+from exporters.trace_conditions import prove_file, watched
 
 # Bytes of weights from which they are saved as external data. Protobuf can't hold more than 2 GiB, and long before that
 # its readers keep three copies of a file. External data is read tensor by tensor.
@@ -127,9 +127,7 @@ class OnnxExporter(Exporter):
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
         with refusing("the ONNX checker refuses the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
-        session = _session_for_proof(files[0])
-        errors = prove(evidence, session, files)
-        prove_beyond(evidence, session, conditions, conditions_at, errors)
+        prove_file(evidence, _session_for_proof(files[0]), files, conditions)
         return files
 
 
@@ -153,21 +151,19 @@ _Captured = tuple[ir.Model, Sequence[Condition], Program | None]
 
 
 def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
-    # A named dim raises if the capture specializes it. A Dim or Dim.AUTO would be specialized silently.
-    shapes = tuple(named_dims(spec) or None for spec in evidence.input_specs)
-    with fixed_dims_told(evidence):
-        program = torch.onnx.export(
-            evidence.adapter,
-            clones(evidence.inputs[0]),
-            input_names=evidence.adapter.input_names,
-            output_names=evidence.adapter.output_names,
-            opset_version=opset,
-            dynamo=True,
-            dynamic_shapes=shapes if any(shapes) else None,
-            custom_translation_table=translations(),
-            optimize=optimize,
-            verbose=False,
-        )
+    # These only name the dims: they are open in the capture.
+    names = tuple(named_dims(spec) or None for spec in evidence.input_specs)
+    program = torch.onnx.export(
+        shared_program(evidence),
+        input_names=evidence.adapter.input_names,
+        output_names=evidence.adapter.output_names,
+        opset_version=opset,
+        dynamo=True,
+        dynamic_shapes=names if any(names) else None,
+        custom_translation_table=translations(),
+        optimize=optimize,
+        verbose=False,
+    )
     if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export gave no program")
     exported = program.exported_program

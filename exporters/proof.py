@@ -19,7 +19,17 @@ from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, Proof, TensorSpec, clones
+from exporters.base import (
+    Adapter,
+    Artifact,
+    Captures,
+    Exporter,
+    ExportRequest,
+    LoadedArtifact,
+    Proof,
+    TensorSpec,
+    clones,
+)
 from exporters.conditions import Condition, Line, breaks, line_through
 from exporters.draws import place_of_draws
 from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError, WrongFile
@@ -100,6 +110,7 @@ class Evidence:
             none.
         outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
         proof: the `proof` of the request.
+        captures: the `captures` of the request, or new ones of the adapter.
         in_a_row: the largest number of terms that a format's loops add sequentially, where torch sums pairwise.
     """
 
@@ -119,6 +130,7 @@ class Evidence:
     outputs_given: bool = False
     proof: Proof | None = None
     in_a_row: int = 1
+    captures: Captures = field(kw_only=True)
 
     @property
     def along(self) -> tuple[Evidence, ...]:
@@ -306,6 +318,7 @@ def gather(request: ExportRequest) -> Evidence:
         draws=draws,
         outputs_given=given,
         proof=request.proof,
+        captures=request.captures or Captures(adapter),
     )
 
 

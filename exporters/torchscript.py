@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, parameter_names
-from exporters.conditions import Condition
+from exporters.decisions import Watch, traced
 from exporters.errors import RouteRefused, WrongFile
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
-from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, refusing
+from exporters.proof import Evidence, Route, first_right, gather, refusing
 from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
 from exporters.torchscript_names import ascii_name, readable
-from exporters.trace_conditions import conditions_at, conditions_of_trace, traced
+from exporters.trace_conditions import conditions_of_trace, prove_file
 from exporters.writing import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be memory-mapped.
@@ -46,10 +46,9 @@ class TorchScriptExporter(Exporter):
         evidence = gather(request)
 
         def by_trace(folder: Path) -> tuple[Path, ...]:
-            module, watch = traced(evidence)
-            conditions = conditions_of_trace(evidence, watch)
+            module, watch = traced(evidence.adapter, evidence.inputs[0])
             try:
-                return self._proven(module, evidence, folder, conditions)
+                return self._proven(module, evidence, folder, watch)
             except WrongFile as refusal:
                 if not (evidence.open_dims and watch.sizes):
                     raise
@@ -83,17 +82,16 @@ class TorchScriptExporter(Exporter):
         return read_extra_file(path)
 
     def _proven(
-        self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path, conditions: Sequence[Condition] = ()
+        self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path, watch: Watch | None = None
     ) -> tuple[Path, ...]:
+        conditions = () if watch is None else conditions_of_trace(evidence, watch)
         path = folder / self.file_name
         with refusing(), silent(), torchscript_allowed():
             checked = _with_input_checks(module, evidence)
         _save(checked, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
-        with undisturbed(evidence.adapter), silent():
-            errors = prove(evidence, loaded, [path])
-            prove_beyond(evidence, loaded, conditions, conditions_at, errors)
+        prove_file(evidence, loaded, [path], conditions)
         return (path,)
 
 

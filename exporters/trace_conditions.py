@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-import torch
-
+from exporters.base import Captures, LoadedArtifact
 from exporters.conditions import Condition
-from exporters.decisions import Watch, refuse_values, watching
-from exporters.decisions import traced as traced_and_watched
+from exporters.decisions import Watch, refuse_values, traced, watching
 from exporters.errors import RouteRefused
-from exporters.exported_program import captured, conditions_of_program
-from exporters.proof import Evidence
+from exporters.exported_program import conditions_of_program, shared_program
+from exporters.isolation import silent, undisturbed
+from exporters.proof import Evidence, prove, prove_beyond
 
 
 @contextmanager
@@ -21,15 +21,6 @@ def watched(evidence: Evidence) -> Iterator[Callable[[], tuple[Condition, ...]]]
     """Watch the trace of the first call made inside; yield a function that returns its conditions."""
     with watching(evidence.adapter) as watch:
         yield lambda: conditions_of_trace(evidence, watch)
-
-
-def traced(evidence: Evidence) -> tuple[torch.jit.ScriptModule, Watch]:
-    """Trace the first call, and record where Python reads traced values.
-
-    Raises:
-        RouteRefused: it can't be traced.
-    """
-    return traced_and_watched(evidence.adapter, evidence.inputs[0])
 
 
 def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ...]:
@@ -46,7 +37,7 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
     if not evidence.open_dims or not watch.sizes:
         return ()
     try:
-        return conditions_of_program(_captured(evidence), evidence)
+        return conditions_of_program(shared_program(evidence), evidence)
     except RouteRefused as refusal:
         raise RouteRefused(
             f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes, and torch.export can't tell at"
@@ -61,22 +52,37 @@ def conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
     Raises:
         RouteRefused: Python reads a value of the inputs there.
     """
-    inputs = evidence.inputs_at(batch)
+    key = ("conditions", batch, evidence.open_dims, evidence.steps)
+    return evidence.captures.once(key, lambda: _conditions_at(evidence, batch))
+
+
+def _conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
+    inputs, adapter = evidence.inputs_at(batch), evidence.captures.adapter
+    there = replace(evidence, inputs=(inputs, *evidence.inputs), captures=Captures(adapter))
     try:
-        return conditions_of_program(_captured(replace(evidence, inputs=(inputs, *evidence.inputs))), evidence)
+        return conditions_of_program(shared_program(there), there)
     except RouteRefused:
         # File and model have already been compared at that batch.
         try:
-            _, watch = traced_and_watched(evidence.adapter, inputs)
+            _, watch = traced(adapter, inputs)
         except RouteRefused:
             return ()
         refuse_values(watch, f"at {evidence.at(batch)} ")
         return ()
 
 
-def _captured(evidence: Evidence) -> torch.export.ExportedProgram:
-    try:
-        return captured(evidence, strict=False)[0]
-    except RouteRefused:
-        # Strict mode analyzes the model's byte code, so it supports `len(x)` of an open batch.
-        return captured(evidence, strict=True)[0]
+def prove_file(
+    evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path], conditions: Sequence[Condition]
+) -> None:
+    """Compare a loaded file with the model at every call, and at sizes that break a condition of its capture.
+
+    Args:
+        loaded: the artifact, loaded from `files`.
+        conditions: on the open sizes, as `conditions_of_program` returns them.
+
+    Raises:
+        RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
+    """
+    with undisturbed(evidence.adapter), silent():
+        errors = prove(evidence, loaded, files)
+        prove_beyond(evidence, loaded, conditions, conditions_at, errors)

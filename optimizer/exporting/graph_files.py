@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, clones
+from exporters.base import Adapter, Artifact, Captures, Exporter, ExportRequest, clones
 from exporters.errors import ExporterError, ExportError, StructureError
 from exporters.isolation import silent
 from optimizer.exporting.artifact_parity import FileProof
@@ -33,12 +33,14 @@ class GraphFiles:
 
     Attributes:
         module: has the rewritten graph as its forward; None if the model has no graph pass or isn't one graph.
+        captures: of the module; None if there is none.
         asked: the names of the passes whose changes files can contain.
         names: the names of the passes that changed this graph.
         refused: by format, the reason why its file contains the plain forward; "" stands for all formats.
     """
 
     module: nn.Module | None = None
+    captures: Captures | None = None
     asked: Sequence[str] = ()
     names: Sequence[str] = ()
     refused: dict[str, str] = field(default_factory=dict)
@@ -66,9 +68,17 @@ class GraphFiles:
         )
         try:
             with silent(), random_state(0), pinned_settings():
-                return cls(module, asked, install_whole_graph(module, adapter.model, call))
+                names = install_whole_graph(module, adapter.model, call)
         except (NoWholeGraph, StructureError) as error:
-            return cls(None, asked, (), {"": quote(error)})
+            return cls(asked=asked, refused={"": quote(error)})
+        whole = Adapter(
+            module,
+            *request.calls[0],
+            input_names=adapter.input_names,
+            output_names=adapter.output_names,
+            outputs=adapter.outputs,
+        )
+        return cls(module, Captures(whole), asked, names)
 
     def measured(self, exporter: Exporter, request: ExportRequest, folder: Path, proof: FileProof) -> Measured | None:
         """Export the rewritten graph and measure the file; None if there is no graph or the file isn't proven.
@@ -79,7 +89,9 @@ class GraphFiles:
             return None
         before = set(folder.iterdir())
         try:
-            artifact = exporter.export(replace(request, model=self.module, place_of=None), folder)
+            artifact = exporter.export(
+                replace(request, model=self.module, captures=self.captures, place_of=None), folder
+            )
             measurement, placement = proof.measured(artifact, exporter)
             parity = proof.by.judged(measurement)
             if parity.ok:

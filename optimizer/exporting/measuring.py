@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from torch import nn
 
-from exporters.base import Adapter, ExportRequest, named_inputs
+from exporters.base import Adapter, Captures, ExportRequest, named_inputs
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor_between_devices
 from optimizer.exporting.blame import blamed
 from optimizer.exporting.copies import exportable
@@ -99,7 +99,7 @@ def measure(job: ExportJob) -> MeasuredExport:
         notes += note_on_fixed_dims(inputs, at_home, reference, open_batch=request.dynamic_batch)
     flatten, device = adapter.flatten_inputs, job.target.type
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
-    request = replace(request, place_of=place_of, output_structure=adapter.outputs)
+    request = replace(request, place_of=place_of, output_structure=adapter.outputs, captures=Captures(adapter))
     names = names_in_files(reference, adapter)
     absolute, relative = by_output("atol", job.atol, names), by_output("rtol", job.rtol, names)
     factor, factor_notes = factor_between_devices(reference, job.home, job.target)

@@ -1,0 +1,114 @@
+"""One capture by torch.export serves all formats of an export."""
+
+import pytest
+import torch
+from exportable_models import BatchLoop, floats, mlp_calls
+from tiny_models import enliven
+from torch import nn
+from torch.export.passes import move_to_device_pass
+
+from exporters import ExportRequest, RouteRefused
+from exporters.aoti import missing_compiler
+from exporters.exported_program import captured, shared_program, take_guards
+from exporters.proof import gather
+from optimizer import export
+
+
+class Sized(nn.Module):
+    """Reads a size in Python, so a trace is only as good as the capture that says where it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    def forward(self, input):
+        rows = input.shape[0]
+        return self.linear(input.reshape(rows, -1)) / max(rows, 1)
+
+
+class Branching(Sized):
+    def forward(self, input):
+        out = super().forward(input)
+        return out if input.shape[0] < 100 else out.relu()
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The strictness of each call of torch.export.export."""
+    real, calls = torch.export.export, []
+
+    def counted(*args, **options):
+        calls.append(options["strict"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    return calls
+
+
+def exported(formats, tmp_path):
+    x = floats(4, 3, 4)
+    bundle = export(enliven(Sized()), example_inputs=x, output=tmp_path / "net", formats=formats)
+    return {artifact.format: artifact for artifact in bundle.artifacts}
+
+
+def test_an_export_to_several_formats_captures_once(captures, tmp_path):
+    artifacts = exported(["onnx", "pt2", "torchscript"], tmp_path)
+    assert captures == [False]
+    assert {name: artifact.route for name, artifact in artifacts.items()} == {
+        "onnx": "dynamo",
+        "pt2": "export",
+        "torchscript": "trace",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("formats", [["aoti", "onnx", "torchscript", "pt2"], ["torchscript", "onnx", "pt2", "aoti"]])
+def test_the_order_of_the_formats_is_of_no_account(formats, captures, tmp_path):
+    artifacts = exported(formats, tmp_path)
+    assert captures == [False]
+    assert sorted(artifacts) == sorted(formats)
+    x = floats(7, 3, 4)
+    outputs = [artifact.load()(x)[0] for artifact in artifacts.values()]
+    assert all(torch.allclose(outputs[0], other, atol=1e-5) for other in outputs)
+
+
+def test_a_capture_that_was_refused_is_not_tried_again(captures):
+    evidence = gather(ExportRequest(BatchLoop().eval(), mlp_calls(2, 3)))
+    sentences = []
+    for strict in (False, True, False, True):
+        with pytest.raises(RouteRefused, match="the model fixes dim 0 of input `x` to 2") as caught:
+            captured(evidence, strict=strict)
+        assert caught.value.size == "batch"
+        sentences.append(str(caught.value))
+    assert sorted(captures) == [False, True]
+    assert sentences[:2] == sentences[2:]
+
+
+def test_what_an_exporter_does_to_its_program_stays_there():
+    model = enliven(Branching()).eval()
+    evidence = gather(ExportRequest(model, tuple(((floats(rows, 3, 4),), {}) for rows in (2, 3))))
+    shared = shared_program(evidence)
+    guards, ranges, code = list(shared._guards_code), dict(shared.range_constraints), shared.graph_module.code
+    assert guards
+
+    own, steps = captured(evidence, strict=False)
+    assert [node.name for node in own.graph.nodes] == [node.name for node in shared.graph.nodes]
+    assert "input" in own.graph_signature.user_inputs
+    assert steps is not None
+    assert not any("stack_trace" in node.meta for node in own.graph.nodes)
+    take_guards(own)
+    next(node for node in own.graph.nodes if node.op == "call_function").target = torch.ops.aten.neg.default
+    # As a program of a GPU is moved before it is saved.
+    move_to_device_pass(own, "meta")
+    assert {tensor.device.type for tensor in own.state_dict.values()} == {"meta"}
+
+    assert (shared._guards_code, shared.range_constraints, shared.graph_module.code) == (guards, ranges, code)
+    assert any("stack_trace" in node.meta for node in shared.graph.nodes)
+    assert {tensor.device.type for tensor in shared.state_dict.values()} == {"cpu"}
+    assert {node.meta["val"].device.type for node in shared.graph.nodes if node.op == "placeholder"} == {"cpu"}
+    again = captured(evidence, strict=False)[0]
+    assert again._guards_code == guards
+    weights = {tensor.data_ptr() for tensor in model.parameters()}
+    assert {tensor.data_ptr() for tensor in again.state_dict.values()} == weights
+    assert torch.equal(again.module()(floats(3, 3, 4)), model(floats(3, 3, 4)))
