@@ -17,11 +17,11 @@ from exporters.base import TensorSpec, clones, parameter_names
 from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused
+from exporters.file_values import Program
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
 from exporters.proof import Evidence, Shapes, refusing
-from exporters.steps import Program, program_of
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
@@ -35,10 +35,10 @@ _FIXED = (
 )
 
 
-def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program | None]:
+def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program]:
     """Capture the adapter with torch.export on the first call, without origin metadata in its nodes.
 
-    The second result holds the program's steps with their places; None where the steps can't be computed one by one.
+    The second result holds the program with the places of its values in the model.
 
     Args:
         strict: analyze the model's byte code instead of running it. This supports `len(x)` of an open batch, which
@@ -63,10 +63,10 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
         # A trace shows the line where Python reads an input value.
         refuse_values(traced(evidence.adapter, evidence.inputs[0])[1])
         raise
-    steps = program_of(program, evidence.adapter.model)
+    placed = Program.of(program, evidence.adapter.model)
     _drop_traces(program)
     _plain_parameters(program)
-    return program, steps
+    return program, placed
 
 
 def _plain_parameters(program: torch.export.ExportedProgram) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import onnx
 import torch
 
+from exporters.file_values import Seen
 from exporters.onnx_runtime import ort
 from exporters.onnx_session import providers_for, run_session
-from exporters.steps import Seen
 
 _FAILING_NODE = re.compile(r"Name:'(?P<name>[^']*)'")
 _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
@@ -26,7 +26,7 @@ class OnnxValues:
     A run holds all of them at once. This takes as much memory as one call of the model that frees nothing.
 
     Attributes:
-        names: the requested values that the file computes.
+        names: the requested values that the file computes, in its order.
         outputs: the names of the file's outputs.
     """
 
@@ -34,14 +34,13 @@ class OnnxValues:
         self._folder = path.parent
         self._device = torch.device(device.type, device.index or 0)
         self._model = onnx.load(path, load_external_data=False)
-        computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
-        self.names = computed if names is None else computed & frozenset(names)
+        computed = (name for node in self._model.graph.node for name in node.output if name)
+        self.names = tuple(name for name in computed if names is None or name in names)
         self.outputs = tuple(value.name for value in self._model.graph.output)
         self._sessions: dict[int, ort.InferenceSession] = {}
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
         """Return the values for these inputs; if an operation raises, those before it in the file's order."""
-        first: tuple[str, ...] = ()
         end, error = len(self._model.graph.node), ""
         while any(name in self.names for node in self._model.graph.node[:end] for name in node.output):
             session = self._session(end)
@@ -52,11 +51,10 @@ class OnnxValues:
                 # onnxruntime follows this order too, so no earlier node raised. If it runs a later node first, the next
                 # session, which ends before that node, continues the search.
                 end = self._number_of(error, end)
-                first = self._behind(end)
                 continue
             names = [node.name for node in session.get_outputs()]
-            return Seen({name: value.cpu() for name, value in zip(names, values, strict=True)}, first, error)
-        return Seen({}, first, error)
+            return Seen({name: value.cpu() for name, value in zip(names, values, strict=True)}, error)
+        return Seen({}, error)
 
     def _number_of(self, error: str, end: int) -> int:
         """The index of the node among the first `end` that onnxruntime's error names; the last one if it names none."""
@@ -67,18 +65,6 @@ class OnnxValues:
             number for number, node in enumerate(self._model.graph.node[:end]) if found and node.name == found["name"]
         ]
         return numbers[-1] if numbers else end - 1
-
-    def _behind(self, number: int) -> tuple[str, ...]:
-        """The requested values that depend on a node without another requested value in between."""
-        open_names, found = (
-            set(self._model.graph.node[number].output),
-            dict.fromkeys(self._model.graph.node[number].output),
-        )
-        for node in self._model.graph.node[number + 1 :]:
-            if any(name in open_names and name not in self.names for name in node.input):
-                open_names.update(node.output)
-                found.update(dict.fromkeys(node.output))
-        return tuple(name for name in found if name in self.names)
 
     def _session(self, end: int) -> ort.InferenceSession:
         """A session with the first `end` nodes, whose outputs are the requested values."""
