@@ -146,7 +146,7 @@ class Subject:
         proto = onnx.load(artifact.path)
         names = [name for node in proto.graph.node for name in node.output if name]
         assert artifact.values is not None
-        seen = artifact.values(artifact.path, "cpu", names).run((self.inputs(2),)).values
+        seen, _ = artifact.values(artifact.path, "cpu", names).run((self.inputs(2),))
         floats = frozenset(name for name, value in seen.items() if value.dtype == torch.float32)
         file = File(proto, {name: tuple(value.shape) for name, value in seen.items()}, floats)
         right = [outputs(session_of(proto), self.inputs(batch)) for batch in BATCHES]

@@ -21,32 +21,23 @@ from exporters.places import Place, line_of, line_of_forward
 _MODEL = "model"
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The values of one run of a file.
-
-    Attributes:
-        values: tensors on the CPU by their names in the file; if the run raised, those computed before.
-        error: the message of the exception; "" if the run ended.
-    """
-
-    values: Mapping[str, torch.Tensor]
-    error: str = ""
-
-
 class FileValues(Protocol):
     """A loaded file that can return all its values, not only its outputs."""
 
     @property
-    def names(self) -> Sequence[str]:
+    def names(self) -> Collection[str]:
         """The names of the values that it can return."""
 
     @property
     def outputs(self) -> Sequence[str]:
         """The names of the file's outputs, in its order."""
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """Run the file on these inputs and return its values."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+        """Run the file on these inputs.
+
+        Returns:
+            The values by name, on the CPU, and "". If the run raises, the values before that, and the exception's message.
+        """
 
 
 class FileParts(Protocol):
@@ -62,14 +53,19 @@ class FileParts(Protocol):
 
 
 class ProgramValues:
-    """An exported program that returns its values with the given names, or all.
+    """An exported program that returns its values with the given names, or all, in the order of the program.
 
-    Attributes:
-        names: of the values that it returns, in the order of the program.
-        outputs: the names of the program's outputs.
+    Args:
+        in_file: names that replace those in the program.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        names: Collection[str] | None = None,
+        in_file: Mapping[str, str] | None = None,
+    ) -> None:
+        renamed = in_file or {}
         self._module = program.module(check_guards=False)
         # Nodes without users or a tensor only assert a dtype or size.
         self._nodes = [
@@ -77,9 +73,11 @@ class ProgramValues:
             for node in self._module.graph.nodes
             if node.op == "placeholder" or node.users or _computes_tensor(node)
         ]
-        computed = (str(node.name) for node in self._nodes if node.op == "call_function" and _computes_tensor(node))
-        self.names = tuple(name for name in computed if names is None or name in names)
-        self.outputs = tuple(str(name) for name in program.graph_signature.user_outputs)
+        computed = [node for node in self._nodes if node.op == "call_function" and _computes_tensor(node)]
+        known = {node: str(renamed.get(node.name, node.name)) for node in computed}
+        self._wanted = {node: name for node, name in known.items() if names is None or name in names}
+        self.names = tuple(self._wanted.values())
+        self.outputs = tuple(str(renamed.get(name, name)) for name in program.graph_signature.user_outputs)
         held = (*self._module.parameters(), *self._module.buffers())
         self._device = next((tensor.device for tensor in held), None)
 
@@ -88,19 +86,18 @@ class ProgramValues:
         values = dict(self._computed(tensors))
         return tuple(values[name] for name in self.names)
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """Return the values for these inputs; if an operation raises, those before it."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
         values: dict[str, torch.Tensor] = {}
         try:
             with torch.no_grad():
                 for name, value in self._computed(tensors):
                     values[name] = value.cpu()
         except Exception as error:  # noqa: BLE001 - operators can raise anything, and the error is the result
-            return Seen(values, f"{type(error).__name__}: {error}")
-        return Seen(values)
+            return values, f"{type(error).__name__}: {error}"
+        return values, ""
 
     def _computed(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        given, wanted = iter(tensors), frozenset(self.names)
+        given = iter(tensors)
         known: dict[Any, Any] = {}
         for node in self._nodes:
             if node.op == "placeholder":
@@ -112,9 +109,9 @@ class ProgramValues:
                 known[node] = held.clone() if is_buffer else held
             elif node.op == "call_function":
                 known[node] = _computed_from(known, node)
-                if node.name in wanted:
+                if node in self._wanted:
                     # A copy, because a later operation may write to the value.
-                    yield node.name, known[node].clone()
+                    yield self._wanted[node], known[node].clone()
 
 
 def _computed_from(known: Mapping[Any, Any], node: Any) -> Any:
@@ -131,12 +128,12 @@ def _computes_tensor(node: Any) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """The program that a file was made from.
+    """The program that a file was made from. Its values have their names in the file.
 
     Attributes:
-        places: the place of each value in the model, by the value's name.
+        places: the place of each value in the model.
         inputs: the names of the values that each value is computed from.
-        in_file: the names in the file of values that have another name there.
+        in_file: the names in the file of values that have another name in the program.
     """
 
     exported: torch.export.ExportedProgram
@@ -153,19 +150,22 @@ class Program:
         Args:
             output_names: names of the outputs in the file; None if they are those in the program.
         """
-        names = [str(name) for name in exported.graph_signature.user_outputs]
+        outputs = [str(name) for name in exported.graph_signature.user_outputs]
+        in_file = {} if output_names is None else dict(zip(outputs, output_names, strict=True))
         # All but sizes: tensors, and operations with several results.
-        nodes = [
-            node
+        nodes = {
+            in_file.get(node.name, node.name): node
             for node in exported.graph.nodes
             if node.op == "call_function" and not isinstance(node.meta.get("val"), int | torch.SymInt)
-        ]
-        return cls(
-            exported,
-            places={node.name: _place(node, model) for node in nodes},
-            inputs={node.name: tuple(read.name for read in node.all_input_nodes) for node in nodes},
-            in_file={} if output_names is None else dict(zip(names, output_names, strict=True)),
-        )
+        }
+        reads = {
+            name: tuple(in_file.get(read.name, read.name) for read in nodes[name].all_input_nodes) for name in nodes
+        }
+        return cls(exported, {name: _place(node, model) for name, node in nodes.items()}, reads, in_file)
+
+    def values(self, names: Collection[str] | None = None) -> ProgramValues:
+        """The program, loaded so that it returns the values with these names, or all."""
+        return ProgramValues(self.exported, names, self.in_file)
 
     def merged_into(self, name: str, known: Collection[str]) -> tuple[Place, ...]:
         """The places of the values that the file lacks, because they were merged into this one.
@@ -173,15 +173,14 @@ class Program:
         Args:
             known: the names of the values that the file has.
         """
-        found: dict[str, None] = {}
-        open_names = list(self.inputs[name])
-        while open_names:
-            before = open_names.pop()
+        found, pending = set[str](), list(self.inputs[name])
+        while pending:
+            before = pending.pop()
             if before in self.places and before not in known and before not in found:
-                found[before] = None
-                open_names.extend(self.inputs[before])
-        places = (place for before, place in self.places.items() if before in found)
-        return tuple(place for place in dict.fromkeys(places) if place != self.places[name])
+                found.add(before)
+                pending.extend(self.inputs[before])
+        places = dict.fromkeys(place for other, place in self.places.items() if other in found)
+        return tuple(place for place in places if place != self.places[name])
 
 
 def _place(node: Any, model: nn.Module) -> Place:

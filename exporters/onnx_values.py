@@ -12,7 +12,6 @@ from pathlib import Path
 import onnx
 import torch
 
-from exporters.file_values import Seen
 from exporters.onnx_runtime import ort
 from exporters.onnx_session import providers_for, run_session
 
@@ -26,7 +25,7 @@ class OnnxValues:
     A run holds all of them at once. This takes as much memory as one call of the model that frees nothing.
 
     Attributes:
-        names: the requested values that the file computes, in its order.
+        names: the requested values that the file computes.
         outputs: the names of the file's outputs.
     """
 
@@ -34,13 +33,11 @@ class OnnxValues:
         self._folder = path.parent
         self._device = torch.device(device.type, device.index or 0)
         self._model = onnx.load(path, load_external_data=False)
-        computed = (name for node in self._model.graph.node for name in node.output if name)
-        self.names = tuple(name for name in computed if names is None or name in names)
+        computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
+        self.names = computed if names is None else computed & frozenset(names)
         self.outputs = tuple(value.name for value in self._model.graph.output)
-        self._sessions: dict[int, ort.InferenceSession] = {}
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """Return the values for these inputs; if an operation raises, those before it in the file's order."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
         end, error = len(self._model.graph.node), ""
         while any(name in self.names for node in self._model.graph.node[:end] for name in node.output):
             session = self._session(end)
@@ -53,8 +50,8 @@ class OnnxValues:
                 end = self._number_of(error, end)
                 continue
             names = [node.name for node in session.get_outputs()]
-            return Seen({name: value.cpu() for name, value in zip(names, values, strict=True)}, error)
-        return Seen({}, error)
+            return {name: value.cpu() for name, value in zip(names, values, strict=True)}, error
+        return {}, error
 
     def _number_of(self, error: str, end: int) -> int:
         """The index of the node among the first `end` that onnxruntime's error names; the last one if it names none."""
@@ -68,19 +65,16 @@ class OnnxValues:
 
     def _session(self, end: int) -> ort.InferenceSession:
         """A session with the first `end` nodes, whose outputs are the requested values."""
-        if end not in self._sessions:
-            model = onnx.ModelProto()
-            model.CopyFrom(self._model)
-            graph = model.graph
-            del graph.node[end:], graph.output[:]
-            # Leave out the types: onnxruntime infers them, and the types in the file may be the error.
-            graph.output.extend(
-                onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
-            )
-            options = ort.SessionOptions()
-            options.log_severity_level = 4
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(self._folder))
-            content = model.SerializeToString()
-            self._sessions[end] = ort.InferenceSession(content, options, providers=providers_for(self._device))
-        return self._sessions[end]
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        graph = model.graph
+        del graph.node[end:], graph.output[:]
+        # Leave out the types: onnxruntime infers them, and the types in the file may be the error.
+        graph.output.extend(
+            onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
+        )
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(self._folder))
+        return ort.InferenceSession(model.SerializeToString(), options, providers=providers_for(self._device))

@@ -12,15 +12,16 @@ If no such value is wrong, or the file has none, modules are compared (`locating
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import nn
 
 from exporters.base import Artifact
-from exporters.file_values import FileValues, Program, ProgramValues
+from exporters.file_values import FileValues, Program
 from optimizer.faults.divergence import Divergence
 from optimizer.faults.locating_modules import first_module_without_value, first_wrong_module, first_wrong_part
 from optimizer.model import Call, random_state
@@ -72,19 +73,18 @@ def located(
         exported: the module that the artifact was made from.
         flatten: returns the artifact's input tensors for (args, kwargs).
     """
-    wheres = named_first(reference, measurement)[:_SEARCHED]
     search = _FileSearch(artifact, reference, exported, device)
 
-    def find() -> Divergence | None:
+    def find() -> Iterator[Divergence | None]:
+        wheres = named_first(reference, measurement)[:_SEARCHED]
         calls = dict(reference.calls())
-        given = {where: tuple(flatten(calls[where].args, calls[where].kwargs)) for where in wheres}
-        found = _first(lambda where: search.by_value(given[where], where), wheres)
-        found = found or _first(lambda where: search.by_module(given[where], where), wheres)
-        if found is None and exported is not reference.target:
-            found = _first(lambda where: first_wrong_module(reference, exported, where), wheres)
-        return found
+        given = [(tuple(flatten(calls[where].args, calls[where].kwargs)), where) for where in wheres]
+        yield from starmap(search.by_value, given)
+        yield from starmap(search.by_module, given)
+        if exported is not reference.target:
+            yield from (first_wrong_module(reference, exported, where) for where in wheres)
 
-    return _looked_for(find, search.nowhere)
+    return _first_of(find(), search.nowhere)
 
 
 def place_in_refused(
@@ -105,25 +105,24 @@ def place_in_refused(
     """
     search = _FileSearch(artifact, reference, exported, device)
 
-    def find() -> Divergence | None:
+    def find() -> Iterator[Divergence | None]:
         known = ((where, tuple(flatten(call.args, call.kwargs))) for where, call in reference.calls())
         same = (where for where, given in known if all(same_values(*pair) for pair in zip(given, tensors, strict=True)))
-        if (where := next(same, None)) is not None:
-            return search.by_value(tensors, where) or search.by_module(tensors, where)
+        where = next(same, None)
         sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        return search.by_value(tensors, f"inputs of {sizes}")
+        yield search.by_value(tensors, where or f"inputs of {sizes}")
+        if where is not None:
+            yield search.by_module(tensors, where)
 
-    found = _looked_for(find, "").divergence
+    found = _first_of(find(), "").divergence
     return "" if found is None else str(found)
 
 
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
     """Find where a module that failed the comparison first diverges; an exception goes into the note."""
     wheres = named_first(reference, measurement)[:_SEARCHED]
-    return _looked_for(
-        lambda: _first(lambda where: first_wrong_module(reference, candidate, where), wheres),
-        "no module gives anything else than the original's",
-    )
+    found = (first_wrong_module(reference, candidate, where) for where in wheres)
+    return _first_of(found, "no module gives anything else than the original's")
 
 
 @dataclass(frozen=True)
@@ -144,22 +143,17 @@ class _FileSearch:
         artifact, program = self.artifact, self.artifact.program
         if program is None or artifact.values is None:
             return None
-        names = {program.in_file.get(name, name) for name in program.places}
-        return first_wrong_value(program, artifact.values(artifact.path, self.device, names), tensors, where)
+        return first_wrong_value(program, artifact.values(artifact.path, self.device, program.places), tensors, where)
 
     def by_module(self, tensors: Sequence[torch.Tensor], where: str) -> Divergence | None:
-        """The first module that differs in the file, or else in the program that the file was made from."""
+        """The first module that differs in the file, or in the program that the file was made from where it is known."""
         artifact = self.artifact
         if artifact.parts is not None:
             return first_wrong_part(self.reference, self.exported, artifact.parts(artifact.path, self.device), where)
-        file: FileValues
-        if artifact.program is not None:
-            file = ProgramValues(artifact.program.exported)
-        elif artifact.values is not None:
+        file: FileValues | None = None if artifact.program is None else artifact.program.values()
+        if file is None and artifact.values is not None:
             file = artifact.values(artifact.path, self.device, None)
-        else:
-            return None
-        return first_module_without_value(self.reference, self.exported, file, tensors, where)
+        return None if file is None else first_module_without_value(self.reference, self.exported, file, tensors, where)
 
     @property
     def nowhere(self) -> str:
@@ -187,22 +181,16 @@ def first_wrong_value(
         tensors: the inputs of the file.
         where: a description of the call.
     """
-    names = {program.in_file.get(name, name): name for name in program.places}
-    values = ProgramValues(program.exported, [names[name] for name in file.names if name in names])
+    values = program.values(file.names)
     expected = reference_at(values, Call(tuple(tensors), {}), where, seed=_SEED)
     with random_state(_SEED):
-        seen = file.run(tensors)
-    got = [seen.values.get(program.in_file.get(name, name)) for name in values.names]
-    for name, found in zip(values.names, judged_values(expected, got), strict=True):
-        wrong = found or ("raises" if seen.error else None)
+        got, error = file.run(tensors)
+    for name, found in zip(values.names, judged_values(expected, list(map(got.get, values.names))), strict=True):
+        wrong = found or ("raises" if error else None)
         if wrong is not None and (isinstance(wrong, str) or not wrong.ok):
             also = program.merged_into(name, values.names)
-            return Divergence.at(program.places[name], wrong, where, value=program.in_file.get(name, name), also=also)
+            return Divergence.at(program.places[name], wrong, where, value=name, also=also)
     return None
-
-
-def _first(find: Callable[[str], Divergence | None], wheres: Sequence[str]) -> Divergence | None:
-    return next(filter(None, map(find, wheres)), None)
 
 
 def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -> str:
@@ -225,14 +213,14 @@ def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -
     return "Without the runtime's graph optimizations it is wrong too."
 
 
-def _looked_for(find: Callable[[], Divergence | None], nowhere: str) -> Located:
-    """The result of a search; the note is `nowhere` if it found nothing, or the exception that it raised."""
+def _first_of(found: Iterator[Divergence | None], nowhere: str) -> Located:
+    """The first divergence of a search; the note is `nowhere` if there is none, or the exception that the search raised."""
     try:
-        found = find()
+        first = next(filter(None, found), None)
     except Exception as error:  # the search runs foreign code, whose error must not hide the failure
         logger.debug("locating raised", exc_info=True)
         return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
-    return Located(found, nowhere if found is None else "")
+    return Located(first, nowhere if first is None else "")
 
 
 def named_first(reference: Reference, measurement: Measurement) -> list[str]:

@@ -91,18 +91,18 @@ def first_module_without_value(
         tensors: the file's inputs at that call.
     """
     own = watched_calls(reference, where, exported)
-    seen = file.run(tensors)
+    values, error = file.run(tensors)
     got: dict[_Name, torch.Tensor] = {}
     for name, tensor in _values_of(own).items():
-        nearest = _nearest(tensor, (*seen.values.values(), *tensors))
+        nearest = _nearest(tensor, (*values.values(), *tensors))
         # The file's constants aren't among its values. So an input without a similar value proves nothing, and neither
         # does an integer input, such as indices.
         if nearest is not None and (name[1] == "outputs" or not is_exact(tensor)):
             got[name] = nearest
-    outputs = [seen.values[name] for name in file.outputs if name in seen.values]
+    outputs = [values[name] for name in file.outputs if name in values]
     if len(outputs) == len(own[ROOT].outputs):
         got |= _named(ROOT, "outputs", outputs)
-    raised = dict.fromkeys(own, "the file raises there") if seen.error else {}
+    raised = dict.fromkeys(own, "the file raises there") if error else {}
     verdicts = _Verdicts(reference, where, exported, own, got, raised)
     return verdicts.divergence(verdicts.first_wrong())
 

@@ -84,8 +84,7 @@ class Exported:
     def first(self, batch: int = 2) -> Divergence | None:
         onnx.save(self.proto, self.artifact.path)
         program = self.artifact.program
-        names = [program.in_file.get(name, name) for name in program.places]
-        values = self.artifact.values(self.artifact.path, "cpu", names)
+        values = self.artifact.values(self.artifact.path, "cpu", program.places)
         assert len(values.names) > 1
         return first_wrong_value(program, values, (self.draw(batch),), f"batch size {batch}")
 
