@@ -47,13 +47,11 @@ from exporters.base import Artifact, ExportRequest
 from exporters.errors import RouteRefused
 from exporters.isolation import silent
 from exporters.onnx import OnnxExporter
-from exporters.steps import Place, line_of
+from exporters.places import Place, line_of
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize, report_of
+from optimizer.faults import located
 from optimizer.faults.divergence import Divergence
-from optimizer.faults.locating import first_divergence
-from optimizer.faults.locating_modules import first_wrong_part
-from optimizer.faults.locating_values import first_module_without_value
 from optimizer.model.inputs import Samples
 from optimizer.parity import Reference, measure_reference
 from passes.program.weights import bare
@@ -148,7 +146,7 @@ class Subject:
         proto = onnx.load(artifact.path)
         names = [name for node in proto.graph.node for name in node.output if name]
         assert artifact.values is not None
-        seen = artifact.values(artifact.path, "cpu", names).run((self.inputs(2),)).values
+        seen, _ = artifact.values(artifact.path, "cpu", names).run((self.inputs(2),))
         floats = frozenset(name for name, value in seen.items() if value.dtype == torch.float32)
         file = File(proto, {name: tuple(value.shape) for name, value in seen.items()}, floats)
         right = [outputs(session_of(proto), self.inputs(batch)) for batch in BATCHES]
@@ -288,7 +286,7 @@ def in_onnx(kind: str, plant: Plant, subject: Subject, seed: int) -> Trial:
     onnx.save(planted.model, path)
     module, line = subject.onnx.places[value]
     started = time.perf_counter()
-    found = looked_for(replace(subject.onnx.artifact, path=path), subject.inputs)
+    found = looked_for(subject, replace(subject.onnx.artifact, path=path))
     seconds = time.perf_counter() - started
     return Trial(kind, value, node.op_type, module, line, verdict(found, module, line), str(found), seconds)
 
@@ -342,13 +340,7 @@ def in_torchscript(kind: str, subject: Subject, seed: int) -> Trial:
         if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
             break
     module = parameter.removeprefix("model.model.").rpartition(".")[0]
-
-    def look() -> Divergence | None:
-        return first_wrong_part(
-            subject.reference, subject.fast, TorchScriptExporter.parts(path, "cpu"), wheres_of(subject.reference)
-        )
-
-    return timed(kind, parameter, subject, module, look)
+    return timed(kind, parameter, subject, module, replace(artifact, path=path))
 
 
 def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
@@ -367,8 +359,7 @@ def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
         if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
             break
     module = parameter.removeprefix("model.").rpartition(".")[0]
-    planted = replace(artifact, path=path)
-    return timed(kind, parameter, subject, module, lambda: looked_for(planted, subject.inputs))
+    return timed(kind, parameter, subject, module, replace(artifact, path=path))
 
 
 def in_old_onnx(kind: str, subject: Subject, seed: int) -> Trial:
@@ -392,13 +383,7 @@ def in_old_onnx(kind: str, subject: Subject, seed: int) -> Trial:
             if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
                 break
     node = right.graph.node[number]
-
-    def look() -> Divergence | None:
-        assert artifact.values is not None
-        everything, wheres = artifact.values(path, "cpu", None), wheres_of(subject.reference)
-        return first_module_without_value(subject.reference, subject.fast, everything, lambda call: call.args, wheres)
-
-    return timed(kind, node.name, subject, module_of(node.name), look)
+    return timed(kind, node.name, subject, module_of(node.name), replace(artifact, path=path))
 
 
 def module_of(name: str) -> str:
@@ -408,14 +393,10 @@ def module_of(name: str) -> str:
     return ".".join(kept)
 
 
-def wheres_of(reference: Reference) -> list[str]:
-    return [where for where, _ in reference.calls()]
-
-
-def timed(kind: str, value: str, subject: Subject, module: str, look: Callable[[], Divergence | None]) -> Trial:
+def timed(kind: str, value: str, subject: Subject, module: str, artifact: Artifact) -> Trial:
     """A trial where the module is known that the fault is in, and of the line those that are written down for it."""
     started = time.perf_counter()
-    found = look()
+    found = looked_for(subject, artifact)
     seconds = time.perf_counter() - started
     lines = subject.lines.get(module, set())
     right = found is not None and found.module == module and not found.also and (found.line in lines or not lines)
@@ -433,13 +414,14 @@ DRAWS: dict[str, tuple[str, Draw]] = {
 }
 
 
-def looked_for(artifact: Artifact, inputs: Inputs) -> Divergence | None:
-    program, values = artifact.program, artifact.values
-    assert program is not None
-    assert values is not None
-    names = [program.name_in_file(step) for step in program.steps]
-    calls = ((f"batch size {batch}", (inputs(batch),)) for batch in BATCHES)
-    return first_divergence(program, values(artifact.path, "cpu", names), calls)
+def looked_for(subject: Subject, artifact: Artifact) -> Divergence | None:
+    """As it is looked for where an export fails."""
+
+    def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+        return args
+
+    measurement = subject.reference.compare(artifact.load(), flatten=flatten)
+    return located(artifact, subject.reference, measurement, subject.fast, flatten, "cpu").divergence
 
 
 def verdict(found: Divergence | None, module: str, line: str) -> str:

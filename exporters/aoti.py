@@ -26,11 +26,11 @@ import torch
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, parameter_names
 from exporters.errors import ExportError, OtherMachine, RouteRefused
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
+from exporters.file_values import Program
 from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
-from exporters.program_values import ProgramValues
 from exporters.proof import Evidence, Route, first_right, gather, prove_beyond, prove_early, prove_written, refusing
 from exporters.trace_conditions import conditions_at
 from exporters.writing import write_archive
@@ -57,14 +57,15 @@ class AotiExporter(Exporter):
         if (lacking := missing_compiler()) is not None:
             raise ExportError(f"The model can't be exported to aoti: {lacking}.")
         evidence = replace(gather(request), in_a_row=_IN_A_ROW)
-        programs: list[torch.export.ExportedProgram] = []
+        programs: list[Program] = []
 
         def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
             if programs:
                 # Compiling takes minutes, and a file that is wrong for one program is wrong for the other.
                 raise RouteRefused("the model was captured without it")
-            programs.append(captured(evidence, strict=strict)[0])
-            return self._compiled(programs[0], evidence, folder)
+            program, placed = captured(evidence, strict=strict)
+            programs.append(placed)
+            return self._compiled(program, evidence, folder)
 
         routes = (
             Route("aotinductor", partial(compiled, strict=False)),
@@ -73,7 +74,7 @@ class AotiExporter(Exporter):
 
         def known(artifact: Artifact) -> Artifact:
             notes = (*artifact.notes, f"Made for {_place(_metadata(artifact.path))}.")
-            return replace(artifact, notes=notes, source=partial(ProgramValues, programs[0]))
+            return replace(artifact, notes=notes, program=programs[0])
 
         return first_right(self, request, evidence, routes, directory, known)
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.errors import RouteRefused, StructureError
+from exporters.file_values import FileParts, FileValues, Program
 from exporters.isolation import silent, undisturbed
-from exporters.steps import FileParts, FileValues, Program
 from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
 
 T = TypeVar("T")
@@ -300,11 +300,9 @@ class Artifact:
         opset: version of the ONNX operator set of the file; None for other formats.
         metadata: the metadata in the file.
         unoptimized: like `loader`, but without the runtime's graph optimizations; None where the runtime has none.
-        program: the operations that the file was made from, where the exporter knows them; not stored in the file.
+        program: the program that the file was made from, where there is one; not stored in the file.
         values: loads the file so that it returns the values with these names, or all for None; None where unsupported.
         parts: loads the file's modules as callables; None where the file has none.
-        source: loads, for a device, the program from which the file was made, for files that can't return intermediate
-            values themselves.
     """
 
     format: str
@@ -326,7 +324,6 @@ class Artifact:
         default=None, kw_only=True, repr=False, compare=False
     )
     parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)
-    source: Callable[[str], FileValues] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """Load the artifact on "cpu" or "cuda"."""

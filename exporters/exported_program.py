@@ -19,11 +19,11 @@ from exporters.base import TensorSpec, clones, parameter_names
 from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused
+from exporters.file_values import Program
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
 from exporters.proof import Evidence, Shapes, refusing
-from exporters.steps import Program, program_of
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
@@ -37,10 +37,10 @@ _FIXED = (
 )
 
 
-def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program | None]:
+def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program]:
     """The shared capture as a program of the caller's own, without origin metadata in its nodes; weights aren't copied.
 
-    The second result holds the program's steps with their places; None where the steps can't be computed one by one.
+    The second result holds the program with the places of its values in the model.
 
     Args:
         strict: as for `shared_program`.
@@ -55,9 +55,9 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
     for node, original in zip(_nodes_of(program.graph_module), _nodes_of(shared.graph_module), strict=True):
         # A copied graph renames nodes that have the name of a Python function, such as `input`.
         node.name, node.target = original.name, original.target
-    steps = program_of(program, evidence.captures.adapter.model)
+    placed = Program.of(program, evidence.captures.adapter.model)
     _drop_traces(program)
-    return program, steps
+    return program, placed
 
 
 def shared_program(evidence: Evidence, *, strict: bool | None = None) -> torch.export.ExportedProgram:

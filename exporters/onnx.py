@@ -22,6 +22,7 @@ from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, Te
 from exporters.conditions import Condition
 from exporters.errors import MetadataError, ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, named_dims, shared_program
+from exporters.file_values import FileValues, Program
 from exporters.isolation import silent, undisturbed
 from exporters.onnx_operators import translations
 from exporters.onnx_pads import keep_pads
@@ -29,7 +30,6 @@ from exporters.onnx_runtime import ort
 from exporters.onnx_session import CUDA, providers_for, run_session
 from exporters.onnx_values import OnnxValues
 from exporters.proof import Evidence, Route, first_right, gather, refusing
-from exporters.steps import FileValues, Program, program_of
 from exporters.torchscript_deprecation import torchscript_allowed
 from exporters.trace_conditions import prove_file, watched
 
@@ -147,7 +147,7 @@ def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
 
 
 _Captured = tuple[ir.Model, Sequence[Condition], Program | None]
-"""The model in the file, the conditions on the batch, and the operations it was made from, where known."""
+"""The model in the file, the conditions on the batch, and the program it was made from, where there is one."""
 
 
 def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
@@ -167,8 +167,8 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captur
     if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export gave no program")
     exported = program.exported_program
-    steps = program_of(exported, evidence.adapter.model, evidence.adapter.output_names)
-    return program.model, conditions_of_program(exported, evidence), steps
+    known = Program.of(exported, evidence.adapter.model, evidence.adapter.output_names)
+    return program.model, conditions_of_program(exported, evidence), known
 
 
 def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:

@@ -14,7 +14,6 @@ import torch
 
 from exporters.onnx_runtime import ort
 from exporters.onnx_session import providers_for, run_session
-from exporters.steps import Seen
 
 _FAILING_NODE = re.compile(r"Name:'(?P<name>[^']*)'")
 _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
@@ -37,11 +36,8 @@ class OnnxValues:
         computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
         self.names = computed if names is None else computed & frozenset(names)
         self.outputs = tuple(value.name for value in self._model.graph.output)
-        self._sessions: dict[int, ort.InferenceSession] = {}
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Seen:
-        """Return the values for these inputs; if an operation raises, those before it in the file's order."""
-        first: tuple[str, ...] = ()
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
         end, error = len(self._model.graph.node), ""
         while any(name in self.names for node in self._model.graph.node[:end] for name in node.output):
             session = self._session(end)
@@ -52,11 +48,10 @@ class OnnxValues:
                 # onnxruntime follows this order too, so no earlier node raised. If it runs a later node first, the next
                 # session, which ends before that node, continues the search.
                 end = self._number_of(error, end)
-                first = self._behind(end)
                 continue
             names = [node.name for node in session.get_outputs()]
-            return Seen({name: value.cpu() for name, value in zip(names, values, strict=True)}, first, error)
-        return Seen({}, first, error)
+            return {name: value.cpu() for name, value in zip(names, values, strict=True)}, error
+        return {}, error
 
     def _number_of(self, error: str, end: int) -> int:
         """The index of the node among the first `end` that onnxruntime's error names; the last one if it names none."""
@@ -68,33 +63,18 @@ class OnnxValues:
         ]
         return numbers[-1] if numbers else end - 1
 
-    def _behind(self, number: int) -> tuple[str, ...]:
-        """The requested values that depend on a node without another requested value in between."""
-        open_names, found = (
-            set(self._model.graph.node[number].output),
-            dict.fromkeys(self._model.graph.node[number].output),
-        )
-        for node in self._model.graph.node[number + 1 :]:
-            if any(name in open_names and name not in self.names for name in node.input):
-                open_names.update(node.output)
-                found.update(dict.fromkeys(node.output))
-        return tuple(name for name in found if name in self.names)
-
     def _session(self, end: int) -> ort.InferenceSession:
         """A session with the first `end` nodes, whose outputs are the requested values."""
-        if end not in self._sessions:
-            model = onnx.ModelProto()
-            model.CopyFrom(self._model)
-            graph = model.graph
-            del graph.node[end:], graph.output[:]
-            # Leave out the types: onnxruntime infers them, and the types in the file may be the error.
-            graph.output.extend(
-                onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
-            )
-            options = ort.SessionOptions()
-            options.log_severity_level = 4
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(self._folder))
-            content = model.SerializeToString()
-            self._sessions[end] = ort.InferenceSession(content, options, providers=providers_for(self._device))
-        return self._sessions[end]
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        graph = model.graph
+        del graph.node[end:], graph.output[:]
+        # Leave out the types: onnxruntime infers them, and the types in the file may be the error.
+        graph.output.extend(
+            onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
+        )
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(self._folder))
+        return ort.InferenceSession(model.SerializeToString(), options, providers=providers_for(self._device))

@@ -5,22 +5,48 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+import re
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 
-from exporters.steps import FRAME, is_users, source_line
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = Path(torch.__file__).parent
+_IN_TORCH = f"{_TORCH}{os.sep}"
+_OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimizer", "passes"))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LONGEST_LINE = 80
+
+
+@dataclass(frozen=True)
+class Place:
+    """The location of an operation in the model.
+
+    Attributes:
+        module: path of the module whose forward runs the operation; "" for the model itself.
+        call: the number of that module's call, starting at 1.
+        line: "modeling_bert.py:175", the innermost line outside torch; "" if it is unknown.
+        operation: the name of the operation: "linear".
+    """
+
+    module: str
+    call: int
+    line: str
+    operation: str
+
+    def __str__(self) -> str:
+        words = ", ".join(word for word in (self.line, self.operation) if word)
+        again = f", call {self.call}" if self.call > 1 else ""
+        return f"{self.module or 'the model itself'}{again} ({words})"
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame outside torch."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_IN_TORCH):
         frame = frame.f_back
     return frame
 
@@ -48,7 +74,7 @@ def place_in_stack(stack: str, model: nn.Module) -> str:
 
     A textual stack has no modules. One is named if the innermost forward in the stack belongs to only one module.
     """
-    frames = [(found["file"], int(found["line"])) for found in FRAME.finditer(stack) if is_users(found["file"])]
+    frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(stack) if is_users(found["file"])]
     if not frames:
         return ""
     line, number = _quoted(*frames[-1])
@@ -85,3 +111,33 @@ def place_of_error(error: BaseException, model: object) -> str:
     if not frames or not isinstance(model, nn.Module):
         return ""
     return place_of(*frames[-1], paths_of(model))
+
+
+def line_of(stack_trace: str) -> str:
+    """File name and line of the innermost stack frame outside torch and this program; "" if there is none."""
+    frames = [(found["file"], found["line"]) for found in _FRAME.finditer(stack_trace)]
+    own = [frame for frame in frames if is_users(frame[0])]
+    return source_line(*own[-1]) if own else ""
+
+
+def source_line(file: str, line: int | str) -> str:
+    """A line for messages: without the folder, which differs between machines."""
+    return f"{Path(file).name}:{line}"
+
+
+def is_users(file: str) -> bool:
+    """Whether a source file belongs neither to torch nor to this program."""
+    # Code that passes generate has no file.
+    path = Path(file)
+    return path.suffix == ".py" and not any(path.is_relative_to(folder) for folder in (_TORCH, *_OURS))
+
+
+def line_of_forward(model: nn.Module, path: str) -> str:
+    """The first line of the innermost forward on a path to a module that isn't torch's own; "" if there is none."""
+    parts = path.split(".") if path else []
+    for count in range(len(parts), -1, -1):
+        kind = type(model.get_submodule(".".join(parts[:count])))
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            return source_line(code.co_filename, code.co_firstlineno)
+    return ""

@@ -18,10 +18,10 @@ from torch.export.passes import move_to_device_pass
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
+from exporters.file_values import FileValues, Program, ProgramValues
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
-from exporters.program_values import ProgramValues
 from exporters.proof import (
     Evidence,
     Route,
@@ -33,7 +33,6 @@ from exporters.proof import (
     prove_written,
     refusing,
 )
-from exporters.steps import FileValues, Program
 from exporters.trace_conditions import conditions_at
 from exporters.writing import write_archive
 
@@ -46,21 +45,19 @@ class Pt2Exporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
-        programs: dict[str, tuple[torch.export.ExportedProgram, Program | None]] = {}
+        programs: dict[str, Program] = {}
 
         def route(name: str, *, strict: bool) -> Route:
             def write(folder: Path) -> tuple[Path, ...]:
-                programs[name] = captured(evidence, strict=strict)
-                return self._exported(programs[name][0], evidence, folder)
+                program, programs[name] = captured(evidence, strict=strict)
+                return self._exported(program, evidence, folder)
 
             return Route(name, write)
 
         def known(artifact: Artifact) -> Artifact:
-            program, steps = programs[artifact.route]
-            if not artifact.path.exists():
-                # The route was refused before the file was written, so the error is in the capture.
-                return replace(artifact, source=partial(ProgramValues, program))
-            return replace(artifact, program=steps, values=self.values)
+            # A route that was refused before the file was written has no values of a file.
+            values = self.values if artifact.path.exists() else None
+            return replace(artifact, program=programs[artifact.route], values=values)
 
         routes = (route("export", strict=False), route("export-strict", strict=True))
         return first_right(self, request, evidence, routes, directory, known)
@@ -78,7 +75,7 @@ class Pt2Exporter(Exporter):
     def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
         """Load the file so that it returns the values with these names; None means all."""
         with silent():
-            return ProgramValues(_read(path, device), device, names)
+            return ProgramValues(_read(path, device), names)
 
     def _exported(self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
         conditions = conditions_of_program(program, evidence)

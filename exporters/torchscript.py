@@ -20,10 +20,10 @@ from torch import nn
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, parameter_names
 from exporters.decisions import Watch, traced
 from exporters.errors import RouteRefused, WrongFile
+from exporters.file_values import FileParts
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, refusing
-from exporters.steps import FileParts
 from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_deprecation import torchscript_allowed
 from exporters.torchscript_names import ascii_name, readable

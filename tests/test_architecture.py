@@ -144,7 +144,7 @@ def test_no_class_is_long_and_no_file_knows_many_others(path: Path) -> None:
 
 # What looks at frames, to name a line in a message.
 NAMING_LINES = {
-    "optimizer/faults/locating_modules.py",
+    "optimizer/faults/module_calls.py",
     "exporters/draws.py",
     "exporters/lists.py",
     "exporters/decisions.py",

@@ -12,7 +12,7 @@ from torch import nn
 
 from optimizer.errors import ExportFailed
 from optimizer.faults.locating import named_first
-from optimizer.faults.locating_modules import ModuleCall, in_order_of_ending, watched_calls
+from optimizer.faults.module_calls import ROOT, ModuleCall, in_order_of_ending, watched_calls
 from optimizer.model import REGISTRIES, AsItIs
 from optimizer.parity import (
     Reference,
@@ -21,7 +21,6 @@ from optimizer.parity import (
     is_exact,
     judge,
     measure_in_sequence,
-    reruns,
     unit,
     wide,
 )
@@ -88,15 +87,13 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _
     Inner modules come before outer ones. None if there is no such call: state that is reset before the last call ends
     can't be seen afterwards.
     """
-    runs = reruns(reference, where, original)
-    alone = watched_calls(runs.original, runs.own, may_raise=True)
-    if ("", 1) not in alone:
+    alone = watched_calls(reference, where, original, may_raise=True)
+    if ROOT not in alone:
         return None
 
     def again(module: nn.Module) -> ModuleCall | None:
-        later_runs = reruns(reference, where, AsItIs(module, in_eval=True))
-        later = watched_calls(later_runs.other, later_runs.candidate, may_raise=True)
-        for call in in_order_of_ending(alone["", 1]):
+        later = watched_calls(reference, where, AsItIs(module, in_eval=True), may_raise=True)
+        for call in in_order_of_ending(alone[ROOT]):
             other = later.get(call.key)
             if other and _given_alike(call, other) and not _are_alike(call.outputs, other.outputs):
                 return call

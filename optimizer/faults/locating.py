@@ -1,36 +1,40 @@
-"""Find where a file first diverges from the model: the module, the line and the operation.
+"""Find where a file or a module first diverges from the original: the module, and where known the line and operation.
 
-A file's program (`exporters.steps`) lists the operations that the file was made from. The file runs once and returns
-all its intermediate values. Then each operation is recomputed from the file's own values of its inputs: in float64,
-which is the truth, in the original's dtype, and with inputs and weights off by one ulp. The last two give the noise, as
-for the outputs. So each value is compared with the result that follows from the values before it. An error that is only
-propagated isn't reported after the operation that caused it. An error that fades later is found at its full size.
+Most files are made from a captured program, whose values have the names of the file's. That program runs on the
+original's weights, and all its values are judged as the outputs of a model are: with the program in float64, in its own
+dtype, and off by one ulp. The first wrong value in the order of the program is at fault. The file lacks some values,
+because their operations were merged into others. If the next value that the file has is wrong, any of these operations
+may be at fault, and all are named.
 
-The file lacks some values, because their operations were merged into others. Those values are computed from the values
-before them. If the next value that the file has is wrong, any of these operations may be at fault, and all are named.
+If no such value is wrong, or the file has none, modules are compared (`locating_modules`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import nn
 
 from exporters.base import Artifact
-from exporters.steps import FileValues, Place, Program, Seen, Step
-from optimizer.faults.divergence import Divergence, Off, how_far_off
-from optimizer.faults.locating_modules import first_wrong_module, first_wrong_part
-from optimizer.faults.locating_values import first_module_without_value
+from exporters.file_values import FileValues, Program
+from optimizer.faults.divergence import Divergence
+from optimizer.faults.locating_modules import first_module_without_value, first_wrong_module, first_wrong_part
 from optimizer.model import Call, random_state
-from optimizer.parity import Flatten, Measurement, Reference, off_by_one_ulp, raised, random_signs
+from optimizer.parity import Flatten, Measurement, Reference, judged_values, reference_at
 from optimizer.wording import quote
-from passes.program.storage import has_strides, same_values
+from passes.program.storage import same_values
 
 logger = logging.getLogger(__name__)
+
+# The maximum number of calls at which a divergence is searched.
+_SEARCHED = 4
+# Of the random numbers in a file and in the program that it was made from.
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -52,163 +56,6 @@ class Located:
         }
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The comparison of one value of a file with the result that follows from the file's values before it.
-
-    Attributes:
-        between: the places that may be at fault: the step itself, and before it the steps whose values the file lacks.
-    """
-
-    step: Step
-    off: Off
-    between: tuple[Place, ...]
-
-
-def first_divergence(
-    program: Program, values: FileValues, calls: Iterable[tuple[str, Sequence[torch.Tensor]]]
-) -> Divergence | None:
-    """Find the first divergence, at the first call that shows one; None if each value follows from those before it.
-
-    Args:
-        program: the operations that the file was made from.
-        values: returns the values of the file.
-        calls: the description of each call, and the inputs of the file.
-    """
-    for where, tensors in calls:
-        seen = values.run(tensors)
-        for judged in judged_values(program, seen, tensors):
-            if judged.off.problem:
-                return _divergence(program, judged, where)
-        if seen.stopped_at:
-            return _raising(program, seen, where)
-    return None
-
-
-def judged_values(program: Program, seen: Seen, tensors: Sequence[torch.Tensor]) -> Iterator[Judged]:
-    """Judge each value that the file has, in the order of the program.
-
-    Ends after a wrong value whose noise is 0 (such as a wrong shape), because the next values can't be computed from
-    it. Also ends at the operation where the file raised. Values that depend on random numbers aren't judged.
-    """
-    replay = _Replay(program, tensors)
-    for number, step in enumerate(program.steps):
-        name = program.name_in_file(step)
-        value = seen.values.get(name) if step.is_tensor else None
-        if value is None and name in seen.stopped_at:
-            return
-        if value is None:
-            replay.compute(step)
-        elif step.repeats or replay.repeats(step):
-            judged = replay.judge(step, value)
-            yield judged
-            if judged.off.problem and not judged.off.noise:
-                return
-            replay.take(step, value)
-        else:
-            replay.take(step, value)
-        replay.forget(number)
-
-
-class _Replay:
-    """Recomputes a program in three versions: in its own dtypes, in float64, and off by one ulp."""
-
-    def __init__(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
-        self._signs = random_signs(torch.Generator().manual_seed(0))
-        self._constants = program.constants
-        self._own: dict[str, Any] = {}
-        self._truth: dict[str, Any] = {}
-        self._off: dict[str, Any] = {}
-        # For each value that the file lacks: the places of its step and of the steps before it that the file lacks too.
-        self._between: dict[str, tuple[Place, ...]] = {}
-        self._last: dict[str, int] = {name: number for number, step in enumerate(program.steps) for name in step.inputs}
-        for name, tensor in zip(program.inputs, tensors, strict=True):
-            self._set(name, tensor.detach().cpu())
-
-    def judge(self, step: Step, value: torch.Tensor) -> Judged:
-        own, truth, off = self._computed(step)
-        between = (*self._between_inputs(step), step.place)
-        if not isinstance(own, torch.Tensor):
-            return Judged(step, Off(), between)
-        return Judged(step, how_far_off(value, own, truth, off), between)
-
-    def repeats(self, step: Step) -> bool:
-        """Whether a step that may draw random numbers returns the same with another seed, like dropout in eval."""
-        drawn = []
-        for seed in (0, 1):
-            with random_state(seed):
-                drawn.append(self._computed(step)[0])
-        return isinstance(drawn[0], torch.Tensor) and same_values(*drawn)
-
-    def take(self, step: Step, value: torch.Tensor) -> None:
-        """Continue with the file's value."""
-        self._set(step.name, value)
-        self._between.pop(step.name, None)
-
-    def compute(self, step: Step) -> None:
-        """Continue with a recomputed value, because the file doesn't have it."""
-        own, truth, off = self._computed(step)
-        self._own[step.name], self._truth[step.name], self._off[step.name] = own, _raised(truth), off
-        self._between[step.name] = (*self._between_inputs(step), step.place)
-
-    def forget(self, number: int) -> None:
-        """Drop the values that no later step reads."""
-        for name in [name for name in self._own if self._last.get(name, -1) <= number]:
-            del self._own[name], self._truth[name], self._off[name]
-
-    def _set(self, name: str, value: torch.Tensor) -> None:
-        self._own[name], self._truth[name] = value, _raised(value)
-        self._off[name] = self._shaken(value)
-
-    def _shaken(self, value: torch.Tensor) -> torch.Tensor:
-        inexact = value.is_floating_point() or value.is_complex()
-        return off_by_one_ulp(value, self._signs) if inexact and value.numel() and has_strides(value) else value
-
-    def _computed(self, step: Step) -> tuple[Any, Any, Any]:
-        held = {name: _on_cpu(self._constants[name]) for name in step.inputs if name in self._constants}
-        above = {name: _raised(value) for name, value in held.items()}
-        beside = {name: self._shaken(v) if isinstance(v, torch.Tensor) else v for name, v in held.items()}
-        with torch.no_grad():
-            return tuple(
-                step.compute({name: known.get(name, given.get(name)) for name in step.inputs})
-                for known, given in ((self._own, held), (self._truth, above), (self._off, beside))
-            )
-
-    def _between_inputs(self, step: Step) -> tuple[Place, ...]:
-        return tuple(dict.fromkeys(place for name in step.inputs for place in self._between.get(name, ())))
-
-
-def _divergence(program: Program, judged: Judged, where: str) -> Divergence:
-    place = judged.step.place
-    return Divergence(
-        **asdict(place),
-        error=judged.off.error,
-        noise=judged.off.noise,
-        problem=f"{judged.off.problem} at {where}",
-        where=where,
-        value=program.name_in_file(judged.step),
-        also=tuple(other for other in dict.fromkeys(judged.between) if other != place),
-    )
-
-
-def _raising(program: Program, seen: Seen, where: str) -> Divergence | None:
-    """The divergence at the operation that raised. Its inputs were right."""
-    step = next((step for step in program.steps if program.name_in_file(step) in seen.stopped_at), None)
-    if step is None:
-        return None
-    return _divergence(program, Judged(step, Off(problem="raises"), (step.place,)), where)
-
-
-def _raised(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(map(_raised, value))
-    return _on_cpu(value).to(raised(value.dtype)) if isinstance(value, torch.Tensor) else value
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
 def located(
     artifact: Artifact,
     reference: Reference,
@@ -226,29 +73,18 @@ def located(
         exported: the module that the artifact was made from.
         flatten: returns the artifact's input tensors for (args, kwargs).
     """
-    wheres = named_first(reference, measurement)
+    search = _FileSearch(artifact, reference, exported, device)
 
-    def find() -> Divergence | None:
-        found = _in_file(artifact, reference, exported, wheres, flatten, device)
-        if found is None and exported is not reference.target:
-            found = first_wrong_module(reference, exported, wheres)
-        return found
+    def find() -> Iterator[Divergence | None]:
+        wheres = named_first(reference, measurement)[:_SEARCHED]
+        calls = dict(reference.calls())
+        given = [(tuple(flatten(calls[where].args, calls[where].kwargs)), where) for where in wheres]
+        yield from starmap(search.by_value, given)
+        yield from starmap(search.by_module, given)
+        if exported is not reference.target:
+            yield from (first_wrong_module(reference, exported, where) for where in wheres)
 
-    return _looked_for(find, _nowhere(artifact))
-
-
-def _nowhere(artifact: Artifact) -> str:
-    """The reason why nothing was found in a file, as a clause."""
-    if artifact.values is not None:
-        return "each part of the file gives what follows from its inputs"
-    if artifact.parts is not None:
-        return "each module of the file that takes one tensor gives what it should"
-    if artifact.source is not None:
-        return (
-            "a package of machine code has no values to look at, and the program that it was compiled from is right, so that it"
-            " was made wrong by the compiler, or written to since"
-        )
-    return f"a file of the format {artifact.format} gives nothing but its outputs"
+    return _first_of(find(), search.nowhere)
 
 
 def place_in_refused(
@@ -267,27 +103,94 @@ def place_in_refused(
     Returns:
         A clause; "" if no divergence was found.
     """
+    search = _FileSearch(artifact, reference, exported, device)
 
-    def find() -> Divergence | None:
+    def find() -> Iterator[Divergence | None]:
         known = ((where, tuple(flatten(call.args, call.kwargs))) for where, call in reference.calls())
-        wheres = [
-            where for where, given in known if all(same_values(*pair) for pair in zip(given, tensors, strict=True))
-        ]
-        if wheres:
-            return _in_file(artifact, reference, exported, wheres[:1], flatten, device)
+        same = (where for where, given in known if all(same_values(*pair) for pair in zip(given, tensors, strict=True)))
+        where = next(same, None)
         sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        return _in_steps(artifact, [(f"inputs of {sizes}", tensors)], device)
+        yield search.by_value(tensors, where or f"inputs of {sizes}")
+        if where is not None:
+            yield search.by_module(tensors, where)
 
-    found = _looked_for(find, "").divergence
+    found = _first_of(find(), "").divergence
     return "" if found is None else str(found)
 
 
 def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
     """Find where a module that failed the comparison first diverges; an exception goes into the note."""
-    wheres = named_first(reference, measurement)
-    return _looked_for(
-        lambda: first_wrong_module(reference, candidate, wheres), "no module gives anything else than the original's"
-    )
+    wheres = named_first(reference, measurement)[:_SEARCHED]
+    found = (first_wrong_module(reference, candidate, where) for where in wheres)
+    return _first_of(found, "no module gives anything else than the original's")
+
+
+@dataclass(frozen=True)
+class _FileSearch:
+    """Searches a file at one call.
+
+    Attributes:
+        exported: the module that the file was made from.
+    """
+
+    artifact: Artifact
+    reference: Reference
+    exported: nn.Module
+    device: str
+
+    def by_value(self, tensors: Sequence[torch.Tensor], where: str) -> Divergence | None:
+        """The first value that differs from the value of the same name in the program that the file was made from."""
+        artifact, program = self.artifact, self.artifact.program
+        if program is None or artifact.values is None:
+            return None
+        return first_wrong_value(program, artifact.values(artifact.path, self.device, program.places), tensors, where)
+
+    def by_module(self, tensors: Sequence[torch.Tensor], where: str) -> Divergence | None:
+        """The first module that differs in the file, or in the program that the file was made from where it is known."""
+        artifact = self.artifact
+        if artifact.parts is not None:
+            return first_wrong_part(self.reference, self.exported, artifact.parts(artifact.path, self.device), where)
+        file: FileValues | None = None if artifact.program is None else artifact.program.values()
+        if file is None and artifact.values is not None:
+            file = artifact.values(artifact.path, self.device, None)
+        return None if file is None else first_module_without_value(self.reference, self.exported, file, tensors, where)
+
+    @property
+    def nowhere(self) -> str:
+        """The reason why nothing was found, as a clause."""
+        if self.artifact.values is not None:
+            return "each value of the file is what it should be"
+        if self.artifact.parts is not None:
+            return "each module of the file that takes one tensor gives what it should"
+        if self.artifact.program is not None:
+            return (
+                "a package of machine code has no values to look at, and the program that it was compiled from is right, so"
+                " that it was made wrong by the compiler, or written to since"
+            )
+        return f"a file of the format {self.artifact.format} gives nothing but its outputs"
+
+
+def first_wrong_value(
+    program: Program, file: FileValues, tensors: Sequence[torch.Tensor], where: str
+) -> Divergence | None:
+    """Find the first value of a file that differs from the value of the same name in its program.
+
+    If the file raises, and all values before are right, the first value that it didn't compute is reported.
+
+    Args:
+        tensors: the inputs of the file.
+        where: a description of the call.
+    """
+    values = program.values(file.names)
+    expected = reference_at(values, Call(tuple(tensors), {}), where, seed=_SEED)
+    with random_state(_SEED):
+        got, error = file.run(tensors)
+    for name, found in zip(values.names, judged_values(expected, list(map(got.get, values.names))), strict=True):
+        wrong = found or ("raises" if error else None)
+        if wrong is not None and (isinstance(wrong, str) or not wrong.ok):
+            also = program.merged_into(name, values.names)
+            return Divergence.at(program.places[name], wrong, where, value=name, also=also)
+    return None
 
 
 def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -> str:
@@ -310,50 +213,14 @@ def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -
     return "Without the runtime's graph optimizations it is wrong too."
 
 
-def _looked_for(find: Callable[[], Divergence | None], nowhere: str) -> Located:
-    """The result of a search; the note is `nowhere` if it found nothing, or the exception that it raised."""
+def _first_of(found: Iterator[Divergence | None], nowhere: str) -> Located:
+    """The first divergence of a search; the note is `nowhere` if there is none, or the exception that the search raised."""
     try:
-        found = find()
+        first = next(filter(None, found), None)
     except Exception as error:  # the search runs foreign code, whose error must not hide the failure
         logger.debug("locating raised", exc_info=True)
         return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
-    return Located(found, nowhere if found is None else "")
-
-
-def _in_file(
-    artifact: Artifact,
-    reference: Reference,
-    exported: nn.Module,
-    wheres: Sequence[str],
-    flatten: Flatten,
-    device: str,
-) -> Divergence | None:
-    if artifact.parts is not None:
-        return first_wrong_part(reference, exported, artifact.parts(artifact.path, device), wheres)
-
-    def inputs(call: Call) -> tuple[torch.Tensor, ...]:
-        return tuple(flatten(call.args, call.kwargs))
-
-    if artifact.source is not None:
-        return first_module_without_value(reference, exported, artifact.source(device), inputs, wheres)
-    if artifact.values is None:
-        return None
-    calls = dict(reference.calls())
-    if (found := _in_steps(artifact, ((where, inputs(calls[where])) for where in wheres), device)) is not None:
-        return found
-    # The program of the file is unknown, or is wrong itself.
-    everything = artifact.values(artifact.path, device, None)
-    return first_module_without_value(reference, exported, everything, inputs, wheres)
-
-
-def _in_steps(
-    artifact: Artifact, calls: Iterable[tuple[str, Sequence[torch.Tensor]]], device: str
-) -> Divergence | None:
-    program, values = artifact.program, artifact.values
-    if program is None or values is None:
-        return None
-    names = [program.name_in_file(step) for step in program.steps if step.is_tensor]
-    return first_divergence(program, values(artifact.path, device, names), calls)
+    return Located(first, nowhere if first is None else "")
 
 
 def named_first(reference: Reference, measurement: Measurement) -> list[str]:

@@ -18,8 +18,8 @@ from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_refer
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.reference import Reference
 from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
-from optimizer.parity.reruns import reference_of, reruns
-from optimizer.parity.results import Measurement, OutputNoise, ParityReport
+from optimizer.parity.reruns import judged_values, reference_at, rerun
+from optimizer.parity.results import Measurement, OutputNoise, OutputParity, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.row_runs import independent_rows, runs_on
 from optimizer.parity.rows import Rows
@@ -36,6 +36,7 @@ __all__ = [
     "Measurement",
     "OriginalOutputs",
     "OutputNoise",
+    "OutputParity",
     "ParityReport",
     "RecordedRuns",
     "Reference",
@@ -59,13 +60,14 @@ __all__ = [
     "input_names",
     "is_exact",
     "judge",
+    "judged_values",
     "measure_in_sequence",
     "measure_reference",
     "off_by_one_ulp",
     "raised",
     "random_signs",
-    "reference_of",
-    "reruns",
+    "reference_at",
+    "rerun",
     "runs_on",
     "special",
     "unit",

@@ -164,11 +164,12 @@ class Original:
         keep_call: bool = False,
         label: str = "",
         sizes: Sizes = (),
+        seed: int | None = None,
     ) -> bool:
-        """Run it once; False where it raises."""
+        """Run it once, with the seed of this batch size and draw or with the given one; False where it raises."""
         if batch_size in self._dropped and (batch_size, draw) not in self.asked:
             return False
-        seed = self.seed_of(batch_size, draw, sizes)
+        seed = self.seed_of(batch_size, draw, sizes) if seed is None else seed
         self.device = _device_of(self.target, call)
         names = input_names(self.target, call)
         is_first = not self.calls and not self.failures

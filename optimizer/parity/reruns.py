@@ -1,71 +1,65 @@
-"""Run one call of a reference again, to be watched."""
+"""Run one call of a reference again: to be watched, or to judge values inside a model by the rule for its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
-from optimizer.model import Runs, one_at_a_time, pinned_settings
-from optimizer.parity.modes import in_float64, perturbed
+from optimizer.model import Call, Runs, one_at_a_time, pinned_settings
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.observe import observe
 from optimizer.parity.original import Original
 from optimizer.parity.reference import Reference
+from optimizer.parity.results import OutputParity
+from optimizer.parity.verdict import judge
 
 
-@dataclass(frozen=True)
-class Reruns:
-    """Ways to run one call once more, without gradients: three with the original, one with a candidate.
+def rerun(reference: Reference, where: str, target: Runs | nn.Module) -> tuple[Runs, Callable[[], object]]:
+    """A function that runs a module at one call of the reference, without gradients, and the runs that it makes.
 
-    Attributes:
-        original, other: give the copies that are run, so that they can be watched.
-        in_float64, perturbed: the original in float64, and with inputs and weights off by one ulp.
+    Args:
+        where: one of the reference's `calls`.
     """
+    one = reference.call_at(where)
+    call = reference.original.inputs_of(one)
+    runs = target if isinstance(target, Runs) else reference.runs_of(target)
 
-    original: Runs
-    other: Runs
-    own: Callable[[], object]
-    in_float64: Callable[[], object]
-    perturbed: Callable[[], object]
-    candidate: Callable[[], object]
+    def run() -> object:
+        with runs.fresh() as module:
+            return observe(module, call, seed=one.seed, names=one.names)
 
-
-def reruns(reference: Reference, where: str, candidate: Runs | nn.Module) -> Reruns:
-    """Ways to run one call of the reference again; `where` is one of its `calls`."""
-    one, original = reference.call_at(where), reference.original
-    call = original.inputs_of(one)
-    other = candidate if isinstance(candidate, Runs) else reference.runs_of(candidate)
-
-    def plain(runs: Runs) -> Callable[[], object]:
-        def run() -> object:
-            with runs.fresh() as target:
-                return observe(target, call, seed=one.seed, names=one.names)
-
-        return run
-
-    return Reruns(
-        original=original.runs,
-        other=other,
-        own=plain(original.runs),
-        in_float64=lambda: in_float64(original, one, call, training=False),
-        perturbed=lambda: perturbed(original, one, call, 0, training=False),
-        candidate=plain(other),
-    )
+    return runs, run
 
 
-def reference_of(target: nn.Module, reference: Reference, where: str) -> Reference:
-    """A reference of another module, at one call of this reference.
+def reference_at(target: Callable[..., Any], call: Call, where: str, *, seed: int = 0) -> Reference:
+    """A reference of a callable at one call.
+
+    Args:
+        where: the call in words.
+        seed: of the random numbers in the call.
 
     Raises:
         LoadError: it raises there.
     """
-    samples = reference.original.samples
-    assert samples is not None
-    one = reference.call_at(where)
-    original = Original(target, "inference", samples.seed, samples=samples)
+    original = Original(target, "inference", seed)
     with one_at_a_time, pinned_settings() as settings:
-        original.run(one.batch_size, one.draw, reference.original.inputs_of(one), label=one.label, sizes=one.sizes)
+        original.run(None, 0, call, keep_call=True, label=where, seed=seed)
         original.check()
-        return Reference(original, RoundingNoise(original), settings, one.draw + 1)
+        return Reference(original, RoundingNoise(original), settings, 1)
+
+
+def judged_values(reference: Reference, values: Sequence[torch.Tensor | None]) -> list[OutputParity | None]:
+    """Judge values by the outputs of a reference that has one call; the problems name each value "it".
+
+    Args:
+        values: on the CPU, one for each output; None for an unknown value, which isn't judged.
+    """
+    own = reference.original.calls[0].own
+    expected = [own.values[name] for name in own.of_kind("output")]
+    filled = tuple(right if value is None else value for right, value in zip(expected, values, strict=True))
+    measurement = reference.compare(lambda *_: filled, flatten=lambda args, kwargs: ())
+    report = judge(measurement, names=dict.fromkeys(reference.noises, "it"))
+    return [None if value is None else each for value, each in zip(values, report.outputs, strict=True)]

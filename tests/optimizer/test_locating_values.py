@@ -14,13 +14,10 @@ from tiny_models import enliven
 from torch import nn
 
 import exporters.onnx
-import optimizer.faults.locating_values
 from exporters import OnnxExporter
 from exporters.errors import RouteRefused
 from optimizer import export, optimize
 from optimizer.errors import ParityError
-from optimizer.faults.locating_values import Alike
-from optimizer.parity import distance
 
 
 @pytest.fixture
@@ -132,38 +129,3 @@ def test_an_output_that_is_changed_behind_all_modules_is_found_at_the_model(net,
 
     found = found_in(net, tmp_path, monkeypatch, spoil)
     assert (found["module"], found["operation"]) == ("", "Net")
-
-
-def alike(values: list[torch.Tensor]) -> Alike:
-    found = Alike()
-    for value in values:
-        found.add(value)
-    return found
-
-
-@pytest.mark.parametrize("size", [0, 1, 63, 65, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64, torch.int64, torch.bool])
-def test_the_nearest_of_many_values_is_that_of_all(dtype, size):
-    generator = torch.Generator().manual_seed(size)
-    values = [(torch.randn(size, generator=generator) * 4).to(dtype) for _ in range(20)]
-    for value in (*values[::5], (torch.randn(size, generator=generator) * 4).to(dtype)):
-        tensor = value.reshape(-1, 1)
-        apart = [float(distance(each.reshape(tensor.shape), tensor).sum()) for each in values]
-        nearest = alike(values).nearest(tensor)
-        assert nearest.shape == tensor.shape
-        assert float(distance(nearest, tensor).sum()) == min(apart)
-
-
-def test_infinity_in_one_place_hides_no_value():
-    values = [torch.randn(8), torch.randn(8), torch.randn(8)]
-    values[1][3] = -torch.inf
-    assert torch.equal(alike(values).nearest(values[2].clone()), values[2])
-
-
-def test_few_of_many_values_are_looked_at_closely(monkeypatch):
-    values = [torch.randn(50, 40) for _ in range(200)]
-    looked = []
-    monkeypatch.setattr(optimizer.faults.locating_values, "distance", lambda a, b: looked.append(a) or distance(a, b))
-    nearest = alike(values).nearest(values[150].view(40, 50) + 1e-6)
-    assert torch.equal(nearest, values[150].view(40, 50))
-    assert len(looked) < 5

@@ -195,9 +195,18 @@ class Description:
 
         A BatchNorm that begins one of two branches belongs to a convolution before both.
         """
-        either = [block for block in self.blocks if isinstance(block, Combined) and block.kind.startswith("either")]
+        either = [block for block in self._combined() if block.kind.startswith("either")]
         begins = any(pair.leads for block in either for pair in _pairs_in(block))
         return begins or any(pair.style in UNSEEN_STYLES for pair in self.pairs())
+
+    def _combined(self) -> Iterator[Combined]:
+        """Every combination of blocks, wherever it stands."""
+        blocks = list(self.blocks)
+        while blocks:
+            block = blocks.pop()
+            if isinstance(block, Combined):
+                yield block
+                blocks += block.parts
 
     def pairs(self) -> Iterator[Pair]:
         """Every pair, wherever it stands."""
