@@ -31,7 +31,7 @@ from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
-from exporters.proof import Evidence, Route, first_right, gather, prove_beyond, prove_early, prove_written, refusing
+from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, prove_early, refusing
 from exporters.trace_conditions import conditions_at
 from exporters.writing import write_archive
 
@@ -102,7 +102,7 @@ class AotiExporter(Exporter):
                 del loaded
                 loaded = self._packaged(files, evidence, kept, path)
             with undisturbed(evidence.adapter), silent():
-                prove_written(evidence, loaded, [path])
+                prove(evidence, loaded, [path])
         return (path,)
 
     def _packaged(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:

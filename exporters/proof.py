@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -337,35 +338,30 @@ def _run_at_each(
     return outputs, frozenset(unstable)
 
 
-def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...]:
-    """Run a loaded file at every call and return each output's error, relative to its largest value.
-
-    Only the smallest call is run if the request's own proof accepts the file.
+def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...] | None:
+    """Prove a loaded file by the request's own proof; if there is none, or it refuses, run the file at every call.
 
     Args:
         loaded: the artifact, loaded from `files`.
+
+    Returns:
+        Each output's error, relative to its largest value; None if the request's own proof accepts the file.
 
     Raises:
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
     if evidence.proof is not None and evidence.proof(loaded, files):
-        return _proven_at(evidence, loaded, [_smallest(evidence)])
+        return None
     return _proven_at(evidence, loaded, range(len(evidence.inputs)))
 
 
 def prove_early(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
     """Like `prove`, for the program from which the file will be written.
 
-    Only the smallest call is run if the request has its own proof: `prove_written` applies that to the file itself.
+    Only the smallest call is run if the request has its own proof: `prove` applies that to the file itself.
     """
     calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
     return _proven_at(evidence, loaded, calls)
-
-
-def prove_written(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path]) -> None:
-    """Like `prove`, for a file whose program has passed `prove_early`."""
-    if evidence.proof is None or not evidence.proof(loaded, files):
-        _proven_at(evidence, loaded, range(len(evidence.inputs)))
 
 
 def _smallest(evidence: Evidence) -> int:
@@ -393,7 +389,7 @@ def prove_beyond(
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
     decided_at: Callable[[Evidence, int], Sequence[Condition]],
-    errors: Sequence[float],
+    errors: Sequence[float] | None,
 ) -> tuple[Shapes, ...]:
     """Compare file and model at batches that break each condition of the capture.
 
@@ -406,17 +402,23 @@ def prove_beyond(
     Args:
         conditions: the conditions of each view in `evidence.along`; `Condition.along` is the index of the view.
         decided_at: returns the conditions of the model's path at a batch of such a view.
-        errors: the error of each output at the calls, from which the error bound here is derived.
+        errors: the error of each output at the calls, from which the error bound here is derived; None to run the
+            smallest call for it where it is needed.
 
     Raises:
         RouteRefused: the outputs differ, or the batch is too large to try. Errors of `decided_at` pass through.
     """
+
+    @cache
+    def known() -> Sequence[float]:
+        return _proven_at(evidence, loaded, [_smallest(evidence)]) if errors is None else errors
+
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
     for number, view in enumerate(evidence.along):
         own = [condition for condition in conditions if condition.along == number]
-        agreed += map(view.shapes_at, _proven_along(view, loaded, own, decided_at, errors))
+        agreed += map(view.shapes_at, _proven_along(view, loaded, own, decided_at, known))
     for inputs in _several_at_one(evidence):
-        if _proven_on(evidence, loaded, inputs, errors):
+        if _proven_on(evidence, loaded, inputs, known()):
             agreed.append([tuple(tensor.shape) for tensor in inputs])
     return tuple(agreed)
 
@@ -443,7 +445,7 @@ def _proven_along(
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
     decided_at: Callable[[Evidence, int], Sequence[Condition]],
-    errors: Sequence[float],
+    errors: Callable[[], Sequence[float]],
 ) -> list[int]:
     """The batches outside the calls at which file and model agree."""
     tried = set(evidence.batches)
@@ -462,7 +464,11 @@ def _proven_along(
 
 
 def _proven_where_it_breaks(
-    evidence: Evidence, loaded: LoadedArtifact, condition: Condition, tried: set[int], errors: Sequence[float]
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    condition: Condition,
+    tried: set[int],
+    errors: Callable[[], Sequence[float]],
 ) -> list[int]:
     """The batches that break the condition, with file and model compared at each; adds all tried batches to `tried`."""
     answered: list[int] = []
@@ -472,7 +478,7 @@ def _proven_where_it_breaks(
             continue
         tried.add(batch)
         try:
-            answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors)
+            answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors())
         except RouteRefused as refusal:
             if evidence.steps and isinstance(refusal, _TooLarge):
                 # Sizes that grow together soon need too much memory. Each of them was checked by itself.

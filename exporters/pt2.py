@@ -28,9 +28,9 @@ from exporters.proof import (
     dtype_name,
     first_right,
     gather,
+    prove,
     prove_beyond,
     prove_early,
-    prove_written,
     refusing,
 )
 from exporters.trace_conditions import conditions_at
@@ -91,7 +91,7 @@ class Pt2Exporter(Exporter):
         with refusing("the file can't be loaded"):
             loaded = self.load(path, device)
         with undisturbed(evidence.adapter), silent():
-            prove_written(evidence, loaded, [path])
+            prove(evidence, loaded, [path])
         return (path,)
 
 

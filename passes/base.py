@@ -305,7 +305,7 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def rows_of(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+def rows_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int:
     """The batch size of a call: the first dim of its first tensor that has dims; 0 if there is none."""
     tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)

@@ -31,16 +31,14 @@ def note_on_fixed_dims(
     found = _lengths(inputs, samples.batch_size)
     # Dims of equal size are the same length, such as those of the tokens and their mask.
     sizes = dict.fromkeys(size for dims in found.values() for size in dims.values())
-    taken = [size for size in sizes if _takes_others(_only(found, [size]), inputs, samples, reference)]
+    rows = samples.batch_size if open_batch else None
+    taken = [size for size in sizes if _takes_others(_only(found, [size]), inputs, samples, reference, rows)]
     if not taken:
         return []
     names = {size: f"{_NAME}_{number}" if number > 1 else _NAME for number, size in enumerate(taken, 1)}
     found = _only(found, taken)
     declared = {name: {dim: names[size] for dim, size in dims.items()} for name, dims in found.items()}
-    if open_batch:
-        for name, dims in declared.items():
-            if inputs[name].shape[0] == samples.batch_size:
-                declared[name] = {0: BATCH, **dims}
+    declared = _with_batch(declared, inputs, rows)
     fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
     return [
         f"fixed in the files, though the model takes other sizes: {', '.join(fixed)}; `{_option(declared)}` opens"
@@ -66,18 +64,35 @@ def _lengths(inputs: Mapping[str, torch.Tensor], batch_size: int | None) -> dict
     return _only(dims_of, list(lengths))
 
 
+def _with_batch(
+    declared: Mapping[str, dict[int, str]], inputs: Mapping[str, torch.Tensor], rows: int | None
+) -> dict[str, dict[int, str]]:
+    """Open dim 0 too where an input has so many rows; nothing where `rows` is None."""
+    return {
+        name: {0: BATCH, **dims} if rows is not None and inputs[name].shape[0] == rows else dims
+        for name, dims in declared.items()
+    }
+
+
 def _takes_others(
-    dims: Mapping[str, Mapping[int, int]], inputs: Mapping[str, torch.Tensor], samples: Samples, reference: Reference
+    dims: Mapping[str, Mapping[int, int]],
+    inputs: Mapping[str, torch.Tensor],
+    samples: Samples,
+    reference: Reference,
+    rows: int | None,
 ) -> bool:
-    """Whether the model runs with another size of one length, which is the size of all of `dims`."""
-    declared = {name: dict.fromkeys(each, _NAME) for name, each in dims.items()}
-    opened_dims = open_dims(declared, inputs, first=samples.first, static_batch=True)
+    """Whether the model runs with another size of one length, which is the size of all of `dims`.
+
+    Args:
+        rows: the batch size of the example inputs if the batch is open. Then one row is run where the model takes one.
+    """
+    declared = _with_batch({name: dict.fromkeys(each, _NAME) for name, each in dims.items()}, inputs, rows)
+    opened_dims = open_dims(declared, inputs, first=samples.first, static_batch=rows is None)
     opened = samples.opened(opened_dims, inputs)
     given = opened_dims.given[_NAME]
+    rows = 1 if rows is not None and 1 in reference.batch_sizes else opened.batch_size
     try:
-        return any(
-            runs_on(reference, opened.at(opened.batch_size, 0, ((_NAME, size),))) for size in (given // 2, given + 1)
-        )
+        return any(runs_on(reference, opened.at(rows, 0, ((_NAME, size),))) for size in (given // 2, given + 1))
     except UsageError:
         # The user's function for the example inputs doesn't always return the same length.
         return False

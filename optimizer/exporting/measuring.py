@@ -28,12 +28,8 @@ from optimizer.model import (
     on_device,
     trained_as,
 )
-from optimizer.parity import (
-    Reference,
-    Rows,
-    by_output,
-    independent_rows,
-)
+from optimizer.parity import Reference, Rows, by_output, independent_rows
+from passes.base import rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +87,10 @@ def measure(job: ExportJob) -> MeasuredExport:
         # A less precise result, or one on another device, doesn't have the original's outputs.
         request = replace(request, outputs=None)
     fresh = partial(exportable, job.model, job.target, reference.written)
-    adapter = Adapter(fresh(), *request.calls[0], input_names=job.input_names, output_names=job.output_names)
+    # The adapter runs the model once.
+    adapter = Adapter(
+        fresh(), *min(request.calls, key=rows_of), input_names=job.input_names, output_names=job.output_names
+    )
     notes += note_on_numbers(adapter)
     if job.dynamic is None:
         call = at_home.given
