@@ -22,6 +22,7 @@ from optimizer.exporting.requests import (
     note_on_numbers,
     refuse_sizes_not_taken,
     request_for,
+    smallest_call,
 )
 from optimizer.faults import place_in_refused, refuse_carried_state
 from optimizer.model import (
@@ -29,7 +30,6 @@ from optimizer.model import (
     trained_as,
 )
 from optimizer.parity import Reference, Rows, by_output, independent_rows
-from passes.base import rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,7 @@ def measure(job: ExportJob) -> MeasuredExport:
         request = replace(request, outputs=None)
     fresh = partial(exportable, job.model, job.target, reference.written)
     # The adapter runs the model once.
-    adapter = Adapter(
-        fresh(), *min(request.calls, key=rows_of), input_names=job.input_names, output_names=job.output_names
-    )
+    adapter = Adapter(fresh(), *smallest_call(request), input_names=job.input_names, output_names=job.output_names)
     notes += note_on_numbers(adapter)
     if job.dynamic is None:
         call = at_home.given

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from exporters.base import Adapter, ExportRequest
@@ -9,6 +12,7 @@ from optimizer.errors import ExportFailed, UsageError
 from optimizer.exporting.job import ExportJob
 from optimizer.parity import Reference
 from optimizer.wording import listed
+from passes.base import rows_of
 from passes.program.forwards import dtype_inside
 
 # The maximum number of fixed numbers that a note names.
@@ -51,6 +55,11 @@ def request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expor
         opset=job.opset,
         metadata=job.metadata,
     )
+
+
+def smallest_call(request: ExportRequest) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The call with the fewest rows."""
+    return min(request.calls, key=rows_of)
 
 
 def names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:

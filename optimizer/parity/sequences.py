@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def measure_in_sequence(reference: Reference) -> Measurement:
-    """The differences where one copy answers all calls, and the first call again at the end."""
+    """The differences where one copy answers all calls, and the one with the fewest rows again at the end."""
     with _sequence() as settings:
         comparison = reference.original.runs.first(lambda module: _answers(reference, module))
     if comparison.is_doubtful():
@@ -53,8 +53,7 @@ def _answers(reference: Reference, module: Callable[..., Any]) -> Comparison:
     noises = reference.noises_of_few_samples()
     comparison = Comparison(noises, flat=False, in_detail=False, slices=reference.slices, who="the model")
     runs = AsItIs(module, in_eval=True)
-    # Those with few rows first: the first call is made twice.
-    calls = sorted((one for one in reference.original.calls if one.measured), key=lambda one: one.batch_size or 0)
-    for one in (*calls, calls[0]):
+    calls = [one for one in reference.original.calls if one.measured]
+    for one in (*calls, min(calls, key=lambda one: one.batch_size or 0)):
         comparison.run(runs, one, reference.original.inputs_of(one), None, training=False)
     return comparison

@@ -13,7 +13,7 @@ from optimizer.pipeline.transactions import Transactions
 from optimizer.wording import first_line
 from passes.errors import UnseenCall
 from passes.program.changes import Change, Place
-from passes.program.recording import Recorder, Recording
+from passes.program.recording import Recorder
 
 # A pass leaves at most so many pairs alone, each found in a run of its own; with more, all of it goes.
 _MOST_PARTED = 8
@@ -21,11 +21,7 @@ _WITH_GRADIENTS = "where gradients are on"
 
 
 class PartedPairs:
-    """Runs a pass again without the pairs that a call parts.
-
-    Attributes:
-        recording: of the last call that `leave_alone_elsewhere` ran; None before.
-    """
+    """Runs a pass again without the pairs that a call parts."""
 
     def __init__(
         self,
@@ -41,7 +37,6 @@ class PartedPairs:
         self._samples = samples
         self._batch_sizes = batch_sizes
         self._in_training = in_training
-        self.recording: Recording | None = None
 
     def leave_alone(self) -> bool:
         """Leave the pairs alone that the example calls part; whether there was one.
@@ -70,7 +65,7 @@ class PartedPairs:
         recorder = Recorder(tree.root, tree.modules)
         error = self._runs.error_at(call, recorder, gradients=gradients)
         if error is None:
-            self.recording = recorder.recording
+            self._transactions.recording = recorder.recording
         return error
 
     def _further_calls(self) -> list[tuple[Call, str]]:

@@ -29,7 +29,6 @@ from optimizer.pipeline.verification import verified
 from optimizer.report import PassRecord, Progress, ProgressFunction, Size
 from passes.base import Context, Pass, PassResult
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Recording
 
 
 class Pipeline:
@@ -60,8 +59,6 @@ class Pipeline:
         self._samples = samples
         self._batch_sizes = batch_sizes
         self._progress = progress
-        # Of the verified result.
-        self._recording: Recording | None = None
         self._transactions = Transactions(copy, original, self.tree, device, strict=strict, progress=progress)
 
     @property
@@ -166,12 +163,11 @@ class Pipeline:
             return None
         if not self._may_differ():
             return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
-        report, self._recording = verified(self._transactions, comparer, self._samples, self._batch_sizes)
-        return report
+        return verified(self._transactions, comparer, self._samples, self._batch_sizes)
 
     def size(self) -> Size:
         """The size of the working copy as it is now."""
-        return size_of(self.tree, self.context(), self._recording)
+        return size_of(self.tree, self.context(), self._transactions.recording)
 
     def could_apply(self) -> list[str]:
         """The passes that weren't named and would change something, where the named ones changed nothing."""

@@ -12,15 +12,12 @@ from optimizer.pipeline.comparer import Comparer
 from optimizer.pipeline.culprits import take_back_culprit, wrong_before_a_lossy_pass
 from optimizer.pipeline.parted import PartedPairs
 from optimizer.pipeline.transactions import Transactions
-from passes.program.recording import Recording
 
 
 def verified(
     transactions: Transactions, comparer: Comparer, samples: Samples, batch_sizes: Sequence[int] | None
-) -> tuple[ParityReport, Recording | None]:
+) -> ParityReport:
     """The report of the result, after everything wrong was taken back: passes, or single pairs of layers.
-
-    Also gives the recording of a run of the result, where there was one.
 
     Raises:
         OptimizeFailed: a pass is rolled back, with `strict` or where it is a guarantee.
@@ -34,7 +31,7 @@ def verified(
             if (wrong := wrong_before_a_lossy_pass(transactions, comparer)) is not None:
                 take_back_culprit(transactions, comparer, *wrong)
             elif not parted.leave_alone_elsewhere():
-                return report, parted.recording
+                return report
             continue
         if not with_changes(transactions.applied):
             raise ParityError(

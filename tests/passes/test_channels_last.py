@@ -522,7 +522,7 @@ def test_no_run_is_watched_where_nothing_is_changed() -> None:
 
 def test_without_a_run_nothing_is_said() -> None:
     tree, context = captured(enliven(Lossy()).eval(), (image(),))
-    done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=None))
+    done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=None, run_each=None))
     assert len(done.changes) == 3
     assert done.remarks == ()
 
