@@ -29,7 +29,7 @@ from exporters.exported_program import captured, conditions_of_program, guards_i
 from exporters.file_values import Program
 from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
-from exporters.isolation import silent, undisturbed
+from exporters.isolation import silent
 from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, prove_early, refusing
 from exporters.trace_conditions import conditions_at
@@ -90,18 +90,18 @@ class AotiExporter(Exporter):
         guards = take_guards(program)
         path = folder / self.file_name
         with _private_cache(folder):
-            with undisturbed(evidence.adapter), refusing("it can't be compiled"), silent():
+            with evidence.undisturbed(), refusing("it can't be compiled"), silent():
                 files = _compile(program, folder)
             # Compiling adds further conditions.
             conditions = conditions_of_program(program, evidence)
             loaded = self._packaged(files, evidence, (), path)
-            with undisturbed(evidence.adapter), silent():
+            with evidence.undisturbed(), silent():
                 errors = prove_early(evidence, loaded)
                 agreed = prove_beyond(evidence, loaded, conditions, conditions_at, errors)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
                 loaded = self._packaged(files, evidence, kept, path)
-            with undisturbed(evidence.adapter), silent():
+            with evidence.undisturbed(), silent():
                 prove(evidence, loaded, [path])
         return (path,)
 

@@ -286,6 +286,11 @@ def _drop_traces(program: torch.export.ExportedProgram) -> None:
     for node in _nodes_of(program.graph_module):
         for name in _TRACES:
             node.meta.pop(name, None)
+        if stack := node.meta.get("nn_module_stack"):
+            # A strict capture has memory addresses as keys.
+            node.meta["nn_module_stack"] = {
+                path if key.isdigit() else key: (path, kind) for key, (path, kind) in stack.items()
+            }
 
 
 def _nodes_of(module: nn.Module) -> Iterator[Any]:

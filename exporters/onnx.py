@@ -23,7 +23,7 @@ from exporters.conditions import Condition
 from exporters.errors import MetadataError, ProviderFallback, RouteRefused
 from exporters.exported_program import conditions_of_program, named_dims, shared_program
 from exporters.file_values import FileValues, Program
-from exporters.isolation import silent, undisturbed
+from exporters.isolation import silent
 from exporters.onnx_operators import translations
 from exporters.onnx_pads import keep_pads
 from exporters.onnx_runtime import ort
@@ -113,7 +113,7 @@ class OnnxExporter(Exporter):
         programs: dict[str, Program | None],
     ) -> tuple[Path, ...]:
         _refuse_what_no_runtime_gives(evidence)
-        with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
+        with evidence.undisturbed(), refusing(), silent(), torchscript_allowed():
             model, conditions, program = capture(folder)
             programs[route] = program
             _strip(model)

@@ -133,6 +133,12 @@ class Evidence:
     in_a_row: int = 1
     captures: Captures = field(kw_only=True)
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run the model, or a program captured from it, without lasting effects on the buffers of both."""
+        with undisturbed(self.adapter), undisturbed(self.captures.adapter):
+            yield
+
     @property
     def along(self) -> tuple[Evidence, ...]:
         """One evidence per size that changes by itself, and one for all that grow together.
@@ -377,7 +383,7 @@ def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int])
             if not evidence.outputs_given:
                 raise
             # The caller's outputs may come from the model before a pass damaged it. Then the route is right.
-            with undisturbed(evidence.adapter), silent():
+            with evidence.undisturbed(), silent():
                 expected = evidence.adapter.run(inputs)
             outputs = _compare(evidence, loaded, inputs, expected)
         errors.append([_relative_error(*pair) for pair in zip(expected, outputs, strict=True)])

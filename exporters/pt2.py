@@ -20,7 +20,7 @@ from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, Te
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.file_values import FileValues, Program, ProgramValues
 from exporters.input_checks import refuse_unfit
-from exporters.isolation import silent, undisturbed
+from exporters.isolation import silent
 from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import (
     Evidence,
@@ -81,7 +81,7 @@ class Pt2Exporter(Exporter):
         conditions = conditions_of_program(program, evidence)
         device = str(evidence.device)
         guards = take_guards(program)
-        with undisturbed(evidence.adapter), silent():
+        with evidence.undisturbed(), silent():
             unguarded = _LoadedProgram(program, device)
             errors = prove_early(evidence, unguarded)
             agreed = prove_beyond(evidence, unguarded, conditions, conditions_at, errors)
@@ -90,7 +90,7 @@ class Pt2Exporter(Exporter):
         _save(program, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, device)
-        with undisturbed(evidence.adapter), silent():
+        with evidence.undisturbed(), silent():
             prove(evidence, loaded, [path])
         return (path,)
 

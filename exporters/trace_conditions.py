@@ -12,7 +12,7 @@ from exporters.conditions import Condition
 from exporters.decisions import Watch, refuse_values, traced, watching
 from exporters.errors import RouteRefused
 from exporters.exported_program import conditions_of_program, shared_program
-from exporters.isolation import silent, undisturbed
+from exporters.isolation import silent
 from exporters.proof import Evidence, prove, prove_beyond
 
 
@@ -83,6 +83,6 @@ def prove_file(
     Raises:
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
-    with undisturbed(evidence.adapter), silent():
+    with evidence.undisturbed(), silent():
         errors = prove(evidence, loaded, files)
         prove_beyond(evidence, loaded, conditions, conditions_at, errors)

@@ -148,19 +148,16 @@ class Size:
     Attributes:
         parameters: the number of elements in all parameters.
         parameter_bytes: their size in bytes.
-        operations: the number of torch operations in one call of the model, counted in a run; None without a run.
     """
 
     parameters: int
     parameter_bytes: int
-    operations: int | None
 
-    def to_json(self) -> dict[str, int | None]:
+    def to_json(self) -> dict[str, int]:
         """Convert to plain data."""
         return {
             "parameters": self.parameters,
             "parameter_bytes": self.parameter_bytes,
-            "operations": self.operations,
         }
 
 
@@ -231,9 +228,7 @@ class Report:
         lines += [_pass_line(record, width) for record in self.passes]
         lines += [line for record in self.passes for line in remark_lines(record.to_json())]
         lines += [f"{record.name}:\n{record.detail}" for record in self.passes if record.detail is not None]
-        lines.append(
-            f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters{_operations(self.before, self.after)}"
-        )
+        lines.append(f"size: {self.before.parameters:,} -> {self.after.parameters:,} parameters")
         lines.append(f"parity: {self.parity if self.parity else 'nothing was verified (no example inputs)'}")
         if self.stages:
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
@@ -284,9 +279,3 @@ def _pass_line(record: PassRecord, width: int) -> str:
     text += f", {record.seconds:.2f} s"
     reason = reason_shown(record.to_json())
     return f"{text}: {reason}" if reason else text
-
-
-def _operations(before: Size, after: Size) -> str:
-    if before.operations is None or after.operations is None:
-        return ""
-    return f", {before.operations:,} -> {after.operations:,} operations"

@@ -197,11 +197,7 @@ def _rows(format: str, rows: Document) -> str:
 
 def _gained(report: Document) -> Iterable[str]:
     before, after, coverage = report["before"], report["after"], report["coverage"]
-    parameters = f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
-    if before["operations"] is None or after["operations"] is None:
-        yield parameters
-    else:
-        yield f"operations: {before['operations']:,} -> {after['operations']:,}; {parameters}"
+    yield f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
     if unreached := coverage["unreached"]:
         others = f" and {len(unreached) - 1:,} more" if unreached[1:] else ""
         yield (

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 # Allocations between two collections of the youngest generation. Python's default is 700 (2,000 from 3.13 on).
 _RARELY = 100_000
@@ -38,5 +38,7 @@ def release_memory() -> None:
     After many tensors of many sizes, glibc keeps freed memory in pieces between those in use: 200 MB after the proof of a
     ResNet-50. A runtime that loads a file next would take its memory beside that.
     """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    if sys.platform == "linux":
+        # Other C libraries have no such function, and a statically linked Python has no library to ask.
+        with suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)

@@ -169,9 +169,11 @@ class Samples:
 
     @property
     def elements_of_a_row(self) -> int:
-        """The number of elements in one row of the largest input."""
-        tensors = (tensor for tensor in _tensors(self.given) if tensor.dim())
-        return max((tensor.numel() // max(1, len(tensor)) for tensor in tensors), default=0)
+        """The number of elements in one row of the largest input with rows."""
+        with_rows = (
+            tensor for number, tensor in enumerate(_tensors(self.given)) if self._has_open_rows(number, tensor)
+        )
+        return max((tensor.numel() // max(1, len(tensor)) for tensor in with_rows), default=0)
 
     def rows_alone(self) -> Iterator[Call]:
         """Yield the first rows of the user's own call, each alone.

@@ -53,8 +53,8 @@ class RoundingNoise:
     """What rounding does to each output of the original.
 
     Attributes:
-        measured_at: the batch sizes that are run in float64 and perturbed; None for all. The first call is always
-            measured, unless this is empty: then the noise is the least of each dtype.
+        measured_at: the batch sizes that are run in float64 and perturbed; None for all.
+        is_least: whether it is empty: then nothing is measured, and the noise is the least of each dtype.
         refused: why the truth is the original in its own dtype and not in float64; "" for float64.
         lowered: functions that gave no float64 in the float64 runs.
         can_be_perturbed: whether it runs with inputs and weights off by one ulp.
@@ -65,6 +65,7 @@ class RoundingNoise:
     def __init__(self, original: Original, measured_at: frozenset[int | None] | None = None) -> None:
         self.original = original
         self.measured_at = measured_at
+        self.is_least = measured_at is not None and not measured_at
         self.refused = ""
         self.lowered: set[str] = set()
         self.coarsest = 0.0
@@ -107,7 +108,7 @@ class RoundingNoise:
             original.ran_twice = True
             self._run_again(original.calls[0])
         for one in original.calls:
-            if not one.measured and self._is_to_be_measured(one):
+            if not self.is_least and not one.measured and self._is_to_be_measured(one):
                 self._measure(one)
         original.check()
         self._refuse_another_computation()
@@ -145,7 +146,7 @@ class RoundingNoise:
         for name, gathered in self._gathered.items():
             own = next(one.own.values[name] for one in self.original.calls if name in one.own.values)
             pools = (gathered.own_error, gathered.response, gathered.again, self._inside.get(name, Pool()))
-            measured = [pool.slices for pool in pools if pool.slices]
+            measured = [pool.slices for pool in pools if pool.slices and pool.slices.largest]
             if is_exact(own) or gathered.size.slices is None or not noises[name].deterministic:
                 continue
             noise = slice_noise(gathered.size.slices, measured, own.dtype, least_samples=_LEAST_SAMPLES)
@@ -184,8 +185,6 @@ class RoundingNoise:
         return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(MORE_SAMPLES)
 
     def _is_to_be_measured(self, one: OriginalCall) -> bool:
-        if self.measured_at is not None and not self.measured_at:
-            return False
         if one.sizes or one.key in self.original.asked:
             return True
         if self.measured_at is None or one.batch_size in self.measured_at or not self.calls:

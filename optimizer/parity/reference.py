@@ -54,7 +54,7 @@ class Reference:
                 *original.notes_on_failures(),
                 *rounding.conclusions(self.noises),
             ),
-            reference="own dtype" if rounding.refused else "float64",
+            reference="own dtype" if rounding.refused or rounding.is_least else "float64",
             reference_reason=rounding.refused,
         )
 
@@ -167,7 +167,7 @@ class Reference:
             if flatten is None and self.truth_in_float64:
                 settle_kinks(self._rounding, runs, comparison)
         seen = None if rows is None or comparison.problems else measure_rows(self, runs, rows, flatten)
-        if comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises):
+        if not self._rounding.is_least and (comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises)):
             self.look_closely()
             comparison.noises = noises_with(moved, self.noises, calls)
             if flatten is None and self._precision is None and self._few_samples and self.truth_in_float64:

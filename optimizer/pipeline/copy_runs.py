@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,15 +67,15 @@ class CopyRuns:
             outputs = [self._output(number, fresh(call)) for number, call in enumerate(self.calls)]
         return [output for output in outputs if isinstance(output, UnseenCall)]
 
-    def error_at(self, call: Call, watch: AbstractContextManager[Any], *, gradients: bool) -> Exception | None:
-        """What a call raises, with `watch` entered; None if nothing."""
+    def error_at(self, call: Call, *, gradients: bool) -> Exception | None:
+        """The error of a call; None if it runs."""
         with ExitStack() as stack:
             stack.enter_context(self._quiet())
             stack.enter_context(torch.set_grad_enabled(gradients))
             if gradients:
                 # No backward pass follows: the tensors kept for it would only take memory.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
-            output = self._output(0, fresh(call), watch)
+            output = self._output(0, fresh(call))
         return output if isinstance(output, Exception) else None
 
     def smallest(self) -> Call:
@@ -86,12 +86,11 @@ class CopyRuns:
         """The numbers of rows of the example calls."""
         return {rows_of((call.args, call.kwargs)) for call in self.calls}
 
-    def _output(self, seed: int, call: Call, watch: AbstractContextManager[Any] | None = None) -> Any:
+    def _output(self, seed: int, call: Call) -> Any:
         """The output of one call, or its error."""
         seed_torch(seed)
         try:
-            with watch or nullcontext():
-                return self.root(*call.args, **call.kwargs)
+            return self.root(*call.args, **call.kwargs)
         except Exception as error:  # noqa: BLE001 - the caller looks at the error
             return error
 

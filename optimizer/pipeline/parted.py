@@ -13,7 +13,6 @@ from optimizer.pipeline.transactions import Transactions
 from optimizer.wording import first_line
 from passes.errors import UnseenCall
 from passes.program.changes import Change, Place
-from passes.program.recording import Recorder
 
 # A pass leaves at most so many pairs alone, each found in a run of its own; with more, all of it goes.
 _MOST_PARTED = 8
@@ -51,22 +50,14 @@ class PartedPairs:
             return False
         has_run = False
         for call, when in self._further_calls():
-            error = self._error_at(call, gradients=True)
+            error = self._runs.error_at(call, gradients=True)
             if error is None:
                 has_run = True
                 continue
-            without_gradients = self._error_at(call, gradients=False)
+            without_gradients = self._runs.error_at(call, gradients=False)
             if self._leave(without_gradients, when) or self._leave(error, _WITH_GRADIENTS):
                 return True
-        return not has_run and self._leave(self._error_at(self._runs.smallest(), gradients=True), _WITH_GRADIENTS)
-
-    def _error_at(self, call: Call, *, gradients: bool) -> Exception | None:
-        tree = self._transactions.tree
-        recorder = Recorder(tree.root, tree.modules)
-        error = self._runs.error_at(call, recorder, gradients=gradients)
-        if error is None:
-            self._transactions.recording = recorder.recording
-        return error
+        return not has_run and self._leave(self._runs.error_at(self._runs.smallest(), gradients=True), _WITH_GRADIENTS)
 
     def _further_calls(self) -> list[tuple[Call, str]]:
         """Calls without a reference at batch sizes that weren't run: each with its words in a sentence."""

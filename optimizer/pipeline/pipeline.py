@@ -167,7 +167,7 @@ class Pipeline:
 
     def size(self) -> Size:
         """The size of the working copy as it is now."""
-        return size_of(self.tree, self.context(), self._transactions.recording)
+        return size_of(self.tree)
 
     def could_apply(self) -> list[str]:
         """The passes that weren't named and would change something, where the named ones changed nothing."""

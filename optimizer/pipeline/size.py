@@ -7,39 +7,17 @@ from torch.nn.parameter import is_lazy
 from optimizer.report import CoverageRecord, Size
 from passes.base import Context
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Node, Recorder, Recording, shape_of, tensor_of
+from passes.program.recording import tensor_of
 from passes.program.runs import recorded_runs
 
 
-def size_of(tree: ModelTree, context: Context, recording: Recording | None = None) -> Size:
-    """The parameters, bytes and operations of the model; None operations where no run shows them.
-
-    Args:
-        recording: of a run of the model; without it, and without a recording that passes read, the model is run.
-    """
+def size_of(tree: ModelTree) -> Size:
+    """The parameters of the model and their bytes."""
     parameters = [parameter for parameter in tree.root.parameters() if not is_lazy(parameter)]
     return Size(
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        _operations(tree, context, recording),
     )
-
-
-def _operations(tree: ModelTree, context: Context, recording: Recording | None) -> int | None:
-    if tree.runs is not None and tree.runs.runs:
-        recording = tree.runs.runs[0].recording
-    elif recording is None:
-        recorder = Recorder(tree.root, tree.modules)
-        if context.run_each is None or context.run_each(recorder, 0) is not None:
-            return None
-        recording = recorder.recording
-    return sum(map(_computes, recording.nodes()))
-
-
-def _computes(node: Node) -> bool:
-    """Whether a recorded node is a call that computes, and reads no property such as `x.shape` or `x.grad_fn`."""
-    is_call = node.op == "call_function" and not node.meta["asks"]
-    return is_call and not (getattr(node.target, "__name__", "") == "__get__" and shape_of(node) is None)
 
 
 def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:

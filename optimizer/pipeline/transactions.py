@@ -20,7 +20,6 @@ from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.program.changes import Place
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Recording
 
 # A pass runs again without the changes that it should leave alone; those may give way to others.
 _MOST_TRIES = 8
@@ -38,7 +37,6 @@ class Transactions:
         applied: the passes that stay so far, also those that changed nothing.
         left_alone: by number of the pass, the places that it must leave alone, each with the reason.
         wrong: by number of the pass, the reason to roll it back whatever it does.
-        recording: of a run of the verified result; None where there was none.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Transactions:
         self.applied: list[AppliedPass] = []
         self.left_alone: dict[int, dict[Place, str]] = {}
         self.wrong: dict[int, str] = {}
-        self.recording: Recording | None = None
         self.runs = CopyRuns(copy.root)
         self.comparer: Comparer | None = None
         self._copy = copy

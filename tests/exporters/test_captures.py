@@ -112,3 +112,37 @@ def test_what_an_exporter_does_to_its_program_stays_there():
     weights = {tensor.data_ptr() for tensor in model.parameters()}
     assert {tensor.data_ptr() for tensor in again.state_dict.values()} == weights
     assert torch.equal(again.module()(floats(3, 3, 4)), model(floats(3, 3, 4)))
+
+
+class KeepingARow(nn.Module):
+    """Writes a row of its input into a buffer, and reads it in the same call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("row", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.row.copy_(x[0])
+        return self.linear(x + self.row)
+
+
+@pytest.mark.parametrize("formats", [["pt2"], ["torchscript", "pt2"], ["pt2", "torchscript"]])
+def test_no_file_holds_what_a_proof_wrote_into_a_buffer(formats, tmp_path):
+    export(enliven(KeepingARow()).eval(), example_inputs=floats(4, 4), output=tmp_path / "net", formats=formats)
+    program = torch.export.load(tmp_path / "net" / "model.pt2")
+    (held,) = (tensor for name, tensor in {**program.state_dict, **program.constants}.items() if name.endswith("row"))
+    assert not held.any()
+
+
+def test_a_strict_capture_keeps_no_addresses_of_memory():
+    class Counting(Sized):
+        def forward(self, input):
+            return self.linear(input.flatten(1)) / len(input)
+
+    calls = tuple(((floats(rows, 3, 4),), {}) for rows in (2, 3))
+    evidence = gather(ExportRequest(enliven(Counting()).eval(), calls))
+    program, _ = captured(evidence, strict=True)
+    stacks = [node.meta["nn_module_stack"] for node in program.graph.nodes if "nn_module_stack" in node.meta]
+    assert stacks
+    assert not any(key.isdigit() for stack in stacks for key in stack)

@@ -11,6 +11,7 @@ from optimizer import export, optimize
 from optimizer.errors import ParityError
 from optimizer.model.inputs import Samples
 from optimizer.parity import judge, measure_reference
+from optimizer.pipeline import provenance_of
 from passes import FoldConvBn
 
 RAN = Counter()
@@ -226,3 +227,14 @@ def test_outputs_without_signal_are_vacuous_though_nothing_changed(factor, verdi
     fast = optimize(Times(factor).eval(), ["fold-conv-bn"], example_inputs=(torch.randn(4, 8),))
     assert fast.report.parity.verdict == verdict
     assert fast.report.verified == (verdict == "ok")
+
+
+def test_the_reference_of_optimize_and_of_its_export_judges_small_channels_by_themselves():
+    model = enliven(nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        model.weight[0] *= 1e6
+    fast = optimize(model, [FoldConvBn()], example_inputs=torch.randn(4, 8))
+    outputs = provenance_of(fast).outputs
+    assert set(outputs.reference().slices) == {"output"}
+    again = measure_reference(model, Samples((outputs.samples.given.args[0],)), known=outputs)
+    assert set(again.slices) == {"output"}

@@ -26,6 +26,7 @@ from optimizer.parity import (
     ParityReport,
     Reference,
     RegionReference,
+    check_change,
     check_parity,
     check_region,
     compare_golden,
@@ -1396,3 +1397,37 @@ def test_what_an_output_holds_beside_tensors_is_compared(kept, other):
     x = torch.randn(4, 3)
     assert check_parity(lambda x: {"y": x.sin(), "kept": kept}, lambda x: {"y": x.sin(), "kept": kept}, (x,)).ok
     assert not check_parity(lambda x: {"y": x.sin(), "kept": kept}, lambda x: {"y": x.sin(), "kept": other}, (x,)).ok
+
+
+def test_a_change_runs_each_region_once_where_the_least_noise_is_enough():
+    torch.manual_seed(0)
+    weight, x, runs = torch.randn(4, 8), torch.randn(16, 8), []
+
+    def region(name, weight):
+        def run(x):
+            runs.append(name)
+            return nn.functional.linear(x, weight)
+
+        return run
+
+    ((algebra, rounding),) = check_change(region("old", weight), region("new", weight * (1 + 2**-23)), (x,))
+    assert algebra.ok
+    assert rounding is None
+    assert algebra.reference == "own dtype"
+    assert runs == ["old", "new"]
+    ((algebra, _),) = check_change(region("old", weight), region("new", weight * 1.001), (x,))
+    assert not algebra.ok
+    assert algebra.reference == "float64"
+
+
+def test_a_small_channel_of_a_region_is_judged_by_itself():
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 8), torch.randn(16, 8)
+    weight[0] *= 1e6
+    wrong = weight.clone()
+    wrong[2] = 0
+    ((algebra, _),) = check_change(
+        lambda x: nn.functional.linear(x, weight), lambda x: nn.functional.linear(x, wrong), (x,)
+    )
+    assert not algebra.ok
+    assert "index 2 of dim 1" in algebra.reason
