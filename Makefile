@@ -1,6 +1,7 @@
 # make demo    install the project and run it on a ResNet-50
 # make test    install what the tests need and run the fast ones (eight minutes)
 # make test-all   the other tests, those that are marked slow (25 minutes)
+# make coverage  the fast tests, with the share of lines that they run (at least 90 %)
 # make check   format, lint, type-check, test
 # make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
 # make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
@@ -20,7 +21,7 @@ N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all fuzz zoo rule mutants check format lint bench docs clean
+.PHONY: demo test test-all coverage fuzz zoo rule mutants check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -30,6 +31,10 @@ test: $(VENV)/test $(TIMM)
 
 test-all: $(VENV)/test $(TIMM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not zoo" -n $(WORKERS) --dist worksteal
+
+coverage: $(VENV)/dev $(TIMM)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not zoo" -n $(WORKERS) --dist worksteal \
+		--cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
 
 fuzz: $(VENV)/test
 	@echo "make fuzz N=$(N) SEED=$(SEED)"
