@@ -39,7 +39,7 @@ def exporter_named(name: str) -> Exporter:
     if name in _OWN:
         return _OWN[name]()
     if name not in others:
-        raise UnknownFormat(f"There is no format {name!r}; there are {', '.join((*_OWN, *others))}.")
+        raise UnknownFormat(f"There is no format {name!r}; the formats are: {', '.join((*_OWN, *others))}.")
     return _loaded(others[name])
 
 

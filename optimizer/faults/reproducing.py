@@ -148,7 +148,7 @@ def write_reproduction(
         A sentence that names the folder, or the reason why there is none.
     """
     if artifact.format not in _RUN:
-        return f"There is no program that shows it for {artifact.format} files."
+        return f"There is no reproduction script for {artifact.format} files."
     file = artifact.path.name
     given = dict(zip((spec.name for spec in artifact.inputs), inputs, strict=True))
     # The file and the original have their outputs in the same order.
@@ -174,7 +174,7 @@ def write_reproduction(
         # Only the number: `write_bundle` would take the system's error text for a disk error of the bundle.
         reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
         return f"The folder {directory} couldn't be written ({reason})."
-    return f"{directory / artifact.format} has what it takes to see it: run reproduce.py there."
+    return f"{directory / artifact.format} contains a self-contained reproduction: run reproduce.py there."
 
 
 def _write(

@@ -868,7 +868,7 @@ def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
     fast = optimize(model, [CastPrecision(how="weights")], example_inputs=(x,))
     with torch.no_grad():
         model[0].weight.mul_(2)
-    with pytest.raises(Exception, match=r"0\.weight was written to after optimize"):
+    with pytest.raises(Exception, match=r"0\.weight was modified after optimize"):
         export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
 
 

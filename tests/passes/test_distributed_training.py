@@ -154,7 +154,7 @@ def test_what_is_wrapped_or_sharded_already_is_refused_with_the_way_out(alone):
     partly = Blocks()
     fully_shard(partly.blocks[2], mesh=alone)
     wrapped = {
-        "give its .module": DistributedDataParallel(Blocks()),
+        "pass its .module": DistributedDataParallel(Blocks()),
         "The model is sharded by FSDP: call optimize": fully_shard(Blocks(), mesh=alone),
         r"blocks\.2 of the model is sharded by FSDP": partly,
     }

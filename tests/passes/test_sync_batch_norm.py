@@ -263,7 +263,7 @@ def test_each_change_is_checked_where_it_was_made() -> None:
 def test_without_example_inputs_layers_are_converted_and_nothing_verified() -> None:
     result = synced(made(Net), None)
     assert [where for where, _ in places(result, "changes")] == NORMS
-    assert "nothing was verified: give optimize() example inputs" in report_of(result).notes
+    assert "nothing was verified: pass example inputs to optimize()" in report_of(result).notes
     assert_equal(steps(made(Net), volume()), steps(result, volume()))
 
 
@@ -510,8 +510,8 @@ def test_another_pass_that_fails_takes_nothing_of_it_back(monkeypatch: pytest.Mo
 def test_the_report_says_what_was_compared_and_what_a_cpu_does() -> None:
     report = report_of(synced(made(Net), volume()))
     note = (
-        "what was compared is one process: there a SyncBatchNorm takes the statistics of its own batch, as a BatchNorm"
-        " does, and among several those of all"
+        "the comparison ran in one process, where a SyncBatchNorm uses the statistics of its own batch, as a "
+        "BatchNorm does; with several processes it uses the statistics of all of them"
     )
     assert note in report.notes
     (remark,) = report.passes[0].remarks
