@@ -57,10 +57,10 @@ def _from_others() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=_GROUP):
         if point.name in _OWN:
-            raise ExporterError(f"The format {point.name!r} is brought by optimize-export and by {_owner(point)}.")
+            raise ExporterError(f"The format {point.name!r} is provided by optimize-export and by {_owner(point)}.")
         if point.name in found and point.value != found[point.name].value:
             owners = f"{_owner(found[point.name])} and by {_owner(point)}"
-            raise ExporterError(f"The format {point.name!r} is brought by {owners}.")
+            raise ExporterError(f"The format {point.name!r} is provided by {owners}.")
         found[point.name] = point
     return found
 

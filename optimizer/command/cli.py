@@ -82,15 +82,15 @@ Inputs (--input), one for each argument of forward:
 Exit codes:
   0    done
   1    a defect of the program itself
-  2    an option, or a combination of options, that makes no sense
+  2    an option, or a combination of options, is invalid
   3    the model, its weights or its inputs couldn't be loaded
   4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
   5    the required device is missing
-  6    no proof that the files compute what the original computes; an export publishes nothing
-  7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
+  6    the files aren't proven to compute the same as the original; an export publishes nothing
+  7    a pass failed or was rolled back under --strict, or a requested pass isn't available
   8    the bundle couldn't be written, read or verified
   9    the model's outputs carry no signal, so nothing could be proven
-  130  interrupted (Ctrl-C); 143 where it was terminated
+  130  interrupted (Ctrl-C); 143 if terminated
 """
 
 

@@ -65,7 +65,7 @@ def refuse_missing_inputs(paths: Sequence[Path]) -> None:
     """Raise `LoadError` if a path isn't a file."""
     for path in paths:
         if not path.is_file():
-            raise LoadError(f"The inputs file {path} {'is no file' if path.exists() else 'does not exist'}.")
+            raise LoadError(f"The inputs file {path} {'is not a file' if path.exists() else 'does not exist'}.")
 
 
 # MODEL ----------------------------------------------------------------------------------------------------------------

@@ -286,8 +286,8 @@ class _Finder:
         factory = next((factory for factory in FACTORY_NAMES if callable(self._held(factory))), None)
         if self.target.file is None and factory:
             return (
-                f" at its top level; if {label}.{factory}({name!r}) makes the model, write a file with"
-                f" `model = {label}.{factory}({name!r})` and give that."
+                f" at its top level; if {label}.{factory}({name!r}) creates the model, write a file with"
+                f" `model = {label}.{factory}({name!r})` and use that."
             )
         return "."
 

@@ -366,7 +366,7 @@ def _agreement(share: float | None, undecided: int) -> str:
 
 def _available(passes: Sequence[Document], width: int) -> Iterable[Text]:
     rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
-    yield from _table(("pass", "what it does", "options"), rows, width)
+    yield from _table(("pass", "description", "options"), rows, width)
 
 
 def _options(options: Any) -> str:

@@ -23,12 +23,12 @@ _README = """# What is wrong with {file}
 {reason}
 {place}
 
-`inputs.safetensors` has the inputs of the call at {where}, `expected.safetensors` what the original gives there, in float64
-rounded once. `python reproduce.py` runs the file on them and shows by how much each output is off; it needs {needs}
-and nothing else, and ends with 1 where one is off by more than is allowed.
+`inputs.safetensors` contains the inputs of the call at {where}. `expected.safetensors` contains the original's outputs for
+them, computed in float64 and rounded once. `python reproduce.py` runs the file and shows the error of each output. It
+needs only {needs}, and exits with 1 if an error is larger than allowed.
 """
 
-_SCRIPT = '''"""Run {file} on the inputs beside it, and show how far its outputs are from those that are expected."""
+_SCRIPT = '''"""Run {file} on the inputs next to it, and show the errors of its outputs."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ DTYPES = {{
 
 
 def read(name):
-    """The tensors of a safetensors file: the length of a header of JSON, the header, and the bytes that it speaks of."""
+    """The tensors of a safetensors file: the length of its JSON header, the header, and the tensors' bytes."""
     content = (HERE / name).read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
@@ -78,7 +78,7 @@ def main():
         error = float((got.to(wide) - want.to(wide))[apart].abs().max()) if same and apart.any() else 0.0
         bad = not same or not error <= allowed
         wrong = wrong or bad
-        shapes = "" if same else f", its shape is {{list(got.shape)}} in place of {{list(want.shape)}}"
+        shapes = "" if same else f", its shape is {{list(got.shape)}} instead of {{list(want.shape)}}"
         print(f"{{name}}: off by {{error:.2e}}, {{allowed:.1e}} is allowed{{shapes}}: {{'wrong' if bad else 'right'}}")
     return 1 if wrong else 0
 

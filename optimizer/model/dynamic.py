@@ -86,10 +86,10 @@ def open_dims(
 def _mapping(dynamic: Dynamic) -> Dynamic:
     if not isinstance(dynamic, Mapping):
         raise UsageError(
-            f"dynamic is a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
+            f"dynamic must be a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
         )
     if not dynamic:
-        raise UsageError("dynamic opens nothing: name the dims of an input, such as {'x': (0, 2)}, or leave it out.")
+        raise UsageError("dynamic opens no dim: list the dims of an input, such as {'x': (0, 2)}, or leave it out.")
     return dynamic
 
 

@@ -1429,7 +1429,7 @@ class OtherwiseBeyond(nn.Module):
 
 def test_what_a_file_does_otherwise_beyond_the_calls_isnt_taken_for_rounding(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    with pytest.raises(ExporterError, match="the model goes another way than the one that was captured"):
+    with pytest.raises(ExporterError, match="the model takes a different path than the captured one"):
         export(
             OtherwiseBeyond().eval(),
             example_inputs=(torch.randn(4, 64),),

@@ -293,7 +293,7 @@ def test_what_is_no_tensor_among_the_outputs_must_stay_the_same(tmp_path):
             return {"y": self.linear(x), "number": self.calls}
 
     sentence = refusal(enliven(Telling()).eval(), tmp_path)
-    assert "The outputs have a different structure: number is 2 and should be 1" in sentence
+    assert "The outputs have a different structure: number is 2, but should be 1" in sentence
 
 
 def test_the_result_of_passes_is_judged_by_its_original(tmp_path):

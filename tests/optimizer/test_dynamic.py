@@ -63,8 +63,8 @@ def test_equal_sizes_share_no_name_unless_they_are_given_one():
 @pytest.mark.parametrize(
     ("dynamic", "sentence"),
     [
-        ({}, "dynamic opens nothing: name the dims of an input, such as {'x': (0, 2)}, or leave it out."),
-        ((0, 1), "dynamic is a dict such as {'x': (0, 2)} or {'x': {0: 'batch', 2: 'time'}}, not (0, 1)."),
+        ({}, "dynamic opens no dim: list the dims of an input, such as {'x': (0, 2)}, or leave it out."),
+        ((0, 1), "dynamic must be a dict such as {'x': (0, 2)} or {'x': {0: 'batch', 2: 'time'}}, not (0, 1)."),
         ({"y": (0,)}, "dynamic names y, but the inputs in the files are x, mask, lengths."),
         ({"x": ()}, "dynamic lists no dim of x: add one such as 0, or leave x out."),
         ({"x": 0}, "dynamic must map each input to a tuple of dims, or to a dict of dims and names, not 0."),

@@ -256,7 +256,7 @@ def test_sparse_outputs_have_no_place_in_a_file(refused):
         "class Sparse(Net):\n    def forward(self, x): return {'y': super().forward(x).to_sparse()}\nmodel = Sparse()"
     )
     assert refused(2, write(text)) == (
-        "output `y` is a sparse tensor, which files have no place for; return a dense one."
+        "output `y` is a sparse tensor, which exported files can't represent; return a dense one."
     )
 
 
@@ -417,7 +417,7 @@ def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, mo
 
 
 def test_a_name_with_control_characters_is_none(refused):
-    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is no name for an input."
+    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is not a valid name for an input."
 
 
 def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):

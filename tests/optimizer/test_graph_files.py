@@ -313,7 +313,7 @@ def test_a_file_that_isnt_right_gives_way_to_that_of_the_plain_forward(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sizes"), [(BySize, (2, 3)), (ByOne, (2, 3))])
 def test_a_branch_on_a_size_is_in_no_file(kind: type[nn.Module], sizes: tuple[int, ...], tmp_path: Any) -> None:
-    with pytest.raises(ExportError, match=r"at a batch of [17] the model goes another way"):
+    with pytest.raises(ExportError, match=r"at batch size [17] the model takes a different path"):
         exported(made(kind), ["simplify"], tmp_path, data(4, 5, 8), batch_sizes=sizes)
     bundle = exported(made(kind), ["simplify"], tmp_path, data(4, 5, 8), static_batch=True)
     assert entries(bundle) == EVERYTHING

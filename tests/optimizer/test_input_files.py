@@ -148,7 +148,7 @@ def test_further_calls_stand_in_the_place_of_the_next_draws() -> None:
         ),
         (((ids(4, 6),), {}), r"is int64\[4, 6\], but should be int64\[4, 5\]"),
         (((ids(2).int(),), {}), r"is int32\[2, 5\], but should be int64\[2, 5\]"),
-        (((), {"ids": ids(2)}), "holds .* and should hold"),
+        (((), {"ids": ids(2)}), "contains .* but should contain"),
         (((ids(0),), {}), "have a batch of no rows"),
         (((torch.tensor(3),), {}), "have no rows, but the example inputs 2 rows"),
     ],

@@ -152,8 +152,8 @@ def test_a_name_of_a_package_that_isnt_at_its_top_level(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert refused("modelhub:resnet50") == "modelhub has no resnet50 at its top level: use modelhub.nets:resnet50."
     assert refused("modelhub:vit_tiny") == (
-        "modelhub has no vit_tiny at its top level; if modelhub.create_model('vit_tiny') makes the model, write a file"
-        " with `model = modelhub.create_model('vit_tiny')` and give that."
+        "modelhub has no vit_tiny at its top level; if modelhub.create_model('vit_tiny') creates the model, write a file"
+        " with `model = modelhub.create_model('vit_tiny')` and use that."
     )
     assert refused("modelhub.nets:vit_tiny") == "modelhub.nets has no vit_tiny."
 

@@ -394,7 +394,7 @@ def test_a_pass_whose_changes_no_run_can_be_watched_for_fails(monkeypatch: pytes
     (record,) = report_of(fast).passes
     assert record.status == "failed"
     assert record.reason == (
-        "RuntimeError: the run in which its changes are checked raises (RecursionError: maximum recursion depth exceeded)"
+        "RuntimeError: the run that checks its changes raises (RecursionError: maximum recursion depth exceeded)"
     )
     with pytest.raises(OptimizeFailed, match="maximum recursion depth"):
         optimize(Complex().eval(), ["channels-last"], example_inputs=(X,), strict=True)
