@@ -331,7 +331,7 @@ def scripted() -> nn.Module:
 
 LEFT_ALONE = {
     "forward": (lambda: OwnForward(3), "its class OwnForward has its own forward, which a SyncBatchNorm wouldn't run"),
-    "method": (lambda: OwnMethod(3), "its class OwnMethod has its own freeze, which a SyncBatchNorm doesn't"),
+    "method": (lambda: OwnMethod(3), "its class OwnMethod has its own freeze, which a SyncBatchNorm doesn't have"),
     "instance": (forward_of_the_instance, "it has its own forward, which a SyncBatchNorm wouldn't run"),
     "parametrized": (parametrized, "it has parametrizations"),
     "synced": (lambda: nn.SyncBatchNorm(3), "it is already a SyncBatchNorm"),
